@@ -14,16 +14,17 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "core/command_line.h"
 #include "core/status.h"
 #include "core/thread_pool.h"
-#include "harness/accuracy_record.h"
-#include "harness/cases.h"
-#include "harness/device_memory.h"
-#include "harness/evaluate.h"
-#include "harness/inputs.h"
-#include "harness/machine.h"
-#include "harness/measure.h"
-#include "harness/worker.h"
+#include "harness/inputs/inputs.h"
+#include "harness/judge/accuracy_record.h"
+#include "harness/judge/device_memory.h"
+#include "harness/judge/evaluate.h"
+#include "harness/measure/machine.h"
+#include "harness/measure/measure.h"
+#include "harness/measure/worker.h"
+#include "harness/plan/cases.h"
 #include "results/analysis.h"
 #include "results/describe.h"
 #include "results/files.h"
@@ -31,7 +32,6 @@
 #include "results/report.h"
 #include "results/report_text.h"
 #include "results/table.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(std::string, techniques, "*",
           "What to check: names or globs that commas separate, each with options, as in "
@@ -68,7 +68,7 @@ constexpr char kProgram[] = "check";
 constexpr char kUsage[] =
     "check [flags]\n"
     "Runs every technique once on real and drawn tensors and holds its errors against float64 to\n"
-    "their bounds (harness/errors.h says where they are from). Nothing is timed.\n\n"
+    "their bounds (harness/judge/errors.h says where they are from). Nothing is timed.\n\n"
     "Exit status: 0 all errors are within their bounds, 1 one is not or a technique failed,\n"
     "2 bad usage.";
 

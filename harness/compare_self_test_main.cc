@@ -11,14 +11,14 @@
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "core/command_line.h"
 #include "core/status.h"
 #include "core/technique.h"
-#include "harness/compare_self_test.h"
-#include "harness/machine.h"
-#include "harness/quantities.h"
-#include "harness/sweep.h"
+#include "harness/measure/compare_self_test.h"
+#include "harness/measure/machine.h"
+#include "harness/measure/sweep.h"
+#include "harness/plan/quantities.h"
 #include "results/files.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(int, runs, 20, "Pairs of sweeps, for the false alarms and for the power each.");
 ABSL_FLAG(double, slow_down, 1.10, "The factor by which a run of a chosen technique is longer.");

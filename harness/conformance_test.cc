@@ -13,9 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "core/runfiles.h"
 #include "gtest/gtest.h"
-#include "harness/runfiles.h"
-#include "harness/tiny_technique.h"
+#include "harness/testing/tiny_technique.h"
 
 namespace tfb {
 namespace {

@@ -12,10 +12,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "core/random.h"
+#include "core/runfiles.h"
 #include "core/safetensors.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "harness/runfiles.h"
 
 namespace tfb {
 namespace {

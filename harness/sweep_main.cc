@@ -13,14 +13,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "core/command_line.h"
 #include "core/status.h"
-#include "harness/cases.h"
-#include "harness/device_presence.h"
-#include "harness/machine.h"
-#include "harness/quantities.h"
-#include "harness/sweep.h"
+#include "harness/measure/device_presence.h"
+#include "harness/measure/machine.h"
+#include "harness/measure/sweep.h"
+#include "harness/plan/cases.h"
+#include "harness/plan/quantities.h"
 #include "results/files.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(bool, list, false, "Print the techniques with their options and defaults, and exit.");
 ABSL_FLAG(bool, dry_run, false, "Print the cases in the order in which they would run, and exit.");

@@ -15,7 +15,7 @@
 namespace tfb {
 namespace figure {
 
-// harness/language_model.h defines it; the others are those of networks that stop early.
+// harness/inputs/language_model.h defines it; the others are those of networks that stop early.
 inline constexpr char kBitsPerByte[] = "bits_per_byte";
 inline constexpr char kMeanLayers[] = "mean_layers";
 inline constexpr char kFlopsSaved[] = "flops_saved";

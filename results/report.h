@@ -48,7 +48,7 @@ struct TechniqueCard {
 };
 // By family and name, on the cases with the most techniques (MainGroups in results/choices.h).
 std::vector<TechniqueCard> TechniqueCards(const Analysis& analysis);
-// How far attention changes when sequences grow, over lengths (harness/extrapolation.h).
+// How far attention changes when sequences grow, over lengths (harness/judge/extrapolation.h).
 std::vector<Table> ExtrapolationTables(const Analysis& analysis);
 // The statistics that techniques report by name.
 std::vector<Table> StatisticsTables(const Analysis& analysis);

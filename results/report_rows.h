@@ -108,10 +108,10 @@ bool AnyHas(const TableGroup& group, const CaseNumber& number);
 std::optional<double> DenseError(const Case& result);
 // Returns a statistic that a technique or the harness reports by name.
 std::optional<double> Statistic(const Case& result, absl::string_view name);
-// harness/language_model.h defines it.
+// harness/inputs/language_model.h defines it.
 std::optional<double> BitsPerByte(const Case& result);
 TableCell BitsPerByteCell(const std::vector<const Case*>& cases);
-// harness/extrapolation.h defines the two.
+// harness/judge/extrapolation.h defines the two.
 std::optional<double> ExtrapolationChange(const Case& result);
 std::optional<double> ExtrapolationReshape(const Case& result);
 

@@ -7,11 +7,11 @@
 #include "absl/flags/flag.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/command_line.h"
 #include "core/safetensors.h"
 #include "core/status.h"
 #include "results/files.h"
 #include "tools/checkpoint_average.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(std::string, output, "", "The file to write; required.");
 

@@ -10,13 +10,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/command_line.h"
 #include "core/status.h"
 #include "results/comparison.h"
 #include "results/comparison_report.h"
 #include "results/files.h"
 #include "results/reader.h"
 #include "results/report_text.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(double, threshold, 1.05,
           "A time whose 95% interval lies beyond this factor as a whole is a regression.");

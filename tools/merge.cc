@@ -10,9 +10,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/command_line.h"
 #include "results/appender.h"
 #include "results/files.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(
     std::string, output, "",

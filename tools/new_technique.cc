@@ -23,8 +23,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "core/command_line.h"
 #include "core/status.h"
-#include "tools/command_line.h"
 #include "tools/technique_template.h"
 
 ABSL_FLAG(std::string, workspace, "",

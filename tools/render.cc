@@ -14,12 +14,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/command_line.h"
 #include "core/output_file.h"
 #include "results/files.h"
 #include "results/reader.h"
 #include "results/report_text.h"
 #include "results/single_plot.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(
     std::string, format, "terminal",

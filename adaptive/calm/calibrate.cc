@@ -19,9 +19,9 @@
 #include "adaptive/calm/calm.h"
 #include "adaptive/calm/learn_then_test.h"
 #include "adaptive/depth_adaptive/text_reader.h"
+#include "core/command_line.h"
 #include "core/status.h"
-#include "tools/command_line.h"
-#include "tools/text_plot.h"
+#include "core/text_plot.h"
 
 ABSL_FLAG(double, risk, 0.1, "The loss that is promised at most, in (0, 1).");
 ABSL_FLAG(double, confidence, 0.95, "With what probability the promise holds, in (0, 1).");

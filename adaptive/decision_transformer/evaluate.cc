@@ -19,10 +19,10 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "adaptive/decision_transformer/rollout.h"
+#include "core/command_line.h"
+#include "core/runfiles.h"
 #include "core/status.h"
-#include "harness/runfiles.h"
 #include "results/files.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(std::string, model, "",
           "A file of tools/capture/train_decision_transformer.py. Empty: the repository's.");

@@ -15,9 +15,9 @@
 #include "adaptive/depth_adaptive/oracle.h"
 #include "adaptive/depth_adaptive/text_reader.h"
 #include "adaptive/depth_adaptive/thresholds.h"
+#include "core/command_line.h"
 #include "core/status.h"
-#include "tools/command_line.h"
-#include "tools/text_plot.h"
+#include "core/text_plot.h"
 
 ABSL_FLAG(int64_t, sequences, 64, "Sequences of held-out text.");
 ABSL_FLAG(int64_t, tokens, 512, "Bytes of a sequence.");

@@ -18,7 +18,7 @@
 namespace tfb::depth_adaptive {
 
 // Returns the bound of the error of a layer's states, in units of the largest, which is that of
-// outputs in harness/errors.h.
+// outputs in harness/judge/errors.h.
 double StateError(DType dtype);
 
 // A score, and the bound of its error in fp32.

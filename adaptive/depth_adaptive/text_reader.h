@@ -13,7 +13,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
-#include "harness/language_model.h"
+#include "harness/inputs/language_model.h"
 
 namespace tfb::depth_adaptive {
 

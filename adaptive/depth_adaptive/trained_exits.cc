@@ -8,7 +8,7 @@
 #include "core/testing.h"
 #include "core/thread_pool.h"
 #include "gtest/gtest.h"
-#include "harness/language_model.h"
+#include "harness/inputs/language_model.h"
 
 namespace tfb::depth_adaptive {
 namespace {

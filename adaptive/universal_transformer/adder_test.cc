@@ -4,10 +4,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/runfiles.h"
 #include "core/safetensors.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "harness/runfiles.h"
 
 namespace tfb::universal_transformer {
 namespace {

@@ -22,11 +22,11 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "adaptive/universal_transformer/adder.h"
+#include "core/command_line.h"
+#include "core/runfiles.h"
 #include "core/status.h"
 #include "core/thread_pool.h"
-#include "harness/runfiles.h"
 #include "results/files.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(std::string, model, "", "A model's file. Empty: the one of the repository.");
 ABSL_FLAG(std::vector<std::string>, digits, std::vector<std::string>({"24", "48", "96"}),

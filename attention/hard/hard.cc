@@ -196,7 +196,7 @@ class Choices {
   }
 
  private:
-  // The relative error of sums of fp32 weights, which harness/errors.h uses for their means.
+  // The relative error of sums of fp32 weights, which harness/judge/errors.h uses for their means.
   static constexpr double kWeightTolerance = 2e-5;
 
   const double* Key(int64_t b, int64_t h, int64_t j) const {

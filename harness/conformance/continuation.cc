@@ -1,6 +1,6 @@
-// Techniques that hand over what they remember (harness/continuation.h): two runs, of which the
-// second is given the outputs of the first, are one run over the whole sequence.
-#include "harness/continuation.h"
+// Techniques that hand over what they remember (harness/inputs/continuation.h): two runs, of which
+// the second is given the outputs of the first, are one run over the whole sequence.
+#include "harness/inputs/continuation.h"
 
 #include <algorithm>
 #include <cstdint>

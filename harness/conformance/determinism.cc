@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "harness/conformance/allocation_meter.h"
 #include "harness/conformance/subject.h"
-#include "harness/inputs.h"
+#include "harness/inputs/inputs.h"
 
 namespace tfb::conformance {
 namespace {

@@ -6,7 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/subject.h"
-#include "harness/errors.h"
+#include "harness/judge/errors.h"
 
 namespace tfb::conformance {
 namespace {

@@ -11,7 +11,7 @@
 #include "core/denormals.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/subject.h"
-#include "harness/evaluate.h"
+#include "harness/judge/evaluate.h"
 
 namespace tfb::conformance {
 namespace {

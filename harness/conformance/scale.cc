@@ -18,7 +18,7 @@
 #include "core/status.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/subject.h"
-#include "harness/device_memory.h"
+#include "harness/judge/device_memory.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define TFB_LIMITS_MEMORY 0  // a sanitizer's shadow is larger than any limit

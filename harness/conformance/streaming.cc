@@ -16,8 +16,8 @@
 #include "gtest/gtest.h"
 #include "harness/conformance/allocation_meter.h"
 #include "harness/conformance/subject.h"
-#include "harness/device_memory.h"
-#include "harness/guarded.h"
+#include "harness/judge/device_memory.h"
+#include "harness/judge/guarded.h"
 
 namespace tfb::conformance {
 namespace {

@@ -12,9 +12,9 @@
 #include "core/random.h"
 #include "core/status.h"
 #include "gtest/gtest.h"
-#include "harness/errors.h"
-#include "harness/guarded.h"
-#include "harness/inputs.h"
+#include "harness/inputs/inputs.h"
+#include "harness/judge/errors.h"
+#include "harness/judge/guarded.h"
 
 namespace tfb::conformance {
 namespace {

@@ -15,7 +15,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
-#include "harness/device_memory.h"
+#include "harness/judge/device_memory.h"
 
 namespace tfb::conformance {
 

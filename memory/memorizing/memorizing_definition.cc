@@ -16,7 +16,7 @@ using transformer_xl::Rows;
 
 // Returns the error that a score q . k of unit vectors may have in an implementation, which
 // computes them from hidden states whose own errors are of this size: see the bounds of
-// harness/errors.h.
+// harness/judge/errors.h.
 double ScoreTolerance(DType dtype) { return dtype == DType::kF32 ? 2e-5 : 5 * UnitRoundoff(dtype); }
 
 // A token with its score; a query takes the best ones.

@@ -19,10 +19,10 @@
 #include "absl/flags/flag.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/command_line.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "memory/memorizing/memorizing.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(std::vector<std::string>, stores,
           std::vector<std::string>({"0", "1024", "8192", "65536"}),

@@ -9,7 +9,7 @@
 
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "harness/language_model.h"
+#include "harness/inputs/language_model.h"
 #include "memory/memorizing/memorizing.h"
 
 namespace tfb::memorizing {

@@ -24,10 +24,10 @@
 #include "absl/flags/flag.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "core/command_line.h"
 #include "core/status.h"
-#include "harness/language_model.h"
+#include "harness/inputs/language_model.h"
 #include "memory/transformer_xl/transformer_xl.h"
-#include "tools/command_line.h"
 
 ABSL_FLAG(std::vector<std::string>, lengths,
           std::vector<std::string>({"800", "1800", "2800", "3800"}),

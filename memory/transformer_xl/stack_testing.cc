@@ -8,7 +8,7 @@
 #include "core/status.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "harness/continuation.h"
+#include "harness/inputs/continuation.h"
 
 namespace tfb::transformer_xl {
 

@@ -36,8 +36,8 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
                            Device device = Device::kCpu, int threads = 1);
 
 // Returns the outputs of two runs and of their definitions, of the first `first` tokens and of the
-// others, which is given what the first hands over (harness/continuation.h); joined, they are as
-// those of one run.
+// others, which is given what the first hands over (harness/inputs/continuation.h); joined, they
+// are as those of one run.
 StackOutcome EvaluateInTwoRuns(const Technique& technique, const Problem& problem,
                                const Options& options, const NamedTensors& parameters,
                                const Inputs& inputs, int64_t first, Device device = Device::kCpu);

@@ -8,7 +8,7 @@
 
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "harness/language_model.h"
+#include "harness/inputs/language_model.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
 namespace tfb::transformer_xl {

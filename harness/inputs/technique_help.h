@@ -1,0 +1,36 @@
+// The page that explains one technique: formula, options, tensors, and commands that run it.
+#ifndef TFB_HARNESS_INPUTS_TECHNIQUE_HELP_H_
+#define TFB_HARNESS_INPUTS_TECHNIQUE_HELP_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "core/options.h"
+#include "core/problem.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct HelpRequest {
+  const Technique* technique = nullptr;
+  Options options;  // canonical
+  Problem problem;
+  std::string sizes_from;  // where the problem's sizes are from, for the page
+  uint64_t seed = 1;       // of parameters
+};
+
+// Returns the page. The formula is the comment at the head of the technique's header
+// (core/header_text.h). Returns the error of InputSpecs or OutputSpecs.
+absl::StatusOr<std::string> TechniqueHelp(const HelpRequest& request);
+
+// Returns a line for each input that was drawn, and one for the parameters named in `drawn`, whose
+// tensors are `parameters`: name, shape, seed, and how to give the tensor.
+std::vector<std::string> DrawnLines(const std::vector<TensorSpec>& inputs,
+                                    const std::vector<std::string>& drawn,
+                                    const NamedTensors& parameters, uint64_t seed);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_INPUTS_TECHNIQUE_HELP_H_

@@ -1,0 +1,18 @@
+// Converts an accuracy to its record in the results file.
+#ifndef TFB_HARNESS_JUDGE_ACCURACY_RECORD_H_
+#define TFB_HARNESS_JUDGE_ACCURACY_RECORD_H_
+
+#include "harness/judge/evaluate.h"
+#include "results/results.pb.h"
+
+namespace tfb {
+
+// Fills the outcome's errors with their bounds, the kept share of dense attention, statistics,
+// FLOPs, bytes, workspace and parameters; status OK, or FAILED with Accuracy::failure as its
+// reason. Errors of further outputs are among the statistics, as "error_<name>". Leaves everything
+// else.
+void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_JUDGE_ACCURACY_RECORD_H_

@@ -1,0 +1,350 @@
+#include "harness/judge/evaluate.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "core/random.h"
+#include "core/status.h"
+#include "harness/judge/device_memory.h"
+#include "harness/judge/guarded.h"
+
+namespace tfb {
+namespace {
+
+DefinitionRequest RequestOf(const EvaluateRequest& request, bool weights,
+                            const NamedTensors* computed = nullptr) {
+  DefinitionRequest definition;
+  definition.rows = request.rows;
+  definition.weights = weights;
+  definition.computed = computed;
+  definition.pool = request.pool;
+  return definition;
+}
+
+bool WeightsFit(const EvaluateRequest& request) {
+  const Problem& p = request.problem;
+  const int64_t rows =
+      request.rows.empty() ? p.query_tokens : static_cast<int64_t>(request.rows.size());
+  const double bytes = 8.0 * static_cast<double>(p.batch) * static_cast<double>(p.query_heads) *
+                       static_cast<double>(rows) * static_cast<double>(p.kv_tokens);
+  return bytes <= static_cast<double>(kMaxWeightBytes);
+}
+
+// Returns the unit of errors: the largest value that is mixed, or the largest output where that is
+// more (a technique may add to the values, or have none).
+double Scale(const NamedTensors& inputs, const Tensor& reference) {
+  const auto v = inputs.find("v");
+  const double values = v == inputs.end() ? 0 : LargestMagnitude(v->second.view());
+  return std::max(values, LargestMagnitude(reference.view()));
+}
+
+// The keys that a row can have.
+int64_t Keys(const Problem& problem) { return std::max(problem.kv_tokens, problem.query_tokens); }
+
+absl::Status Missing(absl::string_view technique, absl::string_view what) {
+  return absl::InternalError(absl::StrCat("the definition of ", technique, " has no ", what));
+}
+
+// A definition's reference for the outputs.
+struct Reference {
+  NamedTensors tensors;
+  double scale = 0;
+};
+
+absl::StatusOr<Reference> Define(const EvaluateRequest& request, const Technique& technique,
+                                 const Options& options, const NamedTensors& parameters,
+                                 const DefinitionRequest& definition) {
+  Reference reference;
+  TFB_RETURN_IF_ERROR(technique.Define(request.problem, options, parameters,
+                                       ViewsOf(*request.inputs), definition, &reference.tensors));
+  const auto out = reference.tensors.find("out");
+  if (out == reference.tensors.end()) return Missing(technique.info().name, "out");
+  reference.scale = Scale(*request.inputs, out->second);
+  return reference;
+}
+
+absl::StatusOr<OutputError> CompareOut(const EvaluateRequest& request, const NamedTensors& outputs,
+                                       const Reference& reference) {
+  const auto out = outputs.find("out");
+  if (out == outputs.end()) return absl::InternalError("the layer has no output out");
+  return CompareOutput(out->second.view(), reference.tensors.at("out").view(), request.rows,
+                       reference.scale);
+}
+
+absl::Status CompareFurtherOutputs(const EvaluateRequest& request, const NamedTensors& outputs,
+                                   const Reference& reference, Accuracy* accuracy) {
+  const int64_t keys = Keys(request.problem);
+  for (const auto& [name, output] : outputs) {
+    const auto expected = reference.tensors.find(name);
+    if (name == "out" || expected == reference.tensors.end()) continue;
+    TFB_ASSIGN_OR_RETURN(const double error,
+                         MaxAbsError(output.view(), expected->second.view(), request.rows));
+    double largest = LargestMagnitude(expected->second.view());
+    if (name == "log_sum_exp") {
+      accuracy->log_sum_exp_error = {error, LogSumExpBound(keys, largest)};
+    } else if (IsFloating(output.dtype())) {
+      // See Technique::Define: the size of what a difference was taken of.
+      if (const auto parts = reference.tensors.find(absl::StrCat(name, ".scale"));
+          parts != reference.tensors.end()) {
+        largest = std::max(largest, LargestMagnitude(parts->second.view()));
+      }
+      accuracy->other_errors[name] = {error == 0 ? 0 : error / std::max(largest, 1e-30),
+                                      AbsoluteBound(output.dtype(), keys)};
+    } else {
+      accuracy->other_errors[name] = {error, 0};
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The dense counterpart of the request's technique.
+struct Counterpart {
+  TechniqueSpec spec;  // with the options that differ from their defaults
+  const Technique* technique = nullptr;
+  Options options;
+  bool is_self = false;
+};
+
+absl::StatusOr<Counterpart> FindCounterpart(const EvaluateRequest& request) {
+  Counterpart counterpart;
+  TFB_ASSIGN_OR_RETURN(counterpart.spec,
+                       request.technique->Counterpart(request.problem, request.options));
+  const TechniqueSpec& spec = counterpart.spec;
+  TFB_ASSIGN_OR_RETURN(counterpart.technique, request.registry->Find(spec.technique));
+  TFB_ASSIGN_OR_RETURN(counterpart.options, counterpart.technique->Canonical(spec.options));
+  TFB_ASSIGN_OR_RETURN(const Options own, request.technique->Canonical(request.options));
+  for (const OptionSpec& option : counterpart.technique->info().options) {
+    const auto given = counterpart.spec.options.find(option.name);
+    if (given == counterpart.spec.options.end()) continue;
+    if (counterpart.options.at(option.name) == option.default_value) {
+      counterpart.spec.options.erase(given);
+    }
+  }
+  counterpart.is_self = counterpart.technique == request.technique && counterpart.options == own;
+  return counterpart;
+}
+
+// The parameters among `given` that a layer has, with its shapes.
+NamedTensors SharedParameters(const NamedTensors& given, const Layer& layer) {
+  NamedTensors shared;
+  for (const auto& [name, tensor] : layer.parameters()) {
+    const auto found = given.find(name);
+    if (found == given.end() || found->second.shape() != tensor.shape()) continue;
+    shared[name] = found->second.Clone();
+  }
+  return shared;
+}
+
+// The counterpart's own error in the precision of the problem, in units of its scale.
+absl::StatusOr<OutputError> CounterpartPrecision(const EvaluateRequest& request,
+                                                 const Counterpart& counterpart,
+                                                 const NamedTensors& parameters) {
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
+                       counterpart.technique->Create(request.problem, counterpart.options,
+                                                     request.device, request.seed));
+  TFB_RETURN_IF_ERROR(layer->SetParameters(SharedParameters(parameters, *layer)));
+  Inputs inputs;
+  for (const TensorSpec& spec : layer->inputs()) {
+    const auto found = request.inputs->find(spec.name);
+    if (found != request.inputs->end()) inputs.Set(spec.name, found->second.view());
+  }
+  TFB_ASSIGN_OR_RETURN(const LayerRun run,
+                       RunOnce(layer.get(), request.device, inputs, request.pool));
+  TFB_ASSIGN_OR_RETURN(
+      const Reference reference,
+      Define(request, *counterpart.technique, counterpart.options, layer->parameters(),
+             RequestOf(request, /*weights=*/false, &run.outputs)));
+  return CompareOut(request, run.outputs, reference);
+}
+
+absl::StatusOr<std::optional<Extrapolation>> ExtrapolationOf(const EvaluateRequest& request,
+                                                             const NamedTensors& parameters,
+                                                             const Reference& own) {
+  const auto weights = own.tensors.find("weights");
+  if (weights == own.tensors.end()) return std::optional<Extrapolation>();
+  return MeasureExtrapolation({request.technique, request.options, request.problem, request.device,
+                               request.inputs, &parameters, request.rows, weights->second.view(),
+                               request.pool});
+}
+
+absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensors& parameters,
+                               const NamedTensors& outputs, const Reference& own,
+                               Accuracy* accuracy) {
+  TFB_ASSIGN_OR_RETURN(const Counterpart counterpart, FindCounterpart(request));
+  accuracy->counterpart = ToString(counterpart.spec);
+  const bool weights = own.tensors.count("weights") > 0;
+  Reference computed;
+  if (!counterpart.is_self) {
+    TFB_ASSIGN_OR_RETURN(computed, Define(request, *counterpart.technique, counterpart.options,
+                                          parameters, RequestOf(request, weights)));
+  }
+  const Reference& dense = counterpart.is_self ? own : computed;
+  TFB_ASSIGN_OR_RETURN(accuracy->against_dense, CompareOut(request, outputs, dense));
+  if (weights && dense.tensors.count("weights") > 0) {
+    TFB_ASSIGN_OR_RETURN(accuracy->kept, CompareWeights(own.tensors.at("weights").view(),
+                                                        dense.tensors.at("weights").view(),
+                                                        kRecallKeys, request.pool));
+  }
+  if (request.problem.dtype == DType::kF32) return absl::OkStatus();
+  const OutputError& error = accuracy->against_definition;
+  if (counterpart.is_self) {
+    accuracy->ratio_to_dense_precision = {1, 2};
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(const OutputError plain,
+                       CounterpartPrecision(request, counterpart, parameters));
+  if (plain.max_abs_over_max_value == 0) return absl::OkStatus();  // no ratio to nothing
+  const double largest_output =
+      LargestMagnitude(own.tensors.at("out").view()) / std::max(own.scale, 1e-300);
+  accuracy->ratio_to_dense_precision = {
+      error.max_abs_over_max_value / plain.max_abs_over_max_value,
+      RatioBound(request.problem.dtype, plain.max_abs_over_max_value, largest_output) /
+          plain.max_abs_over_max_value};
+  return absl::OkStatus();
+}
+
+// Says what is wrong with an output whose elements are not finite; empty where nothing is.
+std::string NotFiniteFailure(const OutputError& error) {
+  if (error.unexpected > 0) {
+    return absl::StrCat(error.unexpected, " of ", error.checked,
+                        " elements of out are NaN or infinite where the definition is finite");
+  }
+  if (std::isnan(error.mean_cosine)) {
+    return "nothing was compared: no element of out is finite, nor is the definition";
+  }
+  return "";
+}
+
+void Pass(Accuracy* accuracy) {
+  accuracy->failure = NotFiniteFailure(accuracy->against_definition);
+  const auto check = [accuracy](absl::string_view what, const Bounded& error) {
+    if (error.passed() || !accuracy->failure.empty()) return;
+    accuracy->failure =
+        absl::StrFormat("%s is %.3g, its bound %.3g", what, error.value, error.bound);
+  };
+  check("max error over max value",
+        {accuracy->against_definition.max_abs_over_max_value, accuracy->definition_bound});
+  if (accuracy->log_sum_exp_error.has_value()) {
+    check("error of log_sum_exp", *accuracy->log_sum_exp_error);
+  }
+  for (const auto& [name, error] : accuracy->other_errors) {
+    check(absl::StrCat("error of output ", name), error);
+  }
+  if (accuracy->ratio_to_dense_precision.has_value()) {
+    check("ratio to the error of dense attention in the same precision",
+          *accuracy->ratio_to_dense_precision);
+  }
+  accuracy->passed = accuracy->failure.empty();
+}
+
+NamedTensors Copies(const NamedTensors& tensors) {
+  NamedTensors copies;
+  for (const auto& [name, tensor] : tensors) copies[name] = tensor.Clone();
+  return copies;
+}
+
+}  // namespace
+
+absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
+                                 ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const CudaRuntime* runtime, RuntimeOf(device));
+  const int64_t allocated_before = runtime == nullptr ? 0 : runtime->allocated_bytes();
+  TFB_ASSIGN_OR_RETURN(const DeviceTensors read, DeviceTensors::Of(device, inputs));
+  std::map<std::string, GuardedTensor> guarded;
+  Outputs outputs;
+  for (const TensorSpec& spec : layer->outputs()) {
+    TFB_ASSIGN_OR_RETURN(GuardedTensor output,
+                         GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, device));
+    TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
+    outputs.Set(spec.name, output.device_view());
+    guarded[spec.name] = std::move(output);
+  }
+  LayerRun run;
+  run.workspace_bytes = layer->workspace_bytes(pool->threads());
+  TFB_ASSIGN_OR_RETURN(GuardedWorkspace workspace,
+                       GuardedWorkspace::Allocate(run.workspace_bytes, device));
+  if (runtime != nullptr) run.device_bytes = runtime->allocated_bytes() - allocated_before;
+  Execution execution;
+  execution.pool = pool;
+  execution.workspace = workspace.bytes();
+  TFB_RETURN_IF_ERROR(
+      workspace.Call("workspace of Setup", [&] { return layer->Setup(read.inputs(), execution); }));
+  TFB_RETURN_IF_ERROR(
+      workspace.Call("workspace", [&] { return layer->Run(read.inputs(), outputs, execution); }));
+  for (auto& [name, tensor] : guarded) {
+    TFB_RETURN_IF_ERROR(tensor.Download());
+    TFB_RETURN_IF_ERROR(tensor.CheckGuards(absl::StrCat("output ", name)));
+    Tensor& copy = run.outputs[name] = Tensor(tensor.view().dtype, tensor.view().shape());
+    CopyElements(tensor.view(), copy.view());
+  }
+  return run;
+}
+
+absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensors& parameters,
+                               const NamedTensors& outputs) {
+  Accuracy accuracy;
+  const bool weights = request.against_dense && WeightsFit(request);
+  TFB_ASSIGN_OR_RETURN(const Reference own,
+                       Define(request, *request.technique, request.options, parameters,
+                              RequestOf(request, weights, &outputs)));
+  TFB_ASSIGN_OR_RETURN(accuracy.against_definition, CompareOut(request, outputs, own));
+  accuracy.definition_bound = AbsoluteBound(request.problem.dtype, Keys(request.problem));
+  TFB_RETURN_IF_ERROR(CompareFurtherOutputs(request, outputs, own, &accuracy));
+  if (request.against_dense) {
+    const absl::Status status = JudgeAgainstDense(request, parameters, outputs, own, &accuracy);
+    if (!status.ok()) accuracy.no_dense_reason = std::string(status.message());
+  } else {
+    accuracy.no_dense_reason = "not asked for";
+  }
+  TFB_ASSIGN_OR_RETURN(accuracy.extrapolation, ExtrapolationOf(request, parameters, own));
+  Pass(&accuracy);
+  return accuracy;
+}
+
+absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request) {
+  TFB_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Layer> layer,
+      request.technique->Create(request.problem, request.options, request.device, request.seed));
+  if (request.parameters != nullptr) {
+    TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
+  }
+  return EvaluateLayer(request, layer.get());
+}
+
+absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer) {
+  TFB_ASSIGN_OR_RETURN(LayerRun run,
+                       RunOnce(layer, request.device, ViewsOf(*request.inputs), request.pool));
+  TFB_ASSIGN_OR_RETURN(Accuracy accuracy, Judge(request, layer->parameters(), run.outputs));
+  accuracy.statistics = layer->statistics();
+  accuracy.cost = layer->cost();
+  accuracy.workspace_bytes = run.workspace_bytes;
+  accuracy.parameters = Copies(layer->parameters());
+  accuracy.parameter_bytes = 0;
+  for (const auto& entry : accuracy.parameters) *accuracy.parameter_bytes += entry.second.bytes();
+  accuracy.outputs = std::move(run.outputs);
+  return accuracy;
+}
+
+std::vector<int64_t> SampleRows(int64_t tokens, int64_t count, uint64_t seed) {
+  if (tokens <= count) return {};
+  std::set<int64_t> rows = {0, 1, tokens - 2, tokens - 1};
+  // A quarter of the rows at edges of tiles, which may be 16 to 128 tokens long.
+  const int64_t edges = std::max<int64_t>(count / 8, 1);
+  const int64_t step = std::max<int64_t>(64, tokens / edges / 64 * 64);
+  for (int64_t edge = step; edge < tokens; edge += step) {
+    rows.insert(edge - 1);
+    rows.insert(edge);
+  }
+  const RandomStream random(seed, "sampled rows");
+  const int64_t draws = count - static_cast<int64_t>(rows.size());
+  for (int64_t n = 0; n < draws; ++n) {
+    const double place = (static_cast<double>(n) + random.Uniform(n)) / static_cast<double>(draws);
+    rows.insert(static_cast<int64_t>(place * static_cast<double>(tokens)));
+  }
+  return {rows.begin(), rows.end()};
+}
+
+}  // namespace tfb

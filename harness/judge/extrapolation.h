@@ -1,0 +1,63 @@
+// Measures how far attention to the same relative offsets changes when a sequence grows from a
+// model's training length to eight times that, which decides whether a model can read more than it
+// was trained on. Figure 4 of ALiBi (Press, Smith, Lewis 2022, arXiv:2108.12409v2) has the
+// resulting perplexities.
+//
+// The last S = T / 8 of T tokens, alone, stand for training. For a query near their end let w_j be its
+// weights over all T keys and w'_j those over the last S, both of the technique's definition:
+//
+//   change  = 1/2 sum_j |w_j - w'_j|          over all T keys, w' being 0 on the first T - S
+//   reshape = 1/2 sum_j |w_j / W - w'_j|      over the last S keys, W = the sum of w there
+//
+// Both are 0 for the same attention and 1 for none in common. change also counts the attention to
+// offsets that training never had, which a bias towards recent keys keeps low. reshape leaves that
+// out: it is 0 where scores depend on contents and distances alone, and more where they depend on
+// positions.
+#ifndef TFB_HARNESS_JUDGE_EXTRAPOLATION_H_
+#define TFB_HARNESS_JUDGE_EXTRAPOLATION_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+struct Extrapolation {
+  double change = 0;
+  double reshape = 0;
+};
+constexpr int64_t kExtrapolationGrowth = 8;  // T / S
+
+// A technique and the arguments of its definition.
+struct DefinedAttention {
+  const Technique* technique = nullptr;
+  Options options;
+  Problem problem;
+  Device device = Device::kCpu;
+  const NamedTensors* inputs = nullptr;
+  const NamedTensors* parameters = nullptr;
+  absl::Span<const int64_t> rows;  // query tokens that `weights` has, ascending; empty for all
+  ConstTensorView weights;         // f64 [batch, heads, rows, kv_tokens]
+  ThreadPool* pool = nullptr;      // see DefinitionRequest
+};
+
+// Returns means over heads and over those rows that see at least three quarters of the last S
+// tokens. Absent where the sequence is shorter than 64 tokens or not one of self-attention, where
+// the parameters depend on its length, or where the definition of the shorter one has no weights.
+absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(
+    const DefinedAttention& attention);
+
+// Returns the two numbers of one row: `all` has the weights of T keys, `last` those of the last S
+// alone. Absent where either sees no key.
+std::optional<Extrapolation> CompareLengths(absl::Span<const double> all,
+                                            absl::Span<const double> last);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_JUDGE_EXTRAPOLATION_H_

@@ -1,0 +1,91 @@
+#include "harness/measure/device_peaks.h"
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/measure/peak_kernels.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::Each;
+using ::testing::FloatEq;
+
+constexpr int kBlocks = 2;
+
+class PeakKernelsTest : public ::testing::Test {
+ protected:
+  // Returns the results of the threads of kBlocks.
+  template <class Launch>
+  std::vector<float> Results(const Launch& launch) {
+    std::vector<float> results(kBlocks * PeakKernels::kThreads);
+    const size_t bytes = results.size() * sizeof(float);
+    const DeviceBuffer buffer = runtime_->Allocate(bytes).value();
+    EXPECT_STREQ(launch(buffer.As<float>()), nullptr);
+    EXPECT_TRUE(runtime_->CopyToHost(results.data(), buffer.data(), bytes).ok());
+    return results;
+  }
+
+  CudaRuntime* const runtime_ = CudaRuntime::For(Device::kSimulator).value();
+  const PeakKernels& kernels_ = KernelsOn<PeakKernels>(runtime_->target());
+};
+
+TEST_F(PeakKernelsTest, MultiplyAddsAreAsManyAsAreCounted) {
+  for (const int64_t iterations : {0, 1, 7, 16}) {
+    // This is 1 + 1/2 + 1/4 + ... of so many terms.
+    const float each = static_cast<float>(2 - std::ldexp(2, -static_cast<int>(iterations)));
+    EXPECT_THAT(Results([&](float* results) {
+                  return kernels_.multiply_add(kBlocks, iterations, 0.5f, results);
+                }),
+                Each(FloatEq(PeakKernels::kChains * each)));
+  }
+}
+
+TEST_F(PeakKernelsTest, MatrixProductsAreAsManyAsAreCounted) {
+  for (const Element type : {Element::kBf16, Element::kF16}) {
+    for (const int64_t iterations : {0, 1, 5}) {
+      // A thread has four elements of each tile, each a sum of 16 products.
+      const float sum = 4.0f * PeakKernels::kTiles * static_cast<float>(iterations) * 16 * 0.25f;
+      EXPECT_THAT(Results([&](float* results) {
+                    return kernels_.matrix_products(kBlocks, iterations, type, 0.5f, results);
+                  }),
+                  Each(sum));
+    }
+  }
+}
+
+TEST_F(PeakKernelsTest, CopiesAreWhole) {
+  for (const size_t count : {4, 4 * 255, 4 * 3000}) {
+    std::vector<float> values(count), copies(count);
+    for (size_t i = 0; i < count; ++i) values[i] = static_cast<float>(i);
+    const size_t bytes = count * sizeof(float);
+    const DeviceBuffer from = runtime_->Upload(values.data(), bytes).value();
+    const DeviceBuffer to = runtime_->Allocate(bytes).value();
+    ASSERT_STREQ(kernels_.copy(kBlocks, to.data(), from.data(), bytes), nullptr);
+    ASSERT_TRUE(runtime_->CopyToHost(copies.data(), to.data(), bytes).ok());
+    EXPECT_EQ(copies, values);
+  }
+}
+
+TEST_F(PeakKernelsTest, EachPeakSaysWhatItIsOf) {
+  Environment environment;
+  const absl::Status status = MeasureDevicePeaks(runtime_, &environment);
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_EQ(environment.peaks_size(), 4);
+  EXPECT_EQ(environment.peaks(0).dtype(), ELEMENT_TYPE_F32);
+  EXPECT_EQ(environment.peaks(1).dtype(), ELEMENT_TYPE_BF16);
+  EXPECT_EQ(environment.peaks(2).dtype(), ELEMENT_TYPE_F16);
+  EXPECT_EQ(environment.peaks(3).kind(), Peak::KIND_COPY_BANDWIDTH);
+  for (const Peak& peak : environment.peaks()) {
+    EXPECT_GT(peak.value(), 0) << peak.name();
+    EXPECT_EQ(peak.threads(), 0);
+    EXPECT_EQ(peak.device(), DEVICE_TYPE_SIMULATOR);  // no rendering shows it as a GPU's
+  }
+  EXPECT_EQ(runtime_->allocated_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,584 @@
+#include "harness/measure/measure.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <new>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "core/status.h"
+#include "harness/judge/accuracy_record.h"
+#include "harness/judge/device_memory.h"
+#include "harness/judge/evaluate.h"
+#include "harness/measure/machine.h"
+
+namespace tfb {
+namespace {
+
+// Bytes of all tensors, infinite where the product of sizes is.
+double BytesOf(const std::vector<TensorSpec>& specs, bool optional_too) {
+  double bytes = 0;
+  for (const TensorSpec& spec : specs) {
+    if (spec.optional && !optional_too) continue;
+    double elements = 1;
+    for (const int64_t size : spec.shape) elements *= static_cast<double>(size);
+    bytes += elements * static_cast<double>(SizeOf(spec.dtype));
+  }
+  return bytes;
+}
+
+double BytesOf(const NamedTensors& tensors) {
+  double bytes = 0;
+  for (const auto& [name, tensor] : tensors) bytes += static_cast<double>(tensor.bytes());
+  return bytes;
+}
+
+std::string SpecsKey(const std::vector<TensorSpec>& specs) {
+  std::string key;
+  for (const TensorSpec& spec : specs) {
+    absl::StrAppend(&key, spec.name, Name(spec.dtype), ShapeString(spec.shape), spec.optional, ";");
+  }
+  return key;
+}
+
+std::string Gibibytes(double bytes) {
+  return absl::StrCat(std::round(bytes / (1 << 30) * 100) / 100, " GiB");
+}
+
+// Returns the bytes that the heap holds, 0 where the C library cannot say, as under sanitizers.
+int64_t HeapBytes() {
+  const struct mallinfo2 info = mallinfo2();
+  return static_cast<int64_t>(info.uordblks + info.hblkhd);
+}
+
+// Freed chunks that the C library keeps at hand may come to so many bytes.
+constexpr int64_t kHeapNoise = 64 << 10;
+
+// Judge, whose float64 copies need memory of their own.
+absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
+                                       const NamedTensors& parameters,
+                                       const NamedTensors& outputs) {
+  try {
+    return Judge(request, parameters, outputs);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("no memory for float64");
+  }
+}
+
+}  // namespace
+
+// Follows what a layer takes of a device's memory, beside the tensors of its caller.
+class DeviceBytes {
+ public:
+  // `runtime` null: the CPU, of which nothing is known here.
+  explicit DeviceBytes(CudaRuntime* runtime) : runtime_(runtime), before_(Allocated()) { Reset(); }
+
+  // The layer has been made.
+  void NoteLayer() { NoteRun(0); }
+  // It has been set up and run by a caller who held so much.
+  void NoteRun(size_t of_caller) {
+    if (runtime_ == nullptr) return;
+    peak_ = std::max(peak_, runtime_->peak_bytes() - before_ - static_cast<int64_t>(of_caller));
+    kept_ = Allocated() - before_;
+    Reset();
+  }
+
+  int64_t peak() const { return peak_; }
+  int64_t kept() const { return kept_; }
+
+ private:
+  int64_t Allocated() const { return runtime_ == nullptr ? 0 : runtime_->allocated_bytes(); }
+  void Reset() {
+    if (runtime_ != nullptr) runtime_->ResetPeak();
+  }
+
+  CudaRuntime* runtime_;
+  int64_t before_;
+  int64_t peak_ = 0, kept_ = 0;
+};
+
+Outcome::Status OutcomeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return Outcome::STATUS_OK;
+    case absl::StatusCode::kUnimplemented:
+    case absl::StatusCode::kInvalidArgument:
+      return Outcome::STATUS_UNSUPPORTED;
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kUnavailable:
+      return Outcome::STATUS_SKIPPED;
+    case absl::StatusCode::kResourceExhausted:
+      return Outcome::STATUS_OUT_OF_MEMORY;
+    case absl::StatusCode::kDeadlineExceeded:
+      return Outcome::STATUS_TIMEOUT;
+    default:
+      return Outcome::STATUS_FAILED;
+  }
+}
+
+// Passes on records of cases that are being timed, some at a time: a report wakes the process that
+// takes it, which may disturb the sample that follows.
+class InterimReports {
+ public:
+  InterimReports(const MeasureHooks& hooks, Clock* clock)
+      : hooks_(hooks), clock_(clock), last_(clock->Seconds()) {}
+
+  void Add(size_t index, Case record, const CaseCost& cost) {
+    waiting_[index] = {std::move(record), cost};
+    if (clock_->Seconds() < last_ + kSeconds) return;
+    for (auto& [i, report] : waiting_) hooks_.so_far(i, std::move(report.first), report.second);
+    waiting_.clear();
+    last_ = clock_->Seconds();
+  }
+
+ private:
+  static constexpr double kSeconds = 1;
+
+  const MeasureHooks& hooks_;
+  Clock* clock_;
+  double last_;
+  std::map<size_t, std::pair<Case, CaseCost>> waiting_;
+};
+
+// A case on its way: what it owns while the batch is timed, and its record so far.
+struct Measurer::Prepared {
+  size_t index = 0;
+  Case record;
+  std::unique_ptr<Layer> layer;
+  const NamedTensors* inputs = nullptr;  // of the host
+  Inputs device_inputs;
+  DeviceTensors outputs;
+  double share_seconds = 0;
+  int repetitions = 0;
+  CaseCost cost;
+  bool waits = false;  // for the next batch: it does not fit beside the cases of this one
+};
+
+// Cases that are timed together, and the memory that they share.
+struct Measurer::Batch {
+  // The key is made of the specs: inputs of one problem and seed with equal specs are the same.
+  std::map<std::string, NamedTensors> inputs;
+  std::map<std::string, DeviceTensors> device_inputs;
+  std::vector<std::unique_ptr<Prepared>> cases;
+  int threads = 1;
+  CudaRuntime* runtime = nullptr;  // null: the CPU
+  DeviceMemory workspace;          // as large as any case asks for
+  double workspace_bytes = 0;
+  double held_bytes = 0;  // inputs, outputs and parameters of all
+};
+
+// Before there is a pool, whose threads it is to count.
+Measurer::Measurer(const MeasureOptions& options) : options_(options) {
+  absl::StatusOr<std::unique_ptr<InstructionCounter>> counter = InstructionCounter::Open();
+  if (counter.ok()) instructions_ = *std::move(counter);
+}
+
+ThreadPool* Measurer::Pool(int threads) {
+  std::unique_ptr<ThreadPool>& pool = pools_[threads];
+  if (pool == nullptr) pool = std::make_unique<ThreadPool>(threads);
+  return pool.get();
+}
+
+// Returns null where the device has no memory for it; then there are no cold runs.
+std::function<absl::Status()> Measurer::Flusher(const Batch& batch) {
+  if (!options_.cold) return nullptr;
+  if (batch.runtime == nullptr) {
+    std::unique_ptr<CpuCacheFlusher>& flusher = flushers_[batch.threads];
+    if (flusher == nullptr) {
+      flusher = std::make_unique<CpuCacheFlusher>(Pool(batch.threads));
+      const double begin = options_.clock->Seconds();
+      (*flusher)().IgnoreError();  // there is none
+      flush_seconds_[batch.threads] = options_.clock->Seconds() - begin;
+    }
+    return [flusher = flusher.get()] { return (*flusher)(); };
+  }
+  std::unique_ptr<DeviceCacheFlusher>& flusher = device_flushers_[batch.runtime];
+  if (flusher == nullptr) {
+    absl::StatusOr<std::unique_ptr<DeviceCacheFlusher>> made =
+        DeviceCacheFlusher::Make(batch.runtime);
+    if (!made.ok()) return nullptr;
+    flusher = *std::move(made);
+  }
+  return [flusher = flusher.get()] { return (*flusher)(); };
+}
+
+DeviceMonitor* Measurer::Monitor(CudaRuntime* runtime) {
+  if (runtime == nullptr || runtime->target() != CudaTarget::kGpu) return nullptr;
+  const auto [entry, is_new] = monitors_.emplace(runtime, nullptr);
+  if (is_new) {
+    absl::StatusOr<std::unique_ptr<DeviceMonitor>> opened =
+        OpenNvml(runtime->properties().pci_bus_id);
+    if (opened.ok()) entry->second = *std::move(opened);
+  }
+  return entry->second.get();
+}
+
+bool Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks) {
+  std::vector<size_t> waiting(group.size());
+  for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = i;
+  while (!waiting.empty() && !Stopped(hooks)) {
+    Batch batch;
+    std::vector<size_t> later;
+    // Where time is short, what has been prepared by a third of it is timed before the rest is
+    // prepared.
+    const double prepare_until =
+        options_.clock->Seconds() + (hooks.seconds_left == nullptr
+                                         ? std::numeric_limits<double>::infinity()
+                                         : hooks.seconds_left() / 3);
+    for (const size_t index : waiting) {
+      if (Stopped(hooks)) break;
+      const bool late = !batch.cases.empty() && options_.clock->Seconds() > prepare_until;
+      if (late || !Prepare(group[index], index, hooks, &batch)) later.push_back(index);
+    }
+    Time(hooks, &batch);
+    waiting = std::move(later);
+  }
+  return !device_lost_;
+}
+
+bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks,
+                       Batch* batch) {
+  const double begin = options_.clock->Seconds();
+  hooks.on_activity(index, "create");
+  auto prepared = std::make_unique<Prepared>();
+  prepared->index = index;
+  prepared->share_seconds = group_case.share_seconds;
+  prepared->repetitions = group_case.repetitions;
+  prepared->record = MakeRecord(*group_case.sweep_case);
+  Outcome* outcome = prepared->record.mutable_outcome();
+  absl::Status status = group_case.sweep_case->obstacle;
+  try {
+    if (status.ok()) status = Fill(group_case, hooks, batch, prepared.get());
+  } catch (const std::bad_alloc&) {
+    status = absl::ResourceExhaustedError("an allocation failed");
+  }
+  // A device that has no memory for a case beside the others may have it for that case alone.
+  const bool on_device = group_case.sweep_case->device != Device::kCpu;
+  prepared->waits |= on_device && absl::IsResourceExhausted(status) && !batch->cases.empty();
+  if (prepared->waits) return false;
+  device_lost_ |= on_device && !status.ok() && RuntimeOf(group_case.sweep_case->device).ok() &&
+                  !DeviceStatus(group_case.sweep_case->device).ok();
+  prepared->cost.preparation_seconds = options_.clock->Seconds() - begin;
+  outcome->set_elapsed_seconds(prepared->cost.preparation_seconds);
+  outcome->set_process_peak_bytes(PeakResidentBytes());
+  if (!status.ok()) {
+    outcome->set_status(OutcomeOf(status));
+    outcome->set_reason(std::string(status.message()));
+    hooks.done(index, std::move(prepared->record), prepared->cost);
+    return true;
+  }
+  if (hooks.so_far != nullptr) hooks.so_far(index, prepared->record, prepared->cost);
+  batch->threads = group_case.sweep_case->threads;
+  batch->cases.push_back(std::move(prepared));
+  return true;
+}
+
+absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
+                            Prepared* prepared) {
+  const SweepCase& sweep_case = *group_case.sweep_case;
+  const Technique& technique = *sweep_case.technique;
+  Outcome* outcome = prepared->record.mutable_outcome();
+  TFB_RETURN_IF_ERROR(CheckSupported(technique.info(), sweep_case.problem, sweep_case.device));
+  TFB_ASSIGN_OR_RETURN(batch->runtime, RuntimeOf(sweep_case.device));
+  TFB_ASSIGN_OR_RETURN(const auto input_specs,
+                       technique.InputSpecs(sweep_case.problem, sweep_case.options));
+  TFB_ASSIGN_OR_RETURN(const auto output_specs,
+                       technique.OutputSpecs(sweep_case.problem, sweep_case.options));
+
+  // Before anything is allocated. The check has outputs of its own, guarded, and a copy of them.
+  const auto fits = [&](double more, double workspace) -> absl::Status {
+    if (options_.memory_limit <= 0) return absl::OkStatus();
+    const double limit = static_cast<double>(options_.memory_limit);
+    const double held = batch->cases.empty() ? 0 : batch->held_bytes;
+    if (more + 2 * workspace > limit) {
+      return absl::ResourceExhaustedError(absl::StrCat("needs ", Gibibytes(more + 2 * workspace),
+                                                       "; --memory_limit is ", Gibibytes(limit)));
+    }
+    if (held + more + workspace + std::max(workspace, batch->workspace_bytes) > limit) {
+      prepared->waits = true;
+      return absl::AbortedError("no memory is left beside the others");
+    }
+    return absl::OkStatus();
+  };
+  const double tensor_bytes = BytesOf(input_specs, false) + 3 * BytesOf(output_specs, true);
+  TFB_RETURN_IF_ERROR(fits(tensor_bytes, 0));
+
+  const std::string inputs_key = SpecsKey(input_specs);
+  auto inputs = batch->inputs.find(inputs_key);
+  if (inputs == batch->inputs.end()) {
+    absl::StatusOr<NamedTensors> made =
+        MakeInputs(sweep_case.input, input_specs, sweep_case.problem, sweep_case.seed);
+    // A file that does not fit is not the technique's fault.
+    if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
+    if (!made.ok()) return made.status();
+    inputs = batch->inputs.emplace(inputs_key, *std::move(made)).first;
+    batch->held_bytes += BytesOf(inputs->second);
+  }
+  prepared->inputs = &inputs->second;
+
+  const int64_t heap_before = HeapBytes();
+  DeviceBytes device_bytes(batch->runtime);
+  TFB_ASSIGN_OR_RETURN(prepared->layer, technique.Create(sweep_case.problem, sweep_case.options,
+                                                         sweep_case.device, sweep_case.seed));
+  device_bytes.NoteLayer();
+  Layer& layer = *prepared->layer;
+  auto& description = *prepared->record.mutable_technique();
+  description.set_weights(layer.parameters().empty() ? TechniqueDescription::WEIGHTS_NONE
+                                                     : TechniqueDescription::WEIGHTS_SEEDED);
+  if (const auto& text = sweep_case.input.text; text != nullptr) {
+    hooks.on_activity(prepared->index, "parameters");
+    TFB_ASSIGN_OR_RETURN(NamedTensors trained, text->ParametersOf(layer));
+    TFB_RETURN_IF_ERROR(layer.SetParameters(std::move(trained)));
+    description.set_weights(TechniqueDescription::WEIGHTS_TRAINED);
+    description.set_weights_file(text->file());
+  }
+  const double parameter_bytes = BytesOf(layer.parameters());
+  const double workspace = static_cast<double>(layer.workspace_bytes(sweep_case.threads));
+  TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
+  TFB_RETURN_IF_ERROR(Check(group_case, hooks, prepared, &device_bytes));
+  const int64_t heap_after = HeapBytes();
+  TFB_RETURN_IF_ERROR(Place(sweep_case, inputs_key, batch, prepared));
+
+  const double output_bytes = BytesOf(output_specs, false);
+  outcome->set_peak_workspace_bytes(layer.workspace_bytes(sweep_case.threads));
+  outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
+  outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));
+  outcome->set_output_bytes(static_cast<uint64_t>(output_bytes));
+  const Cost cost = layer.cost();
+  if (cost.flops.has_value()) outcome->set_flops(*cost.flops);
+  if (cost.bytes.has_value()) outcome->set_bytes_moved(*cost.bytes);
+  auto& statistics = *outcome->mutable_statistics();
+  for (const auto& [name, value] : layer.statistics()) statistics[name] = value;
+  // Schedules, tables, indices and parameters: what the layer keeps between runs.
+  if (heap_after > heap_before + kHeapNoise) {
+    statistics["layer_heap_bytes"] = static_cast<double>(heap_after - heap_before);
+  }
+  if (batch->runtime != nullptr) {
+    statistics["layer_device_bytes"] = static_cast<double>(device_bytes.kept());
+    outcome->set_device_peak_bytes(device_bytes.peak() + outcome->input_bytes() +
+                                   outcome->output_bytes() + outcome->peak_workspace_bytes());
+  }
+  batch->held_bytes += parameter_bytes + output_bytes;
+  return absl::OkStatus();
+}
+
+// Puts inputs and outputs into the memory in which the case will be timed.
+absl::Status Measurer::Place(const SweepCase& sweep_case, const std::string& inputs_key,
+                             Batch* batch, Prepared* prepared) {
+  auto inputs = batch->device_inputs.find(inputs_key);
+  if (inputs == batch->device_inputs.end()) {
+    TFB_ASSIGN_OR_RETURN(DeviceTensors placed,
+                         DeviceTensors::Of(sweep_case.device, ViewsOf(*prepared->inputs)));
+    inputs = batch->device_inputs.emplace(inputs_key, std::move(placed)).first;
+  }
+  prepared->device_inputs = inputs->second.inputs();
+  TFB_ASSIGN_OR_RETURN(prepared->outputs,
+                       DeviceTensors::Allocate(sweep_case.device, prepared->layer->outputs(),
+                                               /*optional_too=*/false));
+  // One byte at least, so that there is an address.
+  const size_t bytes = std::max<size_t>(prepared->layer->workspace_bytes(sweep_case.threads), 1);
+  if (const size_t before = batch->workspace.bytes().size(); bytes > before) {
+    batch->workspace = DeviceMemory();  // not both at once
+    absl::StatusOr<DeviceMemory> larger = DeviceMemory::Allocate(sweep_case.device, bytes);
+    const absl::Status status = larger.status();
+    if (!status.ok()) larger = DeviceMemory::Allocate(sweep_case.device, before);
+    if (larger.ok()) batch->workspace = *std::move(larger);
+    TFB_RETURN_IF_ERROR(status);
+  }
+  batch->workspace_bytes = static_cast<double>(batch->workspace.bytes().size());
+  return absl::OkStatus();
+}
+
+// A scaling case is there for its times: errors of a technique whose definition cannot be evaluated
+// row by row are measured where that is quick.
+constexpr double kScalingCheckSeconds = 5;
+
+// Checks of one key take times that say something of each other. All rows of a text are checked,
+// whatever the purpose.
+std::string Measurer::CheckKey(const SweepCase& sweep_case, Case::Purpose purpose) {
+  const int kind = sweep_case.input.text != nullptr ? 0 : static_cast<int>(purpose);
+  return absl::StrCat(sweep_case.DisplayName(), " ", kind);
+}
+
+// Foretells from the last check of the technique, or, for its first scaling case, from the check of
+// an accuracy case. Returns 0 where there was none.
+double Measurer::ExpectedCheckSeconds(const SweepCase& sweep_case) const {
+  for (const Case::Purpose purpose : {sweep_case.purpose, Case::PURPOSE_ACCURACY}) {
+    const auto found = check_seconds_.find(CheckKey(sweep_case, purpose));
+    if (found == check_seconds_.end()) continue;
+    const auto [tokens, seconds] = found->second;
+    // At most quadratic in tokens, and at least linear.
+    const double ratio = static_cast<double>(sweep_case.problem.query_tokens) /
+                         static_cast<double>(std::max<int64_t>(tokens, 1));
+    return seconds * ratio * std::max(1.0, ratio);
+  }
+  return 0;
+}
+
+// Returns the reason why the errors of a case are not measured, or nothing where they are.
+std::string Measurer::WhyNotChecked(const GroupCase& group_case) const {
+  const SweepCase& sweep_case = *group_case.sweep_case;
+  if (!sweep_case.check) {
+    return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,
+                        " tokens of text");
+  }
+  if (!group_case.check) return "that took longer than --case_timeout";
+  double limit = std::numeric_limits<double>::infinity();
+  if (sweep_case.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
+  if (group_case.check_seconds > 0) limit = group_case.check_seconds;
+  if (options_.case_timeout > 0) limit = std::min(limit, options_.case_timeout / 2);
+  const double expected = ExpectedCheckSeconds(sweep_case);
+  if (expected <= limit) return "";
+  return absl::StrFormat("that would take about %.2g s", expected);
+}
+
+// Runs the layer once in guarded memory and holds it against its definition and dense attention.
+absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& hooks,
+                             Prepared* prepared, DeviceBytes* device_bytes) {
+  const SweepCase& sweep_case = *group_case.sweep_case;
+  Outcome* outcome = prepared->record.mutable_outcome();
+  hooks.on_activity(prepared->index, "first run");
+  const double run_begin = options_.clock->Seconds();
+  absl::StatusOr<LayerRun> run = RunOnce(prepared->layer.get(), sweep_case.device,
+                                         ViewsOf(*prepared->inputs), Pool(sweep_case.threads));
+  if (!run.ok()) {
+    // The caller's problem has been admitted, so that any other status is the technique's failure.
+    const bool known =
+        absl::IsUnimplemented(run.status()) || absl::IsResourceExhausted(run.status());
+    return known ? run.status() : absl::InternalError(run.status().message());
+  }
+  device_bytes->NoteRun(run->device_bytes);
+  outcome->set_status(Outcome::STATUS_OK);
+  RecordText(sweep_case, prepared->layer->parameters(), run->outputs, outcome);
+  const double run_seconds = options_.clock->Seconds() - run_begin;
+  if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
+    return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
+  }
+
+  const int64_t tokens = sweep_case.problem.query_tokens;
+  const std::string reason = WhyNotChecked(group_case);
+  if (!reason.empty()) {
+    outcome->set_reason(absl::StrCat("errors were not measured: ", reason));
+    return absl::OkStatus();
+  }
+  hooks.on_activity(prepared->index, "check");
+  const double begin = options_.clock->Seconds();
+  EvaluateRequest request;
+  request.technique = sweep_case.technique;
+  request.options = sweep_case.options;
+  request.problem = sweep_case.problem;
+  request.device = sweep_case.device;
+  request.seed = sweep_case.seed;
+  request.inputs = prepared->inputs;
+  const int64_t rows =
+      sweep_case.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
+  if (rows > 0) request.rows = SampleRows(tokens, rows, sweep_case.seed);
+  request.pool = Pool(sweep_case.threads);
+  request.registry = options_.registry;
+  const absl::StatusOr<Accuracy> accuracy =
+      JudgeOrRunOut(request, prepared->layer->parameters(), run->outputs);
+  if (absl::IsResourceExhausted(accuracy.status())) {
+    outcome->set_reason(absl::StrCat("errors were not measured: ", accuracy.status().message()));
+    return absl::OkStatus();
+  }
+  if (!accuracy.ok()) {
+    return absl::InternalError(absl::StrCat("the check failed: ", accuracy.status().message()));
+  }
+  RecordAccuracy(*accuracy, outcome);
+  prepared->cost.check_seconds = options_.clock->Seconds() - begin;
+  check_seconds_[CheckKey(sweep_case, sweep_case.purpose)] = {tokens, prepared->cost.check_seconds};
+  return absl::OkStatus();
+}
+
+absl::Status Measurer::TooLong(absl::string_view what) const {
+  return absl::DeadlineExceededError(
+      absl::StrCat(what, "; --case_timeout is ", options_.case_timeout, " s"));
+}
+
+TimedCase Measurer::ToTimedCase(const Batch& batch, const Prepared& prepared) {
+  TimedCase timed;
+  timed.layer = prepared.layer.get();
+  timed.inputs = prepared.device_inputs;
+  timed.outputs = prepared.outputs.outputs();
+  timed.execution.pool = Pool(batch.threads);
+  timed.execution.workspace = batch.workspace.bytes();
+  timed.device = batch.runtime;
+  timed.share_seconds = prepared.share_seconds;
+  timed.repetitions = prepared.repetitions;
+  if (options_.case_timeout > 0) {
+    timed.timeout_seconds =
+        std::max(options_.case_timeout - prepared.cost.preparation_seconds, 1e-3);
+  }
+  return timed;
+}
+
+void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
+  if (batch->cases.empty() || Stopped(hooks)) return;
+  std::vector<TimedCase> timed;
+  for (const auto& prepared : batch->cases) timed.push_back(ToTimedCase(*batch, *prepared));
+  TimingOptions options;
+  options.clock = options_.clock;
+  options.probe = options_.probe;
+  options.repetitions = options_.repetitions;
+  options.min_time = options_.min_time;
+  options.flush_caches = Flusher(*batch);
+  if (batch->runtime == nullptr) options.flush_seconds = flush_seconds_[batch->threads];
+  options.monitor = Monitor(batch->runtime);
+  if (instructions_ != nullptr) options.instructions = [this] { return instructions_->Read(); };
+  options.on_sample = [&](size_t index, absl::string_view what) {
+    hooks.on_activity(batch->cases[index]->index, what);
+  };
+  options.stopped = hooks.stopped;
+  InterimReports reports(hooks, options_.clock);
+  if (hooks.so_far != nullptr) {
+    options.on_enough = [&](size_t index, const Timing& so_far) {
+      const Prepared& prepared = *batch->cases[index];
+      Case record = prepared.record;
+      *record.mutable_outcome()->mutable_timing() = so_far;
+      reports.Add(prepared.index, std::move(record), prepared.cost);
+    };
+  }
+  const LoadReading load_before = ReadMachineLoad(options_.load);
+  MeasureSideBySide(options, &timed);
+  // All cases of the batch were timed in the same stretch of time.
+  const MachineLoad load =
+      LoadBetween(load_before, ReadMachineLoad(options_.load), batch->threads, UsableCores());
+  device_lost_ |= batch->runtime != nullptr && !batch->runtime->Synchronize().ok();
+  for (size_t i = 0; i < timed.size(); ++i) {
+    // Stopped too early to say anything: as if it had not been begun.
+    if (absl::IsCancelled(timed[i].status)) continue;
+    Prepared& prepared = *batch->cases[i];
+    RecordTimes(timed[i], load, /*monitored=*/options.monitor != nullptr, &prepared);
+    hooks.done(prepared.index, std::move(prepared.record), prepared.cost);
+  }
+}
+
+void Measurer::RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
+                           Prepared* prepared) const {
+  Outcome* outcome = prepared->record.mutable_outcome();
+  *outcome->mutable_timing() = timed.timing;
+  *outcome->mutable_machine_load() = load;
+  if (monitored) {
+    *outcome->mutable_device_state_before() = timed.state_before;
+    *outcome->mutable_device_state_after() = timed.state_after;
+  }
+  outcome->set_elapsed_seconds(prepared->cost.preparation_seconds + timed.spent_seconds);
+  outcome->set_process_peak_bytes(PeakResidentBytes());
+  if (!timed.status.ok() && outcome->status() == Outcome::STATUS_OK) {
+    const absl::Status status =
+        absl::IsDeadlineExceeded(timed.status) ? TooLong(timed.status.message()) : timed.status;
+    outcome->set_status(OutcomeOf(status));
+    outcome->set_reason(std::string(status.message()));
+  }
+  if (!timed.stream_status.ok()) {
+    outcome->set_reason(
+        absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
+                     "segments were not measured: ", timed.stream_status.message()));
+  }
+}
+
+}  // namespace tfb

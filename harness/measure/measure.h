@@ -1,0 +1,131 @@
+// Runs cases of one problem in this process: checks each against float64, then times them side by
+// side.
+#ifndef TFB_HARNESS_MEASURE_MEASURE_H_
+#define TFB_HARNESS_MEASURE_MEASURE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "core/cuda/runtime.h"
+#include "core/thread_pool.h"
+#include "harness/measure/clock.h"
+#include "harness/measure/device_monitor.h"
+#include "harness/measure/instruction_counter.h"
+#include "harness/measure/machine_load.h"
+#include "harness/measure/timing.h"
+#include "harness/plan/cases.h"
+#include "results/results.pb.h"
+
+namespace tfb {
+
+class DeviceBytes;
+
+struct MeasureOptions {
+  int repetitions = 11;
+  double min_time = 0.01;
+  double case_timeout = 60;  // seconds; 0: none
+  int64_t memory_limit = 0;  // bytes of tensors, workspace and parameters together; 0: none
+  // Query tokens that the errors of a scaling case, and of an accuracy case, are measured on, where
+  // the definition can evaluate single ones; 0: all.
+  int64_t sampled_rows = 64;
+  int64_t accuracy_rows = 0;
+  bool cold = true;
+  const Registry* registry = &Registry::Global();
+  // The clock and the fixed arithmetic of TimingOptions.
+  Clock* clock = RealClock();
+  std::function<void()> probe = &ProbeArithmetic;
+  LoadSources load;  // where the load of the machine is read
+};
+
+// A case and how it is to be measured.
+struct GroupCase {
+  const SweepCase* sweep_case = nullptr;
+  bool check = true;         // hold it against float64
+  double share_seconds = 0;  // about as long as its timing should take; 0: no limit
+  int repetitions = 0;       // samples of a run at most; 0: MeasureOptions::repetitions
+  // A check that is expected to take longer is left out, as the times are what matters; 0: no
+  // limit.
+  double check_seconds = 0;
+};
+
+// Times of a case that its record does not hold.
+struct CaseCost {
+  double preparation_seconds = 0;  // creating it, its first run, and the check
+  double check_seconds = 0;        // of these, for the check
+};
+
+struct MeasureHooks {
+  // Called before whatever may take long, with the index of the case in the group.
+  std::function<void(size_t index, absl::string_view what)> on_activity;
+  // No further work begins once this is true. Cases without enough samples by then are not
+  // reported.
+  std::function<bool()> stopped;
+  // Returns the seconds until `stopped` will be true for lack of time; null means no such limit.
+  std::function<double()> seconds_left;
+  // The record so far of a case that is not finished: after its check, and while it is timed when
+  // it has enough samples to count. Null: nobody asks.
+  std::function<void(size_t index, Case record, const CaseCost& cost)> so_far;
+  // The record of a finished case. In any order.
+  std::function<void(size_t index, Case record, const CaseCost& cost)> done;
+};
+
+// Keeps what outlives a group: pools, the memory that flushes caches, how long checks took.
+class Measurer {
+ public:
+  explicit Measurer(const MeasureOptions& options);
+
+  // `group`: cases with equal GroupKeys. False where a case has lost their device to this process
+  // (DeviceStatus): that one has been reported, and those that have not are for another process.
+  bool Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks);
+
+ private:
+  struct Prepared;
+  struct Batch;
+
+  ThreadPool* Pool(int threads);
+  std::function<absl::Status()> Flusher(const Batch& batch);
+  DeviceMonitor* Monitor(CudaRuntime* runtime);
+  bool Stopped(const MeasureHooks& hooks) const { return device_lost_ || hooks.stopped(); }
+  // False where the case waits for the next batch. Reports cases that cannot run.
+  bool Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks, Batch* batch);
+  absl::Status Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
+                    Prepared* prepared);
+  absl::Status Place(const SweepCase& sweep_case, const std::string& inputs_key, Batch* batch,
+                     Prepared* prepared);
+  absl::Status Check(const GroupCase& group_case, const MeasureHooks& hooks, Prepared* prepared,
+                     DeviceBytes* device_bytes);
+  static std::string CheckKey(const SweepCase& sweep_case, Case::Purpose purpose);
+  double ExpectedCheckSeconds(const SweepCase& sweep_case) const;
+  std::string WhyNotChecked(const GroupCase& group_case) const;
+  absl::Status TooLong(absl::string_view what) const;
+  TimedCase ToTimedCase(const Batch& batch, const Prepared& prepared);
+  void Time(const MeasureHooks& hooks, Batch* batch);
+  // Puts what was timed into the case's record.
+  void RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
+                   Prepared* prepared) const;
+
+  MeasureOptions options_;
+  std::unique_ptr<InstructionCounter> instructions_;  // null where the kernel has none
+  std::map<int, std::unique_ptr<ThreadPool>> pools_;
+  std::map<int, std::unique_ptr<CpuCacheFlusher>> flushers_;
+  std::map<CudaRuntime*, std::unique_ptr<DeviceCacheFlusher>> device_flushers_;
+  std::map<CudaRuntime*, std::unique_ptr<DeviceMonitor>> monitors_;  // null where there is none
+  bool device_lost_ = false;
+  // Tokens and seconds of the last check, by technique, options and purpose.
+  std::map<std::string, std::pair<int64_t, double>> check_seconds_;
+  std::map<int, double> flush_seconds_;  // that overwriting the caches takes, by threads
+};
+
+// The status of a case whose preparation ended with `status`.
+Outcome::Status OutcomeOf(const absl::Status& status);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_MEASURE_MEASURE_H_

@@ -1,0 +1,300 @@
+#include "harness/measure/measure.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda/simulator/simulator.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/judge/device_memory.h"
+#include "harness/testing/simulated_clock.h"
+#include "harness/testing/toys.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+class MeasureTest : public ::testing::Test {
+ protected:
+  MeasureTest() {
+    const ToyTime time = {&clock_, /*seconds_per_round=*/1e-4};
+    AddToys(registry_, time);
+    AddDenseToy(registry_, time);
+    options_.clock = &clock_;
+    options_.probe = [this] { clock_.Advance(5e-5); };
+    options_.repetitions = 4;
+    options_.min_time = 1e-4;
+    options_.cold = false;
+    options_.registry = &registry_;
+  }
+
+  // The records of the cases of one problem, by display name.
+  std::map<std::string, Case> Measure(const std::string& techniques, int64_t tokens = 16,
+                                      const std::string& devices = "cpu") {
+    CaseFlags flags;
+    flags.techniques = techniques;
+    flags.devices = devices;
+    flags.simulator = true;
+    flags.inputs = "gaussian";
+    flags.lengths = std::to_string(tokens);
+    flags.head_dims = "8";
+    flags.heads = "2";
+    flags.threads = "1";
+    flags.causal = "true";
+    flags.counterparts = false;
+    cases_ = MakeCases(flags, registry_, "").value();
+    std::vector<GroupCase> group;
+    for (SweepCase& sweep_case : cases_) sweep_case.check = case_check_;
+    for (const SweepCase& sweep_case : cases_) group.push_back({&sweep_case, check_, 0});
+    std::map<std::string, Case> records;
+    MeasureHooks hooks;
+    hooks.on_activity = [this](size_t index, absl::string_view what) {
+      ++activities_[std::string(what)];
+      sequence_.emplace_back(index, what);
+    };
+    if (seconds_left_ > 0) hooks.seconds_left = [this] { return seconds_left_; };
+    hooks.stopped = [this] { return stopped_; };
+    hooks.so_far = [&](size_t, Case record, const CaseCost&) {
+      so_far_.push_back(std::move(record));
+      activities_at_so_far_.push_back(activities_);
+    };
+    hooks.done = [&](size_t index, Case record, const CaseCost&) {
+      const std::string name = cases_[index].DisplayName();
+      EXPECT_TRUE(records.emplace(name, std::move(record)).second) << name << " is reported twice";
+    };
+    kept_device_ = Measurer(options_).Measure(group, hooks);
+    return records;
+  }
+
+  SimulatedClock clock_;
+  Registry registry_;
+  MeasureOptions options_;
+  std::vector<SweepCase> cases_;
+  using Activity = std::pair<size_t, std::string>;
+  std::map<std::string, int> activities_;
+  std::vector<Case> so_far_;
+  std::vector<std::map<std::string, int>> activities_at_so_far_;
+  std::vector<Activity> sequence_;
+  double seconds_left_ = 0;  // 0: there is no such limit
+  bool check_ = true, case_check_ = true, stopped_ = false, kept_device_ = true;
+};
+
+TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
+  const auto records = Measure("toy_mean");
+  const Outcome& outcome = records.at("toy_mean").outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << outcome.reason();
+  EXPECT_EQ(outcome.timing().run_ns_size(), 4);
+  EXPECT_GT(outcome.timing().setup_ns_size(), 0);
+  EXPECT_LT(outcome.against_definition().max_abs(), 1e-6);
+  EXPECT_TRUE(outcome.against_definition().passed());
+  EXPECT_TRUE(outcome.has_against_dense());
+  EXPECT_EQ(outcome.flops(), 2.0 * 2 * 16 * 8);
+  EXPECT_FALSE(outcome.has_bytes_moved());  // the toy does not know: absent, not 0
+  EXPECT_EQ(outcome.peak_workspace_bytes(), 64u);
+  EXPECT_EQ(outcome.parameter_bytes(), 0u);
+  EXPECT_EQ(outcome.input_bytes(), 3u * 2 * 16 * 8 * 4);
+  EXPECT_EQ(outcome.output_bytes(), 2u * 16 * 8 * 4);
+  EXPECT_GT(outcome.process_peak_bytes(), 1u << 20);
+  // A setup and a run to check, and what is timed: by default they are some ten.
+  EXPECT_GT(outcome.elapsed_seconds(), 10 * 1e-4);
+  EXPECT_LT(outcome.elapsed_seconds(), 100 * 1e-4);
+  EXPECT_EQ(outcome.statistics().at("rounds"), 1);
+  EXPECT_EQ(records.at("toy_mean").technique().weights(), TechniqueDescription::WEIGHTS_NONE);
+}
+
+TEST_F(MeasureTest, ARecordIsToldAfterItsCheckBeforeAnyCaseIsTimed) {
+  Measure("toy_mean,toy_causal,toy_unable");
+  // The two cases that run are told in the order in which they were checked.
+  ASSERT_GE(so_far_.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(so_far_[i].outcome().against_definition().passed());
+    EXPECT_EQ(so_far_[i].outcome().timing().run_ns_size(), 0);
+    EXPECT_EQ(activities_at_so_far_[i].count("setup"), 0u);
+  }
+  EXPECT_EQ(so_far_[0].key().technique(), "toy_mean");
+  EXPECT_EQ(so_far_[1].key().technique(), "toy_causal");
+}
+
+TEST_F(MeasureTest, WhatCannotRunHasAStatusAndAReasonAndTheOthersRun) {
+  const auto records = Measure("toy_mean,toy_unable,toy_refuses,toy_wrong,toy_full,toy_hidden");
+  ASSERT_EQ(records.size(), 6u);
+  const auto outcome = [&](const std::string& name) { return records.at(name).outcome(); };
+  EXPECT_EQ(outcome("toy_mean").status(), Outcome::STATUS_OK);
+  EXPECT_EQ(outcome("toy_hidden").status(), Outcome::STATUS_OK) << outcome("toy_hidden").reason();
+  EXPECT_EQ(outcome("toy_unable").status(), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(outcome("toy_unable").reason(), "the toy is unable to");
+  EXPECT_EQ(outcome("toy_full").status(), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(outcome("toy_full").reason(), "toy_full has no causal form");
+  EXPECT_EQ(outcome("toy_refuses").status(), Outcome::STATUS_FAILED);
+  EXPECT_EQ(outcome("toy_refuses").reason(), "the toy refuses to run");
+  EXPECT_EQ(outcome("toy_wrong").status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(outcome("toy_wrong").reason(), HasSubstr("bound"));
+  EXPECT_GT(outcome("toy_wrong").timing().run_ns_size(), 0);  // it ran all the same
+}
+
+TEST_F(MeasureTest, MemoryIsCheckedBeforeItIsAllocated) {
+  options_.memory_limit = 100 << 20;
+  auto records = Measure("toy_hungry:mib=1000000000,toy_mean");  // 1 PB: to allocate it would fail
+  EXPECT_EQ(records.at("toy_hungry mib=1000000000").outcome().status(),
+            Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_THAT(records.at("toy_hungry mib=1000000000").outcome().reason(),
+              HasSubstr("--memory_limit is 0.1 GiB"));
+  EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OK);
+  records = Measure("toy_mean", int64_t{1} << 30);
+  EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OUT_OF_MEMORY);
+}
+
+TEST_F(MeasureTest, CasesThatDoNotFitTogetherAreMeasuredOneAfterTheOther) {
+  // 2^14 tokens make 3 MiB of inputs, 1 of outputs, and three times that while they are checked.
+  options_.memory_limit = 10 << 20;
+  options_.repetitions = 1;
+  check_ = false;
+  const auto records = Measure("toy_mean,toy_causal,toy_slow,toy_hungry", 1 << 14);
+  ASSERT_EQ(records.size(), 4u);
+  for (const auto& [name, record] : records) {
+    EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK) << name << record.outcome().reason();
+  }
+}
+
+TEST_F(MeasureTest, ScalingCasesAreCheckedOnSampledRows) {
+  const Case record = Measure("toy_mean", 512).at("toy_mean");
+  const ErrorMeasure& error = record.outcome().against_definition();
+  EXPECT_EQ(error.rows(), 2 * 512);
+  EXPECT_GE(error.rows_checked(), 2 * 48);
+  EXPECT_LE(error.rows_checked(), 2 * 80);
+}
+
+TEST_F(MeasureTest, UncheckedCaseSaysSoAndHasTimes) {
+  check_ = false;
+  const Case record = Measure("toy_mean").at("toy_mean");
+  EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK);
+  EXPECT_FALSE(record.outcome().has_against_definition());
+  EXPECT_THAT(record.outcome().reason(), HasSubstr("errors were not measured"));
+  EXPECT_GT(record.outcome().timing().run_ns_size(), 0);
+}
+
+TEST_F(MeasureTest, CaseWithoutACheckSaysWhyAndHasTimes) {
+  case_check_ = false;
+  const Outcome outcome = Measure("toy_mean").at("toy_mean").outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OK);
+  EXPECT_FALSE(outcome.has_against_definition());
+  EXPECT_FALSE(outcome.has_against_dense());
+  EXPECT_EQ(
+      outcome.reason(),
+      "errors were not measured: --accuracy=false leaves out those of more than 512 tokens of "
+      "text");
+  EXPECT_GT(outcome.timing().run_ns_size(), 0);
+  EXPECT_EQ(activities_["check"], 0);
+}
+
+TEST_F(MeasureTest, TimeoutIsARowAndKeepsTheErrors) {
+  options_.case_timeout = 0.5;
+  auto records = Measure("toy_slow:ms=300,toy_slow:ms=1000,toy_mean");
+  // One run and the pilot's fit, and then the time is over.
+  const Outcome& slow = records.at("toy_slow ms=300").outcome();
+  EXPECT_EQ(slow.status(), Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(slow.reason(), "no sample: a call takes 0.3 s; --case_timeout is 0.5 s");
+  EXPECT_TRUE(slow.against_definition().passed());
+  const Outcome& slower = records.at("toy_slow ms=1000").outcome();
+  EXPECT_EQ(slower.status(), Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(slower.reason(), "setup and one run took 1 s; --case_timeout is 0.5 s");
+  EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, WhereTimeIsShortWhatIsPreparedIsTimedBeforeTheRest) {
+  // Preparing takes 1 s a case: of the 4 s that are left the first two take the third and more.
+  seconds_left_ = 4;
+  const auto records = Measure("toy_slow:ms=1000,toy_slow:ms=1001,toy_slow:ms=1002");
+  ASSERT_EQ(records.size(), 3u);
+  const auto at = [this](const Activity& activity) {
+    return std::find(sequence_.begin(), sequence_.end(), activity) - sequence_.begin();
+  };
+  EXPECT_LT(at({1, "create"}), at({0, "run"}));
+  EXPECT_LT(at({0, "run"}), at({2, "create"}));
+  EXPECT_LT(at({1, "run"}), at({2, "create"}));
+  EXPECT_LT(at({2, "create"}), at({2, "run"}));
+}
+
+TEST_F(MeasureTest, NothingIsReportedOfWhatWasStopped) {
+  stopped_ = true;
+  EXPECT_TRUE(Measure("toy_mean").empty());
+}
+
+TEST_F(MeasureTest, WhatIsGoingOnIsAnnounced) {
+  Measure("toy_mean");
+  for (const char* what : {"create", "first run", "check", "run", "setup"}) {
+    EXPECT_GT(activities_[what], 0) << what;
+  }
+}
+
+TEST_F(MeasureTest, OnADeviceItsEventsAndItsMemoryAreRecorded) {
+  options_.cold = true;
+  const Case record = Measure("toy_device", 16, "simulator").at("toy_device");
+  const Outcome& outcome = record.outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << outcome.reason();
+  EXPECT_EQ(record.key().device(), DEVICE_TYPE_SIMULATOR);
+  EXPECT_EQ(outcome.timing().clock(), Timing::CLOCK_DEVICE_EVENTS);
+  EXPECT_EQ(outcome.timing().run_ns_size(), 4);
+  EXPECT_GT(outcome.timing().cold_run_ns_size(), 0);
+  EXPECT_TRUE(outcome.against_definition().passed());
+  // The layer keeps a gain for each of two heads.
+  EXPECT_EQ(outcome.statistics().at("layer_device_bytes"), 2 * sizeof(float));
+  EXPECT_EQ(outcome.peak_workspace_bytes(), 2u * 16 * 17 * sizeof(float));
+  EXPECT_EQ(outcome.device_peak_bytes(), 2 * sizeof(float) + outcome.input_bytes() +
+                                             outcome.output_bytes() +
+                                             outcome.peak_workspace_bytes());
+  EXPECT_FALSE(outcome.has_device_state_before());  // the simulator has no sensors: absent, not 0
+  EXPECT_FALSE(Measure("toy_device").at("toy_device").outcome().has_device_peak_bytes());
+  EXPECT_EQ(RuntimeOf(Device::kSimulator).value()->allocated_bytes(), 0);
+}
+
+TEST_F(MeasureTest, WhatTheDeviceHasNoMemoryForIsARowAndTheOthersRun) {
+  // 2^50 bytes: more than a process can address.
+  const auto records =
+      Measure("toy_device,toy_device:mib=1073741824,toy_device:shade=2", 16, "simulator");
+  ASSERT_EQ(records.size(), 3u);
+  const Outcome& hungry = records.at("toy_device mib=1073741824").outcome();
+  EXPECT_EQ(hungry.status(), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_THAT(hungry.reason(), HasSubstr("bytes of memory on host simulator"));
+  EXPECT_EQ(records.at("toy_device").outcome().status(), Outcome::STATUS_OK);
+  EXPECT_EQ(records.at("toy_device shade=2").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, ALaunchThatFailsIsARowAndTheOthersRun) {
+  const auto records = Measure("toy_bad_launch,toy_bad_kernel,toy_device", 16, "simulator");
+  EXPECT_TRUE(kept_device_);  // the simulator tells of a failed kernel at once
+  EXPECT_EQ(records.at("toy_bad_launch").outcome().status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(records.at("toy_bad_launch").outcome().reason(), HasSubstr("gridDim.x"));
+  EXPECT_EQ(records.at("toy_bad_kernel").outcome().status(), Outcome::STATUS_FAILED);
+  EXPECT_EQ(records.at("toy_device").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, ALostDeviceLeavesTheOthersForAnotherProcess) {
+  cuda_simulator::Settings settings;
+  settings.errors_are_deferred = true;
+  cuda_simulator::Configure(settings);
+  const auto records = Measure("toy_device,toy_bad_kernel,toy_causal", 16, "simulator");
+  cuda_simulator::Configure({});
+  EXPECT_FALSE(kept_device_);
+  ASSERT_EQ(records.size(), 1u);
+  EXPECT_EQ(records.at("toy_bad_kernel").outcome().status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(records.at("toy_bad_kernel").outcome().reason(), HasSubstr("Attend"));
+}
+
+TEST(Measure, StatusOfACaseFollowsTheErrorThatEndedIt) {
+  EXPECT_EQ(OutcomeOf(absl::OkStatus()), Outcome::STATUS_OK);
+  EXPECT_EQ(OutcomeOf(absl::UnimplementedError("")), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(OutcomeOf(absl::InvalidArgumentError("")), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(OutcomeOf(absl::NotFoundError("")), Outcome::STATUS_SKIPPED);
+  EXPECT_EQ(OutcomeOf(absl::UnavailableError("")), Outcome::STATUS_SKIPPED);
+  EXPECT_EQ(OutcomeOf(absl::ResourceExhaustedError("")), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_EQ(OutcomeOf(absl::DeadlineExceededError("")), Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(OutcomeOf(absl::InternalError("")), Outcome::STATUS_FAILED);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,32 @@
+#ifndef TFB_HARNESS_MEASURE_PEAK_KERNELS_H_
+#define TFB_HARNESS_MEASURE_PEAK_KERNELS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+// Kernels whose work is one limit of the device and nothing else. Each launcher enqueues on the
+// default stream, and returns null or a text that says why it could not.
+struct PeakKernels {
+  static constexpr int kThreads = 256;  // of a block
+  static constexpr int kChains = 8;     // chains of multiply-adds that do not wait for one another
+  static constexpr int kTiles = 4;      // chains of matrix products, each of 16 x 16 by 16 x 8
+
+  // Every thread of `blocks` computes x = factor x + 1 `iterations` times in each of kChains
+  // numbers, from 0 on, and writes their sum: results[thread of the grid].
+  const char* (*multiply_add)(int blocks, int64_t iterations, float factor, float* results);
+  // Every warp adds `iterations` times to each of kTiles tiles the product of two matrices of
+  // `value`, which are bf16 or f16, and every thread writes the sum of its elements.
+  const char* (*matrix_products)(int blocks, int64_t iterations, Element type, float value,
+                                 float* results);
+  // `bytes` are a multiple of 16, and so are the addresses.
+  const char* (*copy)(int blocks, void* to, const void* from, size_t bytes);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_MEASURE_PEAK_KERNELS_H_

@@ -1,0 +1,20 @@
+// The part of a sweep that runs in a process of its own: it describes the machine and measures
+// groups of cases, as harness/measure/worker_messages.proto says.
+#ifndef TFB_HARNESS_MEASURE_SWEEP_WORKER_H_
+#define TFB_HARNESS_MEASURE_SWEEP_WORKER_H_
+
+#include <vector>
+
+#include "harness/measure/sweep.h"
+#include "harness/measure/worker.h"
+#include "harness/plan/cases.h"
+
+namespace tfb {
+
+// Answers the requests that come by `side` until none is to come or the device is lost.
+void WorkForSweep(const SweepOptions& options, const std::vector<SweepCase>& cases,
+                  WorkerSide& side);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_MEASURE_SWEEP_WORKER_H_

@@ -1,0 +1,504 @@
+#include "harness/measure/timing.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda/simulator/simulator.h"
+#include "core/random.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/judge/device_memory.h"
+#include "harness/testing/simulated_clock.h"
+#include "harness/testing/tiny_technique.h"
+#include "harness/testing/toys.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::DoubleNear;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::Gt;
+using ::testing::HasSubstr;
+
+// A round of the toys' work, and the probe, take so long by the simulated clock. They are powers of
+// two, so that sums of them are exact.
+constexpr double kRoundSeconds = 1.0 / (1 << 20);
+constexpr double kProbeSeconds = 1.0 / (1 << 14);
+constexpr double kRoundNs = kRoundSeconds * 1e9;
+constexpr double kTick = 1.0 / (1 << 10);  // of a ticking clock
+
+// Layers with the tensors that they are timed on. The toys' time is that of a simulated clock, and
+// so is that of the simulated device's events.
+class TimingTest : public ::testing::Test {
+ protected:
+  struct Prepared {
+    std::unique_ptr<Layer> layer;
+    NamedTensors host;
+    DeviceTensors inputs, outputs;
+    DeviceMemory workspace;
+  };
+
+  TimingTest() : pool_(2) {
+    AddToys(registry_, {&clock_, kRoundSeconds});
+    registry_.Add(MakeTiny(TinyFault::kNone));
+    SetEventClock(&clock_);
+  }
+  ~TimingTest() override { cuda_simulator::Configure({}); }
+
+  static void SetEventClock(Clock* clock) {
+    cuda_simulator::Settings settings;
+    settings.event_seconds = [clock] { return clock->Seconds(); };
+    cuda_simulator::Configure(settings);
+  }
+
+  TimedCase Prepare(const std::string& name, const Options& options, int64_t tokens,
+                    Device device = Device::kCpu) {
+    const Technique* technique = *registry_.Find(name);
+    const Problem problem = Problem::SelfAttention(1, 2, tokens, 8);
+    prepared_.push_back(std::make_unique<Prepared>());
+    Prepared& p = *prepared_.back();
+    p.layer = technique->Create(problem, options, device, 1).value();
+    for (const TensorSpec& spec : p.layer->inputs()) {
+      if (spec.optional) continue;
+      FillNormal(&(p.host[spec.name] = Tensor(spec.dtype, spec.shape)), 1, spec.name);
+    }
+    p.inputs = DeviceTensors::Of(device, ViewsOf(p.host)).value();
+    p.outputs = DeviceTensors::Allocate(device, p.layer->outputs(), true).value();
+    p.workspace =
+        DeviceMemory::Allocate(device, p.layer->workspace_bytes(pool_.threads()) + 64).value();
+    TimedCase timed;
+    timed.layer = p.layer.get();
+    timed.inputs = p.inputs.inputs();
+    timed.outputs = p.outputs.outputs();
+    timed.execution.pool = &pool_;
+    timed.execution.workspace = p.workspace.bytes();
+    timed.device = RuntimeOf(device).value();
+    EXPECT_TRUE(p.layer->Setup(timed.inputs, timed.execution).ok());
+    return timed;
+  }
+
+  // A sample of toy_mean is 512 calls long; on the simulated device, whose work is slow, 8.
+  TimingOptions QuickOnDevice() {
+    TimingOptions options = Quick();
+    options.min_time = 8 * kRoundSeconds;
+    return options;
+  }
+  TimingOptions Quick() {
+    TimingOptions options;
+    options.repetitions = 7;
+    options.min_time = 512 * kRoundSeconds;
+    options.clock = &clock_;
+    options.probe = [this] { clock_.Advance(kProbeSeconds); };
+    return options;
+  }
+
+  SimulatedClock clock_;
+  Registry registry_;
+  ThreadPool pool_;
+  std::vector<std::unique_ptr<Prepared>> prepared_;
+};
+
+TEST_F(TimingTest, EverySampleIsKept) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases.push_back(Prepare("toy_mean", {{"rounds", "50"}}, 16));
+  CpuCacheFlusher flusher(&pool_);
+  TimingOptions options = Quick();
+  options.flush_caches = [&] {
+    clock_.Advance(1);  // is no part of a cold run
+    return flusher();
+  };
+  MeasureSideBySide(options, &cases);
+  for (const TimedCase& timed : cases) {
+    const double run_ns = (&timed == &cases[1] ? 50 : 1) * kRoundNs;
+    EXPECT_TRUE(timed.status.ok()) << timed.status;
+    EXPECT_EQ(timed.timing.run_ns_size(), 7);
+    EXPECT_EQ(timed.timing.discarded_samples(), 0);
+    EXPECT_EQ(timed.timing.setup_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timed.timing.end_to_end_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timed.timing.cold_run_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timed.timing.clock(), Timing::CLOCK_WALL);
+    EXPECT_THAT(timed.timing.run_ns(), Each(run_ns));
+    EXPECT_THAT(timed.timing.cold_run_ns(), Each(run_ns));
+    EXPECT_THAT(timed.timing.setup_ns(), Each(kRoundNs));
+    EXPECT_THAT(timed.timing.end_to_end_ns(), Each(kRoundNs + run_ns));
+  }
+  // Calls are averaged until a sample is long enough.
+  EXPECT_EQ(cases[0].timing.calls_per_sample(), 512);
+  EXPECT_EQ(cases[1].timing.calls_per_sample(), 11);  // of 50 rounds each
+}
+
+TEST_F(TimingTest, ACaseTellsItsSamplesWhenTheyAreEnoughAndWhenTheyAreAll) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases.push_back(Prepare("toy_mean", {{"rounds", "50"}}, 16));
+  TimingOptions options = Quick();
+  options.repetitions = kIntervalSamples + 3;
+  std::map<size_t, std::vector<Timing>> told;
+  options.on_enough = [&](size_t index, const Timing& so_far) { told[index].push_back(so_far); };
+  MeasureSideBySide(options, &cases);
+  ASSERT_EQ(told.size(), 2u);
+  for (const auto& [index, timings] : told) {
+    ASSERT_EQ(timings.size(), 2u);
+    EXPECT_EQ(timings[0].run_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timings[1].run_ns_size(), kIntervalSamples + 3);
+    EXPECT_EQ(timings[1].SerializeAsString(), cases[index].timing.SerializeAsString());
+  }
+}
+
+TEST_F(TimingTest, InstructionsAreCountedWhereThereIsACounter) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.run_instructions_size(), 0);
+  int64_t count = 0;
+  options.instructions = [&] { return count += 1000; };
+  MeasureSideBySide(options, &cases);
+  EXPECT_THAT(cases[0].timing.run_instructions(), ElementsAre(1000, 1000, 1000));
+}
+
+TEST_F(TimingTest, EachSampleHasTheTimeOfTheArithmeticBesideIt) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_EQ(cases[0].timing.probe_ns_size(), 7);
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(kProbeSeconds * 1e9));
+}
+
+TEST_F(TimingTest, SamplesBesideSlowArithmeticAreDiscardedAndCounted) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  // There is one before and one after each sample: the second sample's second and the fifth's first
+  // take twice as long.
+  int probes = 0;
+  options.probe = [&] {
+    clock_.Advance(probes == 3 || probes == 8 ? 2 * kProbeSeconds : kProbeSeconds);
+    ++probes;
+  };
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(probes, 2 * 7);
+  EXPECT_EQ(cases[0].timing.discarded_samples(), 2);
+  EXPECT_EQ(cases[0].timing.discarded_reason(), "the core was slower meanwhile");
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 5);
+  EXPECT_EQ(cases[0].timing.probe_ns_size(), 5);
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(kProbeSeconds * 1e9));
+  EXPECT_THAT(cases[0].timing.run_ns(), Each(kRoundNs));
+}
+
+TEST_F(TimingTest, TheProbeIsTimedByTheClockToo) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TickingClock clock(kTick);
+  TimingOptions options = Quick();
+  options.clock = &clock;
+  options.probe = TimingOptions().probe;
+  MeasureSideBySide(options, &cases);
+  EXPECT_THAT(cases[0].timing.run_ns(), Each(kTick * 1e9));
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(kTick * 1e9));
+}
+
+TEST_F(TimingTest, SamplesOfDifferentCasesAreInterleaved) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  options.repetitions = 20;
+  std::vector<size_t> order;
+  options.on_sample = [&](size_t index, absl::string_view) { order.push_back(index); };
+  MeasureSideBySide(options, &cases);
+  int changes = 0;
+  for (size_t i = 1; i < order.size(); ++i) changes += order[i] != order[i - 1];
+  // Some 50 samples in random order have about 25 changes; in blocks there would be 3. The chance
+  // of fewer than 8 is below 1e-6.
+  EXPECT_GE(changes, 8);
+}
+
+TEST_F(TimingTest, ALongCallIsASampleOfItsOwn) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_slow", {{"ms", "4"}}, 1));
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 7);
+  EXPECT_THAT(cases[0].timing.run_ns(), Each(DoubleNear(4e6 + kRoundNs, 1e-2)));
+  EXPECT_EQ(cases[0].timing.calls_per_sample(), 1);
+}
+
+TEST_F(TimingTest, ASampleHasAsManyCallsAsLastItsLeastTime) {
+  for (const int64_t rounds : {1, 3, 7, 100, 511, 512, 513}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("toy_mean", {{"rounds", std::to_string(rounds)}}, 1));
+    MeasureSideBySide(Quick(), &cases);
+    EXPECT_EQ(cases[0].timing.calls_per_sample(), (512 + rounds - 1) / rounds) << rounds;
+    EXPECT_THAT(cases[0].timing.run_ns(),
+                Each(DoubleNear(static_cast<double>(rounds) * kRoundNs, 1e-6)));
+  }
+}
+
+TEST_F(TimingTest, ALongCallIsNotWarmedAndAShortOneIsOncePerSample) {
+  for (const bool is_long : {false, true}) {
+    std::vector<TimedCase> cases;
+    // 64 or 32 ms of simulated time a call; kWarmedSeconds are 50.
+    cases.push_back(Prepare("toy_slow", {{"ms", is_long ? "64" : "32"}}, 1));
+    TimingOptions options = Quick();
+    options.setup = options.cold = false;
+    MeasureSideBySide(options, &cases);
+    const double call = (is_long ? 0.064 : 0.032) + kRoundSeconds;
+    const double pilots = 1, samples = 7, warmings = is_long ? 0 : 7;
+    EXPECT_EQ(cases[0].timing.run_ns_size(), 7);
+    EXPECT_NEAR(cases[0].spent_seconds,
+                (pilots + samples + warmings) * call + samples * 2 * kProbeSeconds, 1e-6);
+  }
+}
+
+TEST_F(TimingTest, TheUsualTimeOfTheArithmeticIsThatOfAllCasesTogether) {
+  // Beside every sample of the first case the arithmetic takes twice as long as beside the
+  // second's: as many as may be discarded are.
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  options.repetitions = 9;
+  size_t current = 0;
+  options.on_sample = [&](size_t index, absl::string_view) { current = index; };
+  options.probe = [&] { clock_.Advance(current == 0 ? 2 * kProbeSeconds : kProbeSeconds); };
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.discarded_samples(), 3);
+  EXPECT_EQ(cases[1].timing.discarded_samples(), 0);
+  EXPECT_EQ(cases[1].timing.run_ns_size(), 9);
+}
+
+TEST_F(TimingTest, InstructionsAreCountedOnlyWhereTheShareHasTimeForIt) {
+  // Three counted runs may take a tenth of the share.
+  for (const double share_calls : {29.0, 31.0}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("toy_slow", {{"ms", "4"}}, 1));
+    cases[0].share_seconds = share_calls * (0.004 + kRoundSeconds);
+    TimingOptions options = Quick();
+    int64_t count = 0;
+    options.instructions = [&] { return count += 1000; };
+    MeasureSideBySide(options, &cases);
+    EXPECT_EQ(cases[0].timing.run_instructions_size(), share_calls > 30 ? 3 : 0);
+  }
+}
+
+TEST_F(TimingTest, SmallShareOfTimeTakesFewerSamples) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_slow", {{"ms", "20"}}, 1));
+  cases.push_back(Prepare("toy_slow", {{"ms", "20"}}, 1));
+  cases[0].share_seconds = 0.15;   // 0.6 of it is room for 2 samples of 40 ms, warming included
+  cases[1].share_seconds = 0.005;  // not even for one; three are taken all the same
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_EQ(cases[0].timing.run_ns_size(), kFewestSamples);
+  EXPECT_EQ(cases[1].timing.run_ns_size(), kFewestSamples);
+  EXPECT_EQ(cases[1].timing.setup_ns_size(), 0);
+}
+
+TEST_F(TimingTest, TimeoutStopsACaseAndNotTheOthers) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_slow", {{"ms", "30"}}, 1));
+  cases.push_back(Prepare("toy_mean", {}, 1));
+  cases[0].timeout_seconds = 0.02;
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(cases[0].status)) << cases[0].status;
+  EXPECT_THAT(std::string(cases[0].status.message()), HasSubstr("no sample: a call takes 0.03"));
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 0);
+  EXPECT_TRUE(cases[1].status.ok()) << cases[1].status;
+}
+
+TEST_F(TimingTest, FailingCallStopsACaseAndNotTheOthers) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_refuses", {}, 1));
+  cases.push_back(Prepare("toy_mean", {}, 1));
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_EQ(cases[0].status.message(), "the toy refuses to run");
+  EXPECT_TRUE(cases[1].status.ok()) << cases[1].status;
+}
+
+TEST_F(TimingTest, StoppedMeasuringKeepsWhatItHas) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 1));
+  TimingOptions options = Quick();
+  options.repetitions = 1000;
+  int samples = 0;
+  options.on_sample = [&](size_t, absl::string_view) { ++samples; };
+  options.stopped = [&] { return samples >= 40; };
+  MeasureSideBySide(options, &cases);
+  EXPECT_TRUE(cases[0].status.ok()) << cases[0].status;
+  // The pilot is announced too, and the others are of its setup.
+  EXPECT_EQ(cases[0].timing.run_ns_size() + cases[0].timing.setup_ns_size(), 39);
+}
+
+TEST_F(TimingTest, SegmentsOfAStreamAreTimedByPosition) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_stream", {}, 40));    // eight segments of five tokens
+  cases.push_back(Prepare("toy_stream", {}, 1000));  // at most 16 tokens each: 63 segments
+  cases.push_back(Prepare("toy_hidden", {}, 40));
+  MeasureSideBySide(Quick(), &cases);
+  ASSERT_EQ(cases[0].timing.segments_size(), 8);
+  EXPECT_EQ(cases[0].timing.segments(1).tokens_before(), 5);
+  EXPECT_EQ(cases[0].timing.segments(7).tokens(), 5);
+  EXPECT_EQ(cases[0].timing.segments(0).append_ns_size(), kIntervalSamples);
+  EXPECT_THAT(cases[0].timing.segments(7).append_ns(), Each(5 * kRoundNs));
+  ASSERT_EQ(cases[1].timing.segments_size(), 32);
+  EXPECT_EQ(cases[1].timing.segments(0).tokens_before(), 0);
+  EXPECT_EQ(cases[1].timing.segments(31).tokens_before(), 992);
+  EXPECT_EQ(cases[1].timing.segments(31).tokens(), 8);
+  EXPECT_THAT(cases[1].timing.segments(0).append_ns(), Each(16 * kRoundNs));
+  EXPECT_THAT(cases[1].timing.segments(31).append_ns(), Each(8 * kRoundNs));
+  EXPECT_EQ(cases[2].timing.segments_size(), 0);
+}
+
+// Sensors that say what they are told to.
+class FakeMonitor : public DeviceMonitor {
+ public:
+  explicit FakeMonitor(std::function<DeviceState(int)> state) : state_(std::move(state)) {}
+  DeviceState Read() override { return state_(reads_++); }
+  int reads() const { return reads_; }
+
+ private:
+  std::function<DeviceState(int)> state_;
+  int reads_ = 0;
+};
+
+DeviceState Clocked(double mhz, bool throttled) {
+  DeviceState state;
+  state.set_clock_mhz(mhz);
+  if (throttled) state.add_throttle_reasons("power cap");
+  return state;
+}
+
+TEST_F(TimingTest, OnADeviceEventsTellTheTime) {
+  CudaRuntime* const runtime = RuntimeOf(Device::kSimulator).value();
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 8, Device::kSimulator));
+  cases.push_back(Prepare("toy_device", {{"rounds", "20"}}, 8, Device::kSimulator));
+  const auto flusher = DeviceCacheFlusher::Make(runtime);
+  ASSERT_TRUE(flusher.ok()) << flusher.status();
+  FakeMonitor monitor([](int) { return Clocked(1700, false); });
+  TimingOptions options = QuickOnDevice();
+  options.flush_caches = [&] { return (**flusher)(); };
+  options.monitor = &monitor;
+  MeasureSideBySide(options, &cases);
+  for (const TimedCase& timed : cases) {
+    const double run_ns = (&timed == &cases[1] ? 20 : 1) * kRoundNs;
+    EXPECT_TRUE(timed.status.ok()) << timed.status;
+    EXPECT_EQ(timed.timing.clock(), Timing::CLOCK_DEVICE_EVENTS);
+    EXPECT_EQ(timed.timing.run_ns_size(), 7);
+    EXPECT_EQ(timed.timing.discarded_samples(), 0);
+    EXPECT_EQ(timed.timing.cold_run_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timed.timing.setup_ns_size(), kIntervalSamples);
+    // Events tell milliseconds in f32.
+    EXPECT_THAT(timed.timing.run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
+    EXPECT_THAT(timed.timing.cold_run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
+    EXPECT_EQ(timed.state_before.clock_mhz(), 1700);
+    EXPECT_EQ(timed.state_after.clock_mhz(), 1700);
+  }
+  EXPECT_EQ(monitor.reads(), 2 * (1 + 2 * 7));
+  EXPECT_EQ(cases[0].timing.calls_per_sample(), 8);
+  EXPECT_EQ(cases[1].timing.calls_per_sample(), 1);
+}
+
+TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {
+  // The third reading of each sample's two, and so one sample in three.
+  FakeMonitor monitor([](int n) { return Clocked(1700 - n, n % 6 == 3); });
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  TimingOptions options = QuickOnDevice();
+  options.repetitions = 9;
+  options.monitor = &monitor;
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.throttled_samples(), 3);
+  EXPECT_EQ(cases[0].timing.discarded_samples(), 3);
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 6);
+  EXPECT_EQ(cases[0].timing.discarded_reason(), "the device throttled meanwhile");
+}
+
+TEST_F(TimingTest, SegmentsOfAStreamOnADeviceAreTimedToo) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("tiny", {}, 40, Device::kSimulator));
+  TickingClock clock(kTick);
+  SetEventClock(&clock);
+  TimingOptions options = Quick();
+  options.clock = &clock;
+  options.cold = options.setup = false;
+  MeasureSideBySide(options, &cases);
+  EXPECT_TRUE(cases[0].stream_status.ok()) << cases[0].stream_status;
+  ASSERT_EQ(cases[0].timing.segments_size(), 8);
+  EXPECT_EQ(cases[0].timing.segments(7).tokens_before(), 35);
+  EXPECT_EQ(cases[0].timing.segments(7).append_ns_size(), kIntervalSamples);
+  EXPECT_THAT(cases[0].timing.segments(7).append_ns(), Each(kTick * 1e9));
+}
+
+TEST_F(TimingTest, ALostDeviceIsTheFaultOfWhoLostIt) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  cases.push_back(Prepare("toy_bad_launch", {}, 4, Device::kSimulator));
+  cases.push_back(Prepare("toy_bad_kernel", {}, 4, Device::kSimulator));
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
+  settings.errors_are_deferred = true;
+  cuda_simulator::Configure(settings);
+  MeasureSideBySide(QuickOnDevice(), &cases);
+  EXPECT_FALSE(DeviceStatus(Device::kSimulator).ok());
+  EXPECT_TRUE(absl::IsCancelled(cases[0].status)) << cases[0].status;
+  EXPECT_THAT(std::string(cases[1].status.message()), HasSubstr("gridDim"));
+  EXPECT_TRUE(absl::IsInternal(cases[2].status)) << cases[2].status;
+  EXPECT_TRUE(absl::IsCancelled(cases[3].status)) << cases[3].status;
+}
+
+TEST(Timing, TheFlusherOutgrowsTheSecondLevelCache) {
+  const CudaRuntime& simulator = *RuntimeOf(Device::kSimulator).value();
+  EXPECT_EQ(DeviceCacheFlusher::Bytes(simulator), 2u * simulator.properties().l2_cache_bytes);
+  EXPECT_LE(DeviceCacheFlusher::Bytes(simulator), simulator.properties().memory_bytes / 16u);
+}
+
+TEST(Timing, ThrottledSamplesAreDiscardedSlowestFirstAndAtMostAThird) {
+  const auto fine = Clocked(1000, false);
+  EXPECT_THAT(UnthrottledSamples({fine, Clocked(900, true), fine}), ElementsAre(true, false, true));
+  EXPECT_THAT(
+      UnthrottledSamples({Clocked(900, true), Clocked(800, true), fine, Clocked(700, true)}),
+      ElementsAre(true, true, true, false));
+  EXPECT_THAT(UnthrottledSamples({DeviceState(), DeviceState(), DeviceState()}),
+              ElementsAre(true, true, true));
+}
+
+TEST(Timing, DisturbedSamplesAreDiscardedWorstFirstAndAtMostAThird) {
+  EXPECT_THAT(UndisturbedSamples({1, 1.2, 1.29, 1}, 1), ElementsAre(true, true, true, true));
+  EXPECT_THAT(UndisturbedSamples({1, 2, 1, 1, 1, 1}, 1),
+              ElementsAre(true, false, true, true, true, true));
+  EXPECT_THAT(UndisturbedSamples({2, 3, 4, 5, 2, 2}, 1),
+              ElementsAre(true, true, false, false, true, true));
+  EXPECT_THAT(UndisturbedSamples({2, 2}, 1), ElementsAre(true, true));
+}
+
+TEST(Timing, ASampleIsDisturbedWhereItsArithmeticTookOverSoMuchMoreThanUsual) {
+  const double limit = kDisturbedFactor * 10;
+  EXPECT_THAT(UndisturbedSamples({10, limit, 10}, 10), ElementsAre(true, true, true));
+  EXPECT_THAT(UndisturbedSamples({10, limit * 1.001, 10}, 10), ElementsAre(true, false, true));
+}
+
+TEST(Timing, SegmentsCoverTheSequence) {
+  for (const int64_t tokens : {0, 1, 7, 8, 9, 100}) {
+    for (const int64_t largest : {1, 3, 1000}) {
+      int64_t end = 0;
+      for (const Segment& segment : PlanSegments(tokens, largest)) {
+        EXPECT_EQ(segment.begin, end);
+        EXPECT_GE(segment.tokens, 1);
+        EXPECT_LE(segment.tokens, largest);
+        end += segment.tokens;
+      }
+      EXPECT_EQ(end, tokens);
+    }
+  }
+  EXPECT_EQ(PlanSegments(64, 1000).size(), 8u);
+}
+
+}  // namespace
+}  // namespace tfb

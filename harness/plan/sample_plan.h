@@ -1,0 +1,36 @@
+// How many samples of each kind a case gets for the time that it may take.
+#ifndef TFB_HARNESS_PLAN_SAMPLE_PLAN_H_
+#define TFB_HARNESS_PLAN_SAMPLE_PLAN_H_
+
+namespace tfb {
+
+// With six samples their range is a 95 % interval of the median, so fewer are taken only where six
+// do not fit the time. Three is the least that says anything of the spread.
+inline constexpr int kIntervalSamples = 6;
+inline constexpr int kFewestSamples = 3;
+// A longer call needs no untimed call before it: what warm caches give is lost in it.
+inline constexpr double kWarmedSeconds = 0.05;
+
+// The samples that a case would have if time did not matter.
+struct SampleWishes {
+  int repetitions = 11;        // samples of warm runs
+  double min_time = 0.01;      // seconds that a sample of warm runs lasts at least
+  bool setup = true;           // also kIntervalSamples of Setup, each followed by one run
+  bool cold = true;            // also kIntervalSamples of cold runs
+  bool stream = false;         // also kIntervalSamples of whole streams
+  double flush_seconds = 0.0;  // that overwriting the caches takes before a cold run
+};
+
+struct SamplePlan {
+  int runs = 0, setups = 0, colds = 0, streams = 0;
+  double seconds = 0;  // that all of them are expected to take
+};
+
+// Returns the samples that fit `share_seconds` where a call takes `call_seconds`. Warm runs get at
+// least kFewestSamples, or `repetitions` where that is less, whatever they take; the other kinds get
+// what their part of the share has room for. A share of 0 means no limit.
+SamplePlan PlanSamples(const SampleWishes& wishes, double call_seconds, double share_seconds);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_PLAN_SAMPLE_PLAN_H_

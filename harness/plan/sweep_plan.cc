@@ -1,0 +1,408 @@
+#include "harness/plan/sweep_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "harness/plan/quantities.h"
+#include "results/reader.h"
+
+namespace tfb {
+namespace {
+
+// Parts of the budget: accuracy may take the first, and the timing of scaling cases is meant to
+// take the second. The last is the part of accuracy's third that the timing of its cases is meant
+// to take.
+constexpr double kAccuracyPart = 1.0 / 3, kScalingTimingPart = 0.2, kAccuracyTimingPart = 0.1;
+// A length begins only where what is left is more than its foretold time by this factor, and goes
+// on beyond the budget by this part of it where the foretelling fell short.
+constexpr double kCaution = 1.15, kOverrun = 0.2;
+// Samples of a run at one visit.
+constexpr int kVisitRepetitions = 11;
+// An interval within 2 % of the median is narrow enough.
+constexpr double kNarrow = 0.02;
+constexpr int kMostVisits = 10;
+// A repetition takes its time in fewer, longer visits, since each has to create the case anew.
+constexpr double kRepetitionShare = 2;
+// A case whose technique has not been seen yet is taken to last so long, times its relative effort.
+constexpr double kGuessSeconds = 0.2;
+
+double TokensOf(const SweepCase& sweep_case) {
+  const Problem& problem = sweep_case.problem;
+  return static_cast<double>(
+      std::max<int64_t>(1, std::max(problem.query_tokens, problem.kv_tokens)));
+}
+
+bool IsAccuracy(const SweepCase& sweep_case) {
+  return sweep_case.purpose == Case::PURPOSE_ACCURACY;
+}
+
+// The key of the case without its length; of a counterpart that was added also without its options,
+// which depend on the length.
+std::string SeriesKey(const SweepCase& sweep_case) {
+  Case::Key key = MakeRecord(sweep_case).key();
+  key.mutable_problem()->clear_query_tokens();
+  key.mutable_problem()->clear_kv_tokens();
+  if (sweep_case.added) {
+    key.clear_options();
+    key.clear_options_text();
+  }
+  return absl::StrCat(CaseKey(key), sweep_case.added ? " added" : "");
+}
+
+// The exponent with which a time grows from the last length on: the one between the last two
+// lengths where it is known, but no less than halfway from there to `growth`, since fixed costs
+// hide the growth of what lies beneath.
+double Exponent(double growth, double tokens_before, double before, double tokens, double now) {
+  if (before <= 0 || now <= 0 || tokens <= tokens_before) return growth;
+  const double local = std::log(now / before) / std::log(tokens / tokens_before);
+  return local >= growth ? std::min(local, growth + 1) : (std::max(local, 0.0) + growth) / 2;
+}
+
+}  // namespace
+
+SweepPlan::SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool>& left,
+                     const SweepPlanOptions& options)
+    : cases_(cases), options_(options), states_(cases.size()) {
+  options_.rounds = std::max(options_.rounds, 1);
+  size_t accuracy = 0, scaling = 0;
+  for (size_t i = 0; i < cases_.size(); ++i) {
+    states_[i].finished = !left[i];
+    series_.push_back(SeriesKey(cases_[i]));
+    group_keys_.push_back(GroupKey(cases_[i]));
+    if (left[i]) ++(IsAccuracy(cases_[i]) ? accuracy : scaling);
+  }
+  const double visits = turns() * options_.rounds;
+  accuracy_alone_ = scaling == 0;
+  if (accuracy > 0) {
+    const double part = accuracy_alone_ ? kScalingTimingPart : kAccuracyPart * kAccuracyTimingPart;
+    accuracy_share_ = part * options_.time_budget / accuracy / visits;
+  }
+  if (scaling > 0) {
+    scaling_share_ = kScalingTimingPart * options_.time_budget / scaling / visits;
+  }
+  MakeTiers();
+  FindCounterparts();
+}
+
+void SweepPlan::MakeTiers() {
+  std::map<std::string, size_t> tier_places, group_places;
+  for (size_t i = 0; i < cases_.size(); ++i) {
+    const SweepCase& one = cases_[i];
+    const int64_t tokens = static_cast<int64_t>(TokensOf(one));
+    const std::string name = IsAccuracy(one) ? absl::StrCat(one.input.ToString(), " (", tokens, ")")
+                                             : absl::StrCat(tokens, " tokens");
+    const auto [place, is_new] =
+        tier_places.emplace(absl::StrCat(IsAccuracy(one), " ", name), tiers_.size());
+    if (is_new) {
+      tiers_.emplace_back();
+      tiers_.back().accuracy = IsAccuracy(one);
+      tiers_.back().name = IsAccuracy(one) ? one.input.ToString() : name;
+    }
+    Tier& tier = tiers_[place->second];
+    const auto [group, is_first] = group_places.emplace(group_keys_[i], tier.groups.size());
+    if (is_first) tier.groups.emplace_back();
+    tier.groups[group->second].push_back(i);
+  }
+  std::stable_sort(tiers_.begin(), tiers_.end(),
+                   [](const Tier& a, const Tier& b) { return a.accuracy > b.accuracy; });
+}
+
+void SweepPlan::FindCounterparts() {
+  for (const Tier& tier : tiers_) {
+    for (const std::vector<size_t>& group : tier.groups) {
+      for (const size_t i : group) {
+        const auto spec = cases_[i].technique->Counterpart(cases_[i].problem, cases_[i].options);
+        if (!spec.ok()) continue;
+        const auto found = std::find_if(group.begin(), group.end(), [&](size_t other) {
+          const Technique& technique = *cases_[other].technique;
+          if (technique.info().name != spec->technique) return false;
+          const absl::StatusOr<Options> options = technique.Canonical(spec->options);
+          return options.ok() && *options == cases_[other].options;
+        });
+        if (found != group.end() && *found != i) states_[i].counterpart = *found;
+      }
+    }
+  }
+}
+
+// --- What things take
+
+SampleWishes SweepPlan::Wishes(int repetitions) const {
+  SampleWishes wishes;
+  wishes.repetitions = repetitions;
+  wishes.min_time = options_.min_time;
+  wishes.flush_seconds = options_.flush_seconds;
+  return wishes;
+}
+
+SweepPlan::Observation SweepPlan::Foretell(size_t index) const {
+  const double tokens = TokensOf(cases_[index]);
+  const auto found = observations_.find(series_[index]);
+  if (found == observations_.end() || found->second.empty()) {
+    return {tokens, kGuessSeconds * RelativeEffort(cases_[index]), 0};
+  }
+  const std::vector<Observation>& seen = found->second;
+  const Observation& last = seen.back();
+  const Observation before = seen.size() > 1 ? seen[seen.size() - 2] : Observation{0, 0, 0};
+  // The growth that a technique states need not hold with the options of a counterpart.
+  const double growth = cases_[index].added ? 2 : cases_[index].technique->info().growth;
+  const double ratio = tokens / last.tokens;
+  const auto grown = [&](double earlier, double now) {
+    return now * std::pow(ratio, Exponent(growth, before.tokens, earlier, last.tokens, now));
+  };
+  return {tokens, grown(before.preparation_seconds, last.preparation_seconds),
+          grown(before.call_seconds, last.call_seconds)};
+}
+
+double SweepPlan::VisitSeconds(size_t index) const {
+  const Observation foretold = Foretell(index);
+  const Visit::Item item = ItemFor(index, /*repeats=*/false);
+  const double pilot = std::max(options_.min_time, foretold.call_seconds);
+  const SamplePlan samples =
+      PlanSamples(Wishes(item.repetitions), foretold.call_seconds, item.share_seconds);
+  return foretold.preparation_seconds + pilot + samples.seconds;
+}
+
+double SweepPlan::RepetitionSeconds(size_t index) const {
+  const Visited& last = *states_[index].last;
+  const Visit::Item item = ItemFor(index, /*repeats=*/true);
+  const SamplePlan samples =
+      PlanSamples(Wishes(item.repetitions), last.call_seconds, item.share_seconds);
+  const double pilot = std::max(options_.min_time, last.call_seconds);
+  return last.preparation_seconds - last.check_seconds + pilot + samples.seconds;
+}
+
+double SweepPlan::TierSeconds(const Tier& tier) const {
+  double seconds = 0;
+  for (const std::vector<size_t>& group : tier.groups) {
+    for (const size_t i : group) {
+      if (IsLeft(i)) seconds += VisitSeconds(i) * (options_.rounds - states_[i].visits);
+    }
+  }
+  return seconds * turns();
+}
+
+double SweepPlan::ExpectedSeconds(double elapsed_seconds) const {
+  double seconds = 0;
+  for (const Tier& tier : tiers_) seconds += TierSeconds(tier);
+  if (options_.time_budget <= 0) return seconds;
+  return std::min(seconds, std::max(options_.time_budget - elapsed_seconds, 0.0));
+}
+
+// --- Accuracy and breadth
+
+double SweepPlan::Limit(const Tier& tier) const {
+  if (options_.time_budget <= 0) return std::numeric_limits<double>::infinity();
+  return options_.time_budget * (tier.accuracy && !accuracy_alone_ ? kAccuracyPart : 1);
+}
+
+bool SweepPlan::Fits(const Tier& tier, double elapsed_seconds) const {
+  const double left = Limit(tier) - elapsed_seconds;
+  // Nothing is known of the first of its kind, and without it there would be no result at all.
+  const bool is_first = &tier == tiers_.data() || (&tier - 1)->accuracy != tier.accuracy;
+  return is_first ? left > 0 : left >= kCaution * TierSeconds(tier);
+}
+
+std::optional<Visit> SweepPlan::Next(double elapsed_seconds) {
+  while (tier_ < tiers_.size()) {
+    if (!tier_begun_) {
+      if (TierSeconds(tiers_[tier_]) > 0 && !Fits(tiers_[tier_], elapsed_seconds)) {
+        LeaveOut(tier_, elapsed_seconds);
+      }
+      tier_begun_ = true;
+    }
+    if (std::optional<Visit> visit = NextOfTier(elapsed_seconds); visit.has_value()) return visit;
+    ++tier_;
+    group_ = 0;
+    round_ = 0;
+    tier_begun_ = false;
+  }
+  return NextRepetition(elapsed_seconds);
+}
+
+std::optional<Visit> SweepPlan::NextOfTier(double elapsed_seconds) {
+  const Tier& tier = tiers_[tier_];
+  Visit visit;
+  if (options_.time_budget > 0) {
+    visit.deadline = Limit(tier) + (tier.accuracy ? 0 : kOverrun * options_.time_budget);
+    if (elapsed_seconds >= visit.deadline) LeaveOutRest(DeadlineReason(visit));
+  }
+  for (; group_ < tier.groups.size(); ++group_, round_ = 0) {
+    while (round_ < options_.rounds) {
+      const int round = round_++;
+      for (const size_t i : tier.groups[group_]) {
+        if (IsLeft(i) && states_[i].visits <= round) visit.items.push_back(ItemFor(i, false));
+      }
+      if (!visit.items.empty()) return visit;
+    }
+  }
+  return std::nullopt;
+}
+
+Visit SweepPlan::VisitGroup(const std::string& group_key) {
+  Visit visit;
+  for (size_t i = 0; i < cases_.size(); ++i) {
+    if (IsLeft(i) && group_keys_[i] == group_key) visit.items.push_back(ItemFor(i, false));
+  }
+  return visit;
+}
+
+Visit::Item SweepPlan::ItemFor(size_t index, bool repeats) const {
+  Visit::Item item;
+  item.index = index;
+  const double share = IsAccuracy(cases_[index]) ? accuracy_share_ : scaling_share_;
+  item.share_seconds = share * (repeats ? kRepetitionShare : 1);
+  item.check_seconds = IsAccuracy(cases_[index]) ? 0 : scaling_share_;
+  item.repetitions = SamplesOfVisit(index);
+  // The samples of a visit that was stopped are not taken again.
+  const State& state = states_[index];
+  if (state.visits == 0 && state.last.has_value()) {
+    item.repetitions = std::max(1, item.repetitions - state.last->samples);
+  }
+  return item;
+}
+
+int SweepPlan::SamplesOfVisit(size_t index) const {
+  const bool is_timed = !IsAccuracy(cases_[index]) || accuracy_alone_ || options_.time_budget <= 0;
+  if (!is_timed) return 1;
+  const int of_round = (options_.repetitions + options_.rounds - 1) / options_.rounds;
+  return options_.time_budget > 0 ? std::min(of_round, kVisitRepetitions) : of_round;
+}
+
+// Leaves out the tier, and all tiers of its kind beyond it.
+void SweepPlan::LeaveOut(size_t first_tier, double elapsed_seconds) {
+  const Tier& first = tiers_[first_tier];
+  const double needed = kCaution * TierSeconds(first);
+  LeftOut left_out;
+  std::vector<std::string> names;
+  for (size_t t = first_tier; t < tiers_.size() && tiers_[t].accuracy == first.accuracy; ++t) {
+    names.push_back(tiers_[t].name);
+    for (const std::vector<size_t>& group : tiers_[t].groups) {
+      for (const size_t i : group) {
+        if (!IsLeft(i)) continue;
+        states_[i].dropped = true;
+        left_out.cases.push_back(i);
+      }
+    }
+  }
+  left_out.reason =
+      absl::StrCat(absl::StrJoin(names, ", "), ": left out for all techniques alike; ", first.name,
+                   " would take about ", FormatClock(needed), " and ",
+                   FormatClock(std::max(Limit(first) - elapsed_seconds, 0.0)),
+                   " of --time_budget=", FormatClock(options_.time_budget),
+                   first.accuracy ? " are left for accuracy" : " are left");
+  left_out_.push_back(std::move(left_out));
+}
+
+// Leaves out the cases of the current tier that have not had their visits.
+void SweepPlan::LeaveOutRest(const std::string& reason) {
+  LeftOut left_out;
+  left_out.reason = reason;
+  for (const std::vector<size_t>& group : tiers_[tier_].groups) {
+    for (const size_t i : group) {
+      if (!IsLeft(i)) continue;
+      states_[i].dropped = true;
+      left_out.cases.push_back(i);
+    }
+  }
+  if (!left_out.cases.empty()) left_out_.push_back(std::move(left_out));
+}
+
+std::string SweepPlan::DeadlineReason(const Visit& visit) const {
+  const bool third = visit.deadline < options_.time_budget;
+  return absl::StrCat(third ? "accuracy's third of the time budget of " : "the time budget of ",
+                      FormatClock(options_.time_budget), " was spent");
+}
+
+std::vector<LeftOut> SweepPlan::TakeLeftOut() {
+  std::vector<LeftOut> taken;
+  taken.swap(left_out_);
+  return taken;
+}
+
+// --- Repetition
+
+// 0 where further samples are not wanted. A case with too few samples for an interval comes before
+// all others.
+double SweepPlan::Urgency(size_t index) const {
+  const State& state = states_[index];
+  const bool can_repeat = (!IsAccuracy(cases_[index]) || accuracy_alone_) && !state.finished &&
+                          !state.dropped && state.last.has_value() && state.last->samples > 0 &&
+                          state.last->samples < options_.repetitions && state.visits < kMostVisits;
+  if (!can_repeat) return 0;
+  if (state.last->samples < kIntervalSamples) return 1 + kIntervalSamples - state.last->samples;
+  return state.last->half_width > kNarrow ? state.last->half_width : 0;
+}
+
+std::optional<Visit> SweepPlan::NextRepetition(double elapsed_seconds) {
+  if (options_.time_budget <= 0 || options_.takes_turns) return std::nullopt;
+  std::map<std::string, std::vector<size_t>> groups;
+  for (size_t i = 0; i < cases_.size(); ++i) {
+    if (Urgency(i) > 0) groups[group_keys_[i]].push_back(i);
+  }
+  std::vector<std::vector<size_t>> order;
+  for (auto& [key, group] : groups) {
+    std::stable_sort(group.begin(), group.end(),
+                     [this](size_t a, size_t b) { return Urgency(a) > Urgency(b); });
+    order.push_back(std::move(group));
+  }
+  std::stable_sort(order.begin(), order.end(), [this](const auto& a, const auto& b) {
+    return Urgency(a.front()) > Urgency(b.front());
+  });
+  for (std::vector<size_t> group : order) {
+    for (; !group.empty(); group.resize(group.size() / 2)) {
+      std::set<size_t> wanted(group.begin(), group.end());
+      for (const size_t i : group) {
+        const std::optional<size_t> dense = states_[i].counterpart;
+        if (dense.has_value() && states_[*dense].last.has_value()) wanted.insert(*dense);
+      }
+      Visit visit;
+      visit.repeats = true;
+      visit.deadline = options_.time_budget;
+      double seconds = 0;
+      for (const size_t i : wanted) {
+        seconds += RepetitionSeconds(i);
+        visit.items.push_back(ItemFor(i, /*repeats=*/true));
+      }
+      if (elapsed_seconds + kCaution * seconds <= options_.time_budget) return visit;
+    }
+  }
+  return std::nullopt;
+}
+
+// --- What was found
+
+void SweepPlan::Note(size_t index, const Visited& visited) {
+  State& state = states_[index];
+  const bool is_first = state.visits++ == 0;
+  state.last = visited;
+  if (is_first) Observe(index, visited);
+}
+
+int SweepPlan::Resume(size_t index, const Visited& visited) {
+  State& state = states_[index];
+  const int wanted = SamplesOfVisit(index);
+  // Where time is short a visit may end with the fewest samples; repetitions can add more.
+  const bool may_be_short = options_.time_budget > 0 && options_.rounds == 1;
+  const int of_visit = may_be_short ? std::min(wanted, kFewestSamples) : wanted;
+  state.visits = std::min(options_.rounds, visited.samples / of_visit);
+  state.last = visited;
+  if (state.visits > 0) Observe(index, visited);
+  return state.visits;
+}
+
+void SweepPlan::Observe(size_t index, const Visited& visited) {
+  std::vector<Observation>& seen = observations_[series_[index]];
+  const double tokens = TokensOf(cases_[index]);
+  // Inputs and layers of one length are worth one observation, the last.
+  if (!seen.empty() && seen.back().tokens == tokens) seen.pop_back();
+  seen.push_back({tokens, visited.preparation_seconds, visited.call_seconds});
+}
+
+void SweepPlan::Finish(size_t index) { states_[index].finished = true; }
+
+}  // namespace tfb

@@ -1,0 +1,158 @@
+// Decides what a sweep measures next, so that its result tells the whole story within a budget.
+//
+//   1. Accuracy cases take at most a third of the budget. They come input by input (a file's
+//      layers, say). An input that would not fit is left out for all techniques. Beside scaling
+//      cases, whose times are the ones that count, a case is timed once; alone, accuracy cases are
+//      timed as those.
+//   2. Breadth: scaling cases by length, the shortest first. Every case of a length gets at least
+//      three samples before the next length begins. What a length will cost is foretold from the
+//      shorter ones; one that would not fit is left out for all techniques alike, and so are those
+//      beyond it.
+//   3. Repetition: what is left of the budget buys samples where the interval of the median is
+//      widest, each time together with the dense counterpart, since both are in the ratio.
+//
+// A plan reads no clock and runs nothing: its caller says how much time has passed, and what each
+// visit to a case found.
+#ifndef TFB_HARNESS_PLAN_SWEEP_PLAN_H_
+#define TFB_HARNESS_PLAN_SWEEP_PLAN_H_
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "harness/plan/cases.h"
+#include "harness/plan/sample_plan.h"
+
+namespace tfb {
+
+struct SweepPlanOptions {
+  double time_budget = 0;       // seconds for everything; 0: no limit, and each case is done once
+  int repetitions = 11;         // samples of a run at most, over all visits
+  double min_time = 0.01;       // as SampleWishes
+  int rounds = 1;               // visits to each case in the breadth phase, one after the other
+  bool takes_turns = false;     // with another build, so that each visit takes twice as long
+  double flush_seconds = 0.05;  // as SampleWishes; an estimate
+};
+
+// A visit to cases that are measured side by side.
+struct Visit {
+  struct Item {
+    size_t index;          // of the case
+    int repetitions;       // samples of a run at most
+    double share_seconds;  // for its timing; 0: no limit
+    double check_seconds;  // a longer check is left out; 0: no limit
+  };
+  std::vector<Item> items;
+  bool repeats = false;  // the cases have been recorded before
+  double deadline = 0;   // seconds since the beginning after which nothing is begun; 0: none
+};
+
+// The findings of a visit to a case.
+struct Visited {
+  double preparation_seconds = 0;  // creating it, its first run, and its check
+  double check_seconds = 0;        // of these, for the check
+  double call_seconds = 0;         // median of a run; 0 where there is no sample
+  int samples = 0;                 // of a run, over all visits
+  double half_width = 0;  // of the median's interval over all visits, relative to the median
+};
+
+// Cases that are not measured at all, and why.
+struct LeftOut {
+  std::vector<size_t> cases;
+  std::string reason;
+};
+
+class SweepPlan {
+ public:
+  // `left` says which of the cases are to be measured; the others have been by an earlier sweep.
+  // `cases` are in the order of MakeCases and outlive the plan.
+  SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool>& left,
+            const SweepPlanOptions& options);
+
+  // Returns the next visit, given the seconds since the beginning, or nothing when all is done.
+  std::optional<Visit> Next(double elapsed_seconds);
+  // Returns the next visit to a group that another build chose (harness/measure/turns.h); that
+  // build also keeps to the time. The visit has no items where every case has had its visits.
+  Visit VisitGroup(const std::string& group_key);
+
+  void Note(size_t index, const Visited& visited);
+  // Takes over what an earlier sweep had found of a case when it was stopped: `visited` has all
+  // samples of the case together. Returns the number of visits that they are worth.
+  int Resume(size_t index, const Visited& visited);
+  // The case needs no further visit: it failed, or it cannot run.
+  void Finish(size_t index);
+  // Returns the cases that Next has decided to leave out since the last call.
+  std::vector<LeftOut> TakeLeftOut();
+  // Returns why cases of a visit that its deadline cut short are left out.
+  std::string DeadlineReason(const Visit& visit) const;
+
+  // Returns how long the rest will take, as far as that can be foretold.
+  double ExpectedSeconds(double elapsed_seconds) const;
+
+ private:
+  // The times of a technique with its options at one length.
+  struct Observation {
+    double tokens;
+    double preparation_seconds;
+    double call_seconds;
+  };
+  struct State {
+    int visits = 0;
+    bool finished = false;  // nothing more is to be done
+    bool dropped = false;   // left out
+    std::optional<Visited> last;
+    std::optional<size_t> counterpart;  // in the same group
+  };
+  // Cases that are taken or left out together, in groups that are measured side by side.
+  struct Tier {
+    bool accuracy = false;
+    std::string name;  // "4096 tokens", "real (minilm_512.safetensors, layer 2)"
+    std::vector<std::vector<size_t>> groups;
+  };
+
+  void MakeTiers();
+  void FindCounterparts();
+  // Returns whether the case still lacks visits of the breadth phase.
+  bool IsLeft(size_t index) const {
+    const State& state = states_[index];
+    return !state.finished && !state.dropped && state.visits < options_.rounds;
+  }
+  std::optional<Visit> NextOfTier(double elapsed_seconds);
+  bool Fits(const Tier& tier, double elapsed_seconds) const;
+  double Limit(const Tier& tier) const;
+  void LeaveOut(size_t first_tier, double elapsed_seconds);
+  void Observe(size_t index, const Visited& visited);
+  void LeaveOutRest(const std::string& reason);
+  std::optional<Visit> NextRepetition(double elapsed_seconds);
+  Visit::Item ItemFor(size_t index, bool repeats) const;
+  // Returns how many samples of a case a visit takes at most, those of a stopped visit included.
+  int SamplesOfVisit(size_t index) const;
+  double Urgency(size_t index) const;
+  double VisitSeconds(size_t index) const;
+  double RepetitionSeconds(size_t index) const;
+  double TierSeconds(const Tier& tier) const;
+  Observation Foretell(size_t index) const;
+  SampleWishes Wishes(int repetitions) const;
+  double turns() const { return options_.takes_turns ? 2 : 1; }
+
+  const std::vector<SweepCase>& cases_;
+  SweepPlanOptions options_;
+  std::vector<State> states_;
+  std::vector<std::string> series_;  // by case: equal for those that differ in length alone
+  std::vector<std::string> group_keys_;
+  std::map<std::string, std::vector<Observation>> observations_;  // by series; ascending in tokens
+  std::vector<Tier> tiers_;
+  size_t tier_ = 0, group_ = 0;  // where the breadth phase is
+  int round_ = 0;
+  bool tier_begun_ = false;
+  double accuracy_share_ = 0, scaling_share_ = 0;  // seconds for the timing of a case
+  bool accuracy_alone_ = false;                    // there are no scaling cases
+  std::vector<LeftOut> left_out_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_PLAN_SWEEP_PLAN_H_
