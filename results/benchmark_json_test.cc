@@ -3,6 +3,7 @@
 
 #include "results/benchmark_json.h"
 
+#include <cmath>
 #include <map>
 #include <set>
 #include <string>
@@ -76,6 +77,25 @@ TEST(BenchmarkJson, EverySampleIsARepetitionForTheUTest) {
   // 11 samples evenly from -1 % to 1 %: a variance of 110 (0.2 %)^2 / 10.
   EXPECT_NEAR(aggregates["stddev"], 1e6 * 0.002 * 3.3166248, 1);
   EXPECT_NEAR(aggregates["cv"], 0.0066332, 1e-6);
+}
+
+TEST(BenchmarkJson, TwoSamplesHaveADeviationAndOneHasNone) {
+  const auto deviations = [](const std::vector<double>& samples) {
+    ResultSet results;
+    *results.add_environments() = MakeEnvironment();
+    Case& one = *results.add_cases() = MakeCase(CaseSpec());
+    one.mutable_outcome()->mutable_timing()->mutable_run_ns()->Assign(samples.begin(),
+                                                                      samples.end());
+    const Json entries = Parse(results)["benchmarks"];
+    std::vector<double> found;
+    for (const Json& entry : entries) {
+      if (entry.value("aggregate_name", "") == "stddev") found.push_back(entry["real_time"]);
+    }
+    return found;
+  };
+  EXPECT_EQ(deviations({8e5}), std::vector<double>());
+  ASSERT_EQ(deviations({8e5, 1.2e6}).size(), 1u);
+  EXPECT_NEAR(deviations({8e5, 1.2e6})[0], 4e5 / std::sqrt(2.0), 1e-6);
 }
 
 TEST(BenchmarkJson, NamesAreUniqueAndTheSameInTwoFiles) {

@@ -372,6 +372,29 @@ TEST(Plot, TellsCurvesApartWithoutColour) {
   EXPECT_EQ(swatches.size(), 7u * kStyles + 1);
 }
 
+TEST(Plot, EveryKeyHasTheSignOfItsCurve) {
+  // Drawn without the curves, whose signs are the same.
+  const auto counts = [](const KeyEntry& key) {
+    Plot plot = PlotOf({});
+    plot.keys = {key};
+    const std::string svg = DrawForPage(plot, "p");
+    std::vector<int> found;
+    for (const char* part :
+         {"class=\"ring\"", "class=\"line\"", "class=\"marker\"", " hollow\">"}) {
+      int count = 0;
+      for (size_t at = 0; (at = svg.find(part, at)) != std::string::npos; ++at) ++count;
+      found.push_back(count);
+    }
+    return found;
+  };
+  EXPECT_EQ(counts({"of points"}), (std::vector<int>{0, 0, 1, 0}));
+  EXPECT_EQ(counts({"of lines", 0, Curve::Kind::kLine}), (std::vector<int>{0, 1, 1, 0}));
+  EXPECT_EQ(counts({"dense", 0, Curve::Kind::kCounterpart}), (std::vector<int>{0, 1, 0, 0}));
+  EXPECT_EQ(counts({"open", 0, Curve::Kind::kScatter, true}), (std::vector<int>{0, 0, 1, 1}));
+  EXPECT_EQ(counts({"best", 0, Curve::Kind::kScatter, false, true}),
+            (std::vector<int>{1, 0, 0, 0}));
+}
+
 TEST(Plot, FilesHaveTheSizeOfPaperAndTheirColours) {
   Plot plot = PlotOf({CurveThrough({{1, 1, {}, {}}, {2, 2, {}, {}}})});
   plot.width = 90 * 96 / 25.4;

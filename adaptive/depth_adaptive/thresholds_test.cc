@@ -37,6 +37,8 @@ TEST(DepthAdaptiveThresholds, ALargePenaltyLetsAllLeaveAtOnce) {
 TEST(DepthAdaptiveThresholds, ConfidenceOfOneIsReachedAndBelowTheGridNothingIs) {
   EXPECT_THAT(SearchThresholds({{1, 0}, {0, 1}}, {{1, 0.999}}, 0.1), ElementsAre(1000));
   EXPECT_THAT(SearchThresholds({{1, 1}, {0, 0}}, {{0.004, 0.002}}, 0.1), ElementsAre(0));
+  // A number that is no probability is at most the grid's 1000, and 1001 stays out of reach.
+  EXPECT_THAT(SearchThresholds({{1, 0}, {0, 1}}, {{1.5, 0.999}}, 0.1), ElementsAre(1000));
 }
 
 // No single threshold can be moved to a better place.
