@@ -343,6 +343,16 @@ absl::StatusOr<std::string> Help() {
 
 absl::StatusOr<int> DrawInput() {
   TFB_RETURN_IF_ERROR(CheckPaths());
+  const std::pair<const char*, std::string> without[] = {
+      {"input", absl::GetFlag(FLAGS_input)},
+      {"parameters", absl::GetFlag(FLAGS_parameters)},
+      {"output", absl::GetFlag(FLAGS_output)},
+      {"dump_parameters", absl::GetFlag(FLAGS_dump_parameters)}};
+  for (const auto& [flag, value] : without) {
+    if (value.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--draw_input: writes drawn tensors in place of all else; leave out --", flag));
+  }
   TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
   TFB_RETURN_IF_ERROR(CheckDirection(plan));
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,

@@ -291,6 +291,12 @@ TEST_F(Programs, DrawnInputsCanBeAppliedTo) {
   ExpectBadUsage("tiny_apply",
                  "--technique=tiny --input=drawn.safetensors --draw_input=drawn.safetensors",
                  "--draw_input: is the file of --input");
+  for (const std::string other : {"input", "parameters", "output", "dump_parameters"}) {
+    ExpectBadUsage(
+        "tiny_apply",
+        "--technique=tiny --draw_input=other.safetensors --" + other + "=further.safetensors",
+        "--draw_input: writes drawn tensors in place of all else; leave out --" + other);
+  }
 }
 
 TEST_F(Programs, ApplySaysWhichParametersAreDrawnAndNotThoseThatAreGiven) {

@@ -372,6 +372,19 @@ TEST(Plot, TellsCurvesApartWithoutColour) {
   EXPECT_EQ(swatches.size(), 7u * kStyles + 1);
 }
 
+TEST(Plot, AGuideHasItsLabelWhereBothEndsOfTheLastPieceHaveAPlace) {
+  const auto has_label = [](const Point& a, const Point& b) {
+    Plot plot = PlotOf({CurveThrough({{1, 1, {}, {}}, {100, 100, {}, {}}})});
+    plot.guides.resize(1);
+    plot.guides[0].label = "the bound";
+    plot.guides[0].points = {a, b};
+    return absl::StrContains(DrawForPage(plot, "p"), "the bound");
+  };
+  EXPECT_TRUE(has_label({2, 3, {}, {}}, {50, 60, {}, {}}));
+  EXPECT_FALSE(has_label({2, kNan, {}, {}}, {50, 60, {}, {}}));
+  EXPECT_FALSE(has_label({2, 3, {}, {}}, {50, -1, {}, {}}));
+}
+
 TEST(Plot, EveryKeyHasTheSignOfItsCurve) {
   // Drawn without the curves, whose signs are the same.
   const auto counts = [](const KeyEntry& key) {

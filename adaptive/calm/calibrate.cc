@@ -223,7 +223,7 @@ absl::StatusOr<double> TimeSaved(depth_adaptive::TextReader* reader, bool decode
     TFB_ASSIGN_OR_RETURN(never.emplace_back(), time(Leave::kNever));
     TFB_ASSIGN_OR_RETURN(decided.emplace_back(), time(Leave::kAsDecided));
   }
-  return 1 - depth_adaptive::Median(decided) / depth_adaptive::Median(never);
+  return depth_adaptive::TimeSaved(decided, never);
 }
 
 struct Savings {

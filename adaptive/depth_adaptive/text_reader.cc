@@ -10,6 +10,7 @@
 
 #include "Eigen/Core"
 #include "core/status.h"
+#include "results/statistics.h"
 
 namespace tfb::depth_adaptive {
 namespace {
@@ -29,9 +30,8 @@ double ThreadSeconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-double Median(std::vector<double> samples) {
-  std::nth_element(samples.begin(), samples.begin() + samples.size() / 2, samples.end());
-  return samples[samples.size() / 2];
+double TimeSaved(const std::vector<double>& decided, const std::vector<double>& never) {
+  return 1 - MedianOf(decided)->median / MedianOf(never)->median;
 }
 
 double TextReading::BitsPerByte() const {

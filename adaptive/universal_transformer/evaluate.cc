@@ -27,6 +27,7 @@
 #include "core/status.h"
 #include "core/thread_pool.h"
 #include "results/files.h"
+#include "results/statistics.h"
 
 ABSL_FLAG(std::string, model, "", "A model's file. Empty: the one of the repository.");
 ABSL_FLAG(std::vector<std::string>, digits, std::vector<std::string>({"24", "48", "96"}),
@@ -110,11 +111,6 @@ double Seconds(const ThreadPool& pool) {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-double Median(std::vector<double> samples) {
-  std::sort(samples.begin(), samples.end());
-  return (samples[(samples.size() - 1) / 2] + samples[samples.size() / 2]) / 2;
-}
-
 // A layer with the arguments of its calls.
 class Network {
  public:
@@ -162,13 +158,13 @@ class Network {
   double statistic(const std::string& name) const { return layer_->statistics().at(name); }
   const Tensor& output(const std::string& name) const { return outputs_.at(name); }
   // Return the median over the rounds, and the median of the ratio to the other network's times.
-  double seconds() const { return Median(seconds_); }
+  double seconds() const { return MedianOf(seconds_)->median; }
   double RatioTo(const Network& other) const {
     std::vector<double> ratios;
     for (size_t n = 0; n < seconds_.size(); ++n) {
       ratios.push_back(seconds_[n] / other.seconds_[n]);
     }
-    return Median(ratios);
+    return MedianOf(ratios)->median;
   }
   bool is_timed() const { return !seconds_.empty(); }
 

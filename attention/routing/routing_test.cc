@@ -765,7 +765,8 @@ Tensor Moved(const Problem& problem, const NamedTensors& inputs, const Options& 
 TEST(Routing, SetupMovesTheCentroidsOfClustersByAllItsTokens) {
   for (const bool causal : {false, true}) {
     for (const bool mean : {false, true}) {
-      const Problem problem = Problem::SelfAttention(2, 3, 40, 8, causal);
+      Problem problem = Problem::SelfAttention(2, 3, 40, 8, causal);
+      problem.value_dim = 12;
       const NamedTensors inputs = Random(problem);
       const Options options = {{"clusters", "4"},
                                {"local_heads", "1"},
@@ -1177,9 +1178,12 @@ TEST(Routing, ReportsTheShareOfFindingMembers) {
   EXPECT_LT(layer->statistics().at("grouping_share"), 1);
 }
 
-TEST(Routing, WhatItDoesNotDoIsRefused) {
+TEST(Routing, WhatItDoesNotDoIsRefusedByTheLayerAndTheDefinition) {
   const auto refusal = [](const Problem& problem) {
-    return std::string(Routing().Create(problem, {}, Device::kCpu, 1).status().message());
+    const absl::Status status = Routing().Create(problem, {}, Device::kCpu, 1).status();
+    NamedTensors outputs;
+    EXPECT_EQ(Routing().Define(problem, {}, {}, {}, {}, &outputs), status);
+    return std::string(status.message());
   };
   Problem cross = Problem::SelfAttention(1, 2, 30, 8);
   cross.kv_tokens = 31;

@@ -456,7 +456,6 @@ class FlashMmaBlock {
       if (has_span() && WithinSpan(common_.widest, tile.index) == 0) continue;
       return {tile.index, tile.mask, FirstRow(tile.index), 0};
     }
-    walk.left = 0;
     return {-1, TileRun::kFull, 0, 0};
   }
 

@@ -426,23 +426,30 @@ TEST(LinearCuda, ReadsAndWritesViewsOfAnyStride) {
   }
 }
 
+// Returns how many rows' denominators the floor held.
+int64_t RowsHeldOnCpu(const LinearCase& c, const LinearTensors& tensors) {
+  std::atomic<int64_t> held{0};
+  LinearCall call = tensors.Call(c);
+  call.rows_without_weight = &held;
+  LinearResults results = EmptyResults(c.problem);
+  call.out = results.out.view();
+  ThreadPool pool(1);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(LinearWorkspaceBytes(c.problem, c.map, 1))});
+  const auto memory = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+  EXPECT_TRUE(LinearCpu(c.problem, call, {&pool, memory, nullptr}).ok());
+  return held.load();
+}
+
 TEST(LinearCuda, AFloorHoldsTheDenominatorAndCountsTheRowsItHeld) {
-  for (const bool causal : {false, true}) {
+  for (const auto& [causal, value_dim] :
+       {std::pair<bool, int64_t>{false, 16}, {true, 16}, {false, 200}, {true, 200}}) {
     LinearCase c{LinearProblem(80, 80, causal), LinearMap(Feature::kRelu, 8, 16, 0)};
+    c.problem.value_dim = value_dim;  // 200 columns are those of several blocks
     c.map.denominator_floor = causal ? 2 : 20;
     const LinearTensors tensors(c);
     int64_t held = 0;
     ExpectClose(c, RunEngine(c, tensors.Call(c), &held), DefineLinear(c, tensors));
-    std::atomic<int64_t> expected{0};
-    LinearCall call = tensors.Call(c);
-    call.rows_without_weight = &expected;
-    LinearResults results = EmptyResults(c.problem);
-    call.out = results.out.view();
-    ThreadPool pool(1);
-    Tensor workspace(DType::kU8, {static_cast<int64_t>(LinearWorkspaceBytes(c.problem, c.map, 1))});
-    const auto memory = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
-    ASSERT_TRUE(LinearCpu(c.problem, call, {&pool, memory, nullptr}).ok());
-    EXPECT_EQ(held, expected.load());
+    EXPECT_EQ(held, RowsHeldOnCpu(c, tensors));
     EXPECT_GT(held, 0);
     EXPECT_LT(held, 160);
   }
