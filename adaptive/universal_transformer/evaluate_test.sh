@@ -16,6 +16,8 @@ for expected in "universal_transformer:" "6 digits, 20 additions" "8 steps      
     "act 0 " "act 0.99 " "the gate takes" "steps taken by tokens, as trained" "places away"; do
   [[ "$output" == *"$expected"* ]] || fail "\"$expected\" is not in: $output"
 done
+longest="$(grep -o '#*$' <<< "$output" | awk 'length > most { most = length } END { print most }')"
+[[ "$longest" == 40 ]] || fail "the longest bar has $longest signs instead of 40: $output"
 # Untimed it is the same each time, with any number of threads.
 once="$("$evaluate" $small --rounds=0 2> /dev/null | tail -n +4)"
 again="$("$evaluate" $small --rounds=0 --threads=3 2> /dev/null | tail -n +4)"
