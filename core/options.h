@@ -23,11 +23,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/problem.h"
 #include "core/status.h"
 
 namespace tfb {
 
-constexpr int64_t kMaxTokens = int64_t{1} << 40;
+constexpr int64_t kMaxTokens = kMaxSize;
 
 // Option values as text, by name: as a user typed them, or canonical with every option present.
 using Options = std::map<std::string, std::string, std::less<>>;

@@ -52,6 +52,16 @@ TEST(Options, ErrorsNameTheOptionTheValueAndWhatIsAllowed) {
             "unknown option \"width\"; known are window, base, shared, dilation, kind");
 }
 
+TEST(Options, ProblemsAndOptionsHaveUpToTwoToTheFortyTokens) {
+  Problem problem = Problem::SelfAttention(1, 1, int64_t{1} << 40, 8);
+  EXPECT_TRUE(Validate(problem).ok());
+  ++problem.query_tokens;
+  EXPECT_EQ(
+      Validate(problem),
+      absl::InvalidArgumentError("query_tokens is 1099511627777; allowed are 0 to 1099511627776"));
+  EXPECT_EQ(kMaxTokens, int64_t{1} << 40);
+}
+
 TEST(Options, SpecsShowDefaultsRangesAndSweeps) {
   ExampleOptions options;
   OptionBinder binder;

@@ -59,9 +59,6 @@ bool operator==(const Problem& a, const Problem& b) {
 }
 
 absl::Status Validate(const Problem& problem) {
-  // More than 2^40 tokens or heads are beyond any machine; the limit keeps products of two sizes
-  // inside 64 bits.
-  constexpr int64_t kMaxSize = int64_t{1} << 40;
   const auto check = [](absl::string_view name, int64_t value, int64_t min, int64_t max) {
     if (value >= min && value <= max) return absl::OkStatus();
     return absl::InvalidArgumentError(

@@ -20,6 +20,9 @@ absl::string_view Name(Device device);  // "cpu", "cuda", "simulator"
 absl::StatusOr<Device> ParseDevice(absl::string_view name);
 
 constexpr int64_t kMaxHeadDim = 256;
+// More than 2^40 tokens or heads are beyond any machine; the limit keeps products of two sizes inside
+// 64 bits.
+constexpr int64_t kMaxSize = int64_t{1} << 40;
 
 // Zero tokens, zero keys and a zero batch are legal: they give empty or zero outputs.
 struct Problem {

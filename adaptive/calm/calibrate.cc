@@ -248,12 +248,8 @@ std::string ToString(const Savings& savings) {
 
 absl::Status PrintRow(const std::string& measure, const Table& table, const TextReading& whole,
                       const Settings& settings, ThreadPool* pool) {
-  std::vector<int64_t> first_half(settings.sample.sequences / 2);
-  std::iota(first_half.begin(), first_half.end(), 0);
-  // The half takes every second sequence, since neighbours are alike.
-  for (int64_t& sequence : first_half) sequence *= 2;
-  const int64_t chosen =
-      table.Calibrate(settings, first_half.data(), static_cast<int64_t>(first_half.size()));
+  const std::vector<int64_t> half = EverySecond(settings.sample.sequences);
+  const int64_t chosen = table.Calibrate(settings, half.data(), static_cast<int64_t>(half.size()));
   const Violations violations = CountViolations(table, settings);
   const double splits = static_cast<double>(absl::GetFlag(FLAGS_splits));
   const std::string broken = absl::StrFormat(

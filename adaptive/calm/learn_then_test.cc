@@ -46,4 +46,10 @@ int64_t LastAccepted(PValue kind, const std::vector<double>& mean_losses, int64_
   return last;
 }
 
+std::vector<int64_t> EverySecond(int64_t sequences) {
+  std::vector<int64_t> half(sequences / 2);
+  for (size_t n = 0; n < half.size(); ++n) half[n] = 2 * static_cast<int64_t>(n);
+  return half;
+}
+
 }  // namespace tfb::calm

@@ -37,6 +37,10 @@ double PValueOf(PValue kind, double mean_loss, int64_t sequences, double risk);
 int64_t LastAccepted(PValue kind, const std::vector<double>& mean_losses, int64_t sequences,
                      const RiskPromise& promise);
 
+// Returns half of the sequences to calibrate with: every second one, 0, 2, 4, ..., since neighbours
+// are alike.
+std::vector<int64_t> EverySecond(int64_t sequences);
+
 }  // namespace tfb::calm
 
 #endif  // TFB_ADAPTIVE_CALM_LEARN_THEN_TEST_H_

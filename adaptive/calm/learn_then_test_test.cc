@@ -83,5 +83,10 @@ TEST(LearnThenTest, PromisesAreBrokenNoMoreOftenThanPromised) {
   EXPECT_GT(mean_accepted[1], mean_accepted[0] + 1);  // Hoeffding-Bentkus accepts more thresholds
 }
 
+TEST(LearnThenTest, HalfOfTheSequencesIsEverySecondOne) {
+  EXPECT_EQ(EverySecond(7), (std::vector<int64_t>{0, 2, 4}));
+  EXPECT_EQ(EverySecond(2), std::vector<int64_t>{0});
+}
+
 }  // namespace
 }  // namespace tfb::calm

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/flash/flash.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -138,8 +139,7 @@ class CudnnDenseLayer : public Layer {
       : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
         device_(device),
         plan_(std::move(plan)),
-        scale_(static_cast<float>(
-            scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)))),
+        scale_(static_cast<float>(ProductScale(problem, scale))),
         // NVIDIA's own front end gives older versions the lowest number instead of -inf.
         hidden_(device->cudnn().version() >= 91000 ? -std::numeric_limits<float>::infinity()
                                                    : std::numeric_limits<float>::lowest()),

@@ -44,17 +44,21 @@ absl::StatusOr<CudaMachine> ProbeCudaMachine() {
         "no CUDA device: this program was built without CUDA kernels; with a CUDA toolkit, "
         "`bazel build --config=cuda` adds them");
   }
+  return ProbeCudaMachine(*queries);
+}
+
+absl::StatusOr<CudaMachine> ProbeCudaMachine(const CudaDeviceQueries& queries) {
   CudaMachine machine;
-  if (const char* error = queries->versions(&machine.driver_version, &machine.runtime_version)) {
+  if (const char* error = queries.versions(&machine.driver_version, &machine.runtime_version)) {
     return NoDevice(error, machine);
   }
   int count = 0;
-  if (const char* error = queries->device_count(&count)) return NoDevice(error, machine);
+  if (const char* error = queries.device_count(&count)) return NoDevice(error, machine);
   if (count == 0) return NoDevice("the driver counts none", machine);
 
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     CudaDeviceQuery query = {};
-    if (const char* error = queries->device(ordinal, &query)) {
+    if (const char* error = queries.device(ordinal, &query)) {
       return absl::InternalError(absl::StrFormat("no CUDA device: %s, asking about device %d of %d",
                                                  error, ordinal, count));
     }

@@ -36,6 +36,10 @@ struct CudaMachine {
 //   Internal       the driver failed while it was asked about a device that it had counted
 absl::StatusOr<CudaMachine> ProbeCudaMachine();
 
+// The same by some other queries than those of this program's kernels.
+struct CudaDeviceQueries;
+absl::StatusOr<CudaMachine> ProbeCudaMachine(const CudaDeviceQueries& queries);
+
 // Returns the compiler of this program's kernels for GPUs, "nvcc 13.0.88"; empty where it has none.
 std::string CudaCompiler();
 

@@ -6,6 +6,11 @@
 
 #include <filesystem>
 #include <iostream>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "core/cuda/device_query.h"
 
 namespace tfb {
 namespace {
@@ -44,6 +49,51 @@ TEST(DeviceProbe, WithoutADriverThereIsNoDevice) {
     if (std::filesystem::exists(file)) GTEST_SKIP() << file << " says that there is a driver";
   }
   EXPECT_FALSE(ProbeCudaMachine().ok());
+}
+
+// A driver for CUDA 12.4 without devices, or with two that are asked about.
+const char* Versions(int* driver, int* runtime) {
+  *driver = 12040;
+  *runtime = 13000;
+  return nullptr;
+}
+const char* NoDevices(int* count) {
+  *count = 0;
+  return nullptr;
+}
+const char* HiddenDevices(int*) { return "no CUDA-capable device is detected"; }
+const char* TwoDevices(int* count) {
+  *count = 2;
+  return nullptr;
+}
+const char* Describe(int ordinal, CudaDeviceQuery* query) {
+  *query = {"GPU", 1, 0x3b, ordinal, 9, 0, size_t{80} << 30, 50 << 20, 227 << 10, 132, 1, 2};
+  return nullptr;
+}
+const char* FailsAtTheSecond(int ordinal, CudaDeviceQuery* query) {
+  return ordinal == 1 ? "it fell off the bus" : Describe(ordinal, query);
+}
+
+TEST(DeviceProbe, ADriverWithoutDevicesIsUnavailableAndBothVersionsAreSaid) {
+  for (const auto& [count, reason] :
+       {std::pair{&NoDevices, "the driver counts none"},
+        std::pair{&HiddenDevices, "no CUDA-capable device is detected"}}) {
+    const absl::Status status = ProbeCudaMachine({"nvcc", &Versions, count, &Describe}).status();
+    EXPECT_EQ(status,
+              absl::UnavailableError(absl::StrCat(
+                  "no CUDA device: ", reason, " (driver for CUDA 12.4, built with CUDA 13.0)")));
+  }
+}
+
+TEST(DeviceProbe, EveryDeviceIsDescribedAndOneThatFailsIsAnError) {
+  const absl::StatusOr<CudaMachine> machine =
+      ProbeCudaMachine({"nvcc", &Versions, &TwoDevices, &Describe});
+  ASSERT_TRUE(machine.ok()) << machine.status();
+  ASSERT_EQ(machine->devices.size(), 2u);
+  EXPECT_EQ(machine->devices[1].pci_bus_id, "00000001:3b:01.0");
+  EXPECT_EQ(machine->devices[0].memory_bytes, int64_t{80} << 30);
+  EXPECT_EQ(ProbeCudaMachine({"nvcc", &Versions, &TwoDevices, &FailsAtTheSecond}).status(),
+            absl::InternalError("no CUDA device: it fell off the bus, asking about device 1 of 2"));
 }
 
 // The test runs in a process of its own, since the driver reads the variable once.

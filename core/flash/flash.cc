@@ -1,11 +1,16 @@
 #include "core/flash/flash.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/rows.h"
 
 namespace tfb {
+
+double ProductScale(const Problem& problem, double scale) {
+  return scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
+}
 
 DistanceTable::DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
                              const std::function<float(int64_t, int64_t)>& value)

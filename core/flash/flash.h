@@ -249,6 +249,9 @@ struct FlashCall {
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };
 
+// Returns what multiplies the products q_i . k_j: `scale`, or 1 / sqrt(head_dim) where it is 0.
+double ProductScale(const Problem& problem, double scale);
+
 // Returns OK where the call brings the ids that its rule's label keys need.
 absl::Status CheckIds(const FlashCall& call);
 

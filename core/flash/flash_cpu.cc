@@ -171,8 +171,7 @@ class FlashRun {
         memory_(memory),
         parts_(parts),
         kernels_(BestCpuKernels()) {
-    scale_ = static_cast<float>(
-        call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
+    scale_ = static_cast<float>(ProductScale(problem, call.scale));
     const ScoreRule& rule = call.rule;
     reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier != nullptr ||
                      rule.bias != nullptr || rule.soft_span.span != nullptr;

@@ -287,8 +287,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   }
   TFB_RETURN_IF_ERROR(CheckTokenRule(call.tokens));
   a.rule.tokens = ToDevice(call.tokens);
-  a.scale = static_cast<float>(
-      call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
+  a.scale = static_cast<float>(ProductScale(problem, call.scale));
   a.splits = static_cast<int>(Slots(*runtime_, problem));
   Workspace workspace(execution.workspace);
   if (part.rows != nullptr) {

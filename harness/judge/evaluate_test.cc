@@ -99,6 +99,15 @@ TEST_F(Evaluation, AWrongLayerDoesNotPassAndSaysByHowMuch) {
   EXPECT_THAT(lse->failure, HasSubstr("error of log_sum_exp"));
 }
 
+TEST_F(Evaluation, BoundsGrowWithTheKeysThatARowCanHave) {
+  Problem problem = Problem::SelfAttention(1, 1, 3, 4);
+  problem.kv_tokens = 65536;
+  const auto accuracy = Run(TinyFault::kNone, problem);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_DOUBLE_EQ(accuracy->definition_bound, 2 * 2e-5);
+  EXPECT_GT(accuracy->log_sum_exp_error->bound, 2 * 2e-5);
+}
+
 TEST_F(Evaluation, RowsThatAreLeftUnwrittenDoNotPass) {
   Problem problem = kProblem;
   problem.kv_tokens = 60;  // the first ten queries see no key

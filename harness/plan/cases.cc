@@ -33,7 +33,6 @@ struct Axes {
   std::vector<int64_t> threads;
 };
 
-constexpr int64_t kMaxSize = int64_t{1} << 40;  // as Validate has it
 constexpr int64_t kMaxThreads = 4096;
 
 absl::Status ParseListed(const CaseFlags& flags, absl::string_view folder, Axes* axes) {
