@@ -46,6 +46,8 @@ __device__ inline int Opaque(int x) {
 }
 
 __device__ inline int Thread() { return Opaque(static_cast<int>(threadIdx.x)); }
+__device__ inline int OpaqueLane() { return Thread() % kWarp; }
+__device__ inline int OpaqueWarp() { return Thread() / kWarp; }
 
 // A lane's part of a tile of 32 x kColumns.
 template <int kColumns>
@@ -75,8 +77,8 @@ struct Fp32 {
                        count > 3 ? from[3 * stride] : 0);
   }
 
-  __device__ static int FirstRow() { return Lane() / 4 * 4; }
-  __device__ static int FirstColumn() { return Lane() % 4 * 4; }
+  __device__ static int FirstRow() { return OpaqueLane() / 4 * 4; }
+  __device__ static int FirstColumn() { return OpaqueLane() % 4 * 4; }
   static constexpr int Row(int i) { return i; }
   static constexpr int Column(int j) { return j / 4 * 16 + j % 4; }
 
@@ -241,8 +243,8 @@ struct SplitBf16 {
     return make_uint2(a | b << 16, c | d << 16);
   }
 
-  __device__ static int FirstRow() { return Lane() / 4; }
-  __device__ static int FirstColumn() { return Lane() % 4 * 2; }
+  __device__ static int FirstRow() { return OpaqueLane() / 4; }
+  __device__ static int FirstColumn() { return OpaqueLane() % 4 * 2; }
   static constexpr int Row(int i) { return 8 * i; }
   static constexpr int Column(int j) { return j / 2 * 8 + j % 2; }
 
@@ -305,7 +307,7 @@ struct SplitBf16 {
     // beginning of row l % 8 of the 8 x 8 matrix l / 8. The four registers are those of mma's first
     // operand, or of its second for 8 columns and for the next 8.
     __device__ const unsigned short* Start(int first, bool is_first_operand) const {
-      const int lane = Lane(), matrix = lane / 8;
+      const int lane = OpaqueLane(), matrix = lane / 8;
       const bool second_below =
           is_first_operand != kDown;  // matrix 1 is below matrix 0, not beside it
       const int below = second_below ? matrix % 2 : matrix / 2;
