@@ -1,4 +1,5 @@
 #include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace tfb::sinkhorn {
@@ -188,10 +189,6 @@ struct alignas(16) MixTiles {
   Real sort[kDepth][kTile + 4];  // transposed
   Real rows[kDepth][kTile];
 };
-template <class Real>
-struct alignas(16) Part {
-  Real values[kPart];
-};
 
 // The place of the numbers that a block computes.
 struct MixTask {
@@ -261,14 +258,10 @@ __device__ void AddTiles(const MixTiles<Real>& tiles, int row, int column, int64
                          Real (&sums)[kPart][kPart]) {
 #pragma unroll
   for (int t = 0; t < kDepth; ++t) {
-    const Part<Real> rows = *reinterpret_cast<const Part<Real>*>(&tiles.sort[t][row]);
-    const Part<Real> columns = *reinterpret_cast<const Part<Real>*>(&tiles.rows[t][column]);
-#pragma unroll
-    for (int r = 0; r < kPart; ++r) {
-      if (!kWhole && t >= first_support + r) continue;
-#pragma unroll
-      for (int c = 0; c < kPart; ++c) sums[r][c] += rows.values[r] * columns.values[c];
-    }
+    Real rows[kPart], columns[kPart];
+    LoadVectors(&tiles.sort[t][row], rows);
+    LoadVectors(&tiles.rows[t][column], columns);
+    AddOuterProduct(rows, columns, sums, 0, [&](int r) { return kWhole || t < first_support + r; });
   }
 }
 

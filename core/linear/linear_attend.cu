@@ -734,7 +734,7 @@ class AttendBlock {
   // Finishes a chunk, causal: the pairs, the rows, and the head's numbers.
   __device__ void EndChunk() {
     const int t = Thread();
-    if (t / 32 == 0) FindRunningMaxima();
+    if (t / kWarp == 0) FindRunningMaxima();
     __syncthreads();
     if (t < kTile && attends_) {
       const float reference = numbers_.running_reference[t];
@@ -778,7 +778,7 @@ class AttendBlock {
       numbers_.feature_values[t] = feature_values;
       numbers_.values[t] = values;
     }
-    if (t / 32 == kWarps - 1) CountKeys(reference, rescale);
+    if (t / kWarp == kWarps - 1) CountKeys(reference, rescale);
     reference_ = reference + numbers_.decay[kTile - 1];
   }
   // Adds the chunk's numbers to the head's. One warp calls it.

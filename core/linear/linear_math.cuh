@@ -26,6 +26,7 @@
 
 #include <string.h>
 
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/linear/linear_kernels.h"
 
@@ -169,20 +170,12 @@ struct Fp32 {
       for (int n = 0; n < kColumns / 16; ++n) second[n] = b.At(k, first_column + Column(4 * n));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        const float4 x = *reinterpret_cast<const float4*>(first + step * A::kStep);
-        const float rows[4] = {x.x, x.y, x.z, x.w};
+        float rows[4], columns[4];
+        LoadVectors(first + step * A::kStep, rows);
 #pragma unroll
         for (int n = 0; n < kColumns / 16; ++n) {
-          const float4 y = *reinterpret_cast<const float4*>(second[n] + step * B::kStep);
-          const float columns[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              float& sum = result->at[i][4 * n + j];
-              sum = fmaf(rows[i], columns[j], sum);
-            }
-          }
+          LoadVectors(second[n] + step * B::kStep, columns);
+          AddOuterProduct(rows, columns, result->at, 4 * n);
         }
         if (sums == nullptr) continue;
 #pragma unroll

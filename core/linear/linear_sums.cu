@@ -260,7 +260,7 @@ class SumBlock {
       float sum = 0;
       for (int r = 0; r < kTile; ++r) sum += result_[r * kColumns + t];
       result_[kTile * kColumns + t] = sum;
-    } else if (t / 32 == kWarps - 1) {
+    } else if (t / kWarp == kWarps - 1) {
       const float sum = SumOfWarp(normaliser_[OpaqueLane()] + normaliser_[OpaqueLane() + 32]);
       if (OpaqueLane() == 0) normaliser_[kTile] = sum;
     }
