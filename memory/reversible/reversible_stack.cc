@@ -5,12 +5,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/multi_head/projected_attention.h"
-#include "core/cuda/for_each.h"
-#include "core/cuda/runtime.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/matmul.h"
 #include "core/random.h"
 #include "core/status.h"
-#include "memory/reversible/reversible_functors.h"
 
 namespace tfb::reversible {
 namespace {
@@ -51,13 +49,6 @@ std::string BlockPrefix(int64_t block) { return absl::StrCat("layer", block, "."
 multi_head::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
                                     int64_t block) {
   return multi_head::FurtherInputs(options.f, problem, {"x"}, {"", BlockPrefix(block) + "f."});
-}
-
-absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
-                     const ConstTensorView& z, const TensorView& y, const Execution& execution) {
-  const CombinationOfRows combination = {
-      a, ToDeviceView(x), b, ToDeviceView(z), ToDeviceView(y), y.dim(1)};
-  return ForEachInRows(device, y.dim(0) * y.dim(1), y.dim(2), combination, execution);
 }
 
 absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
@@ -160,7 +151,7 @@ absl::Status ReversibleStack::AddF(Block& block, float sign, const Streams& stre
   block.f_outputs.Set("out", scratch.update);
   if (sets_up) TFB_RETURN_IF_ERROR(block.f->Setup(block.f_inputs, rest));
   TFB_RETURN_IF_ERROR(block.f->Run(block.f_inputs, block.f_outputs, rest));
-  return Combine(device_, 1, streams.first, sign, scratch.update, streams.first, rest);
+  return AddScaled(device_, 1, streams.first, sign, scratch.update, streams.first, rest);
 }
 
 // second += sign G(first), for some tokens at a time.
@@ -176,7 +167,7 @@ absl::Status ReversibleStack::AddG(const Block& block, float sign, const Streams
     TFB_RETURN_IF_ERROR(
         block.g_norm.Run(Slice(streams.first, 1, begin, tokens), scratch.normalized, rest));
     TFB_RETURN_IF_ERROR(block.g.Run(scratch.normalized, {}, scratch.update, rest));
-    TFB_RETURN_IF_ERROR(Combine(device_, 1, second, sign, scratch.update, second, rest));
+    TFB_RETURN_IF_ERROR(AddScaled(device_, 1, second, sign, scratch.update, second, rest));
   }
   return absl::OkStatus();
 }
