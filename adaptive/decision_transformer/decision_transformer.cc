@@ -9,11 +9,11 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "adaptive/decision_transformer/decision_transformer_cuda.h"
+#include "adaptive/decision_transformer/decision_transformer_functors.h"
 #include "attention/encoder_decoder/encoder_decoder.h"
 #include "attention/multi_head/projected_attention.h"
 #include "core/cuda/device_array.h"
-#include "core/cuda/runtime.h"
+#include "core/cuda/for_each.h"
 #include "core/definition.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/matmul.h"
@@ -250,33 +250,17 @@ class DecisionTransformerLayer : public Layer {
 
   absl::Status EmbedTimesteps(const ConstTensorView& timesteps, const TensorView& tokens,
                               const Execution& execution) const {
-    if (device_ != Device::kCpu) return EmbedTimestepsOnCuda(timesteps, tokens, execution);
-    const int64_t per_batch = tokens.dim(1), width = tokens.dim(2);
-    execution.pool->ParallelFor(tokens.dim(0) * per_batch, [&](int64_t row, int) {
-      const int64_t timestep =
-          *timesteps.At<int32_t>(row / per_batch, row % per_batch / kModalities);
-      const int64_t known = std::clamp<int64_t>(timestep, 0, options_.max_timestep - 1);
-      std::copy_n(timesteps_.data() + known * width, width,
-                  tokens.MutableAt<float>(row / per_batch, row % per_batch));
-    });
-    return absl::OkStatus();
-  }
-
-  absl::Status EmbedTimestepsOnCuda(const ConstTensorView& timesteps, const TensorView& tokens,
-                                    const Execution& execution) const {
-    EmbedTimestepsArguments arguments;
-    arguments.timesteps = timesteps.At<int32_t>();
-    arguments.strides[0] = timesteps.stride(0);
-    arguments.strides[1] = timesteps.stride(1);
-    arguments.table = timesteps_.data();
-    arguments.table_rows = options_.max_timestep;
-    arguments.tokens = tokens.MutableAt<float>();
-    arguments.batch = tokens.dim(0);
-    arguments.tokens_of_batch = tokens.dim(1);
-    arguments.channels = tokens.dim(2);
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return ToStatus(KernelsOn<DecisionTransformerKernels>(runtime->target())
-                        .embed_timesteps(arguments, execution.stream));
+    EmbeddingOfTimesteps embedding = {};
+    embedding.timesteps = timesteps.At<int32_t>();
+    embedding.strides[0] = timesteps.stride(0);
+    embedding.strides[1] = timesteps.stride(1);
+    embedding.table = timesteps_.data();
+    embedding.table_rows = options_.max_timestep;
+    embedding.tokens = tokens.MutableAt<float>();
+    embedding.tokens_of_batch = tokens.dim(1);
+    embedding.channels = tokens.dim(2);
+    return ForEachInRows(device_, tokens.dim(0) * tokens.dim(1), tokens.dim(2), embedding,
+                         execution);
   }
 
   const Inputs& GptInputs(const Inputs& inputs, const Scratch& scratch) {

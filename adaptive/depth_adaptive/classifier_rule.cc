@@ -8,7 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/depth_adaptive/depth_adaptive_cuda.h"
+#include "adaptive/depth_adaptive/depth_adaptive_functors.h"
 #include "core/cpu/kernels.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -21,13 +23,6 @@ constexpr int64_t kRowsOfTask = 16;
 // Returns the first of the largest.
 int32_t ArgMax(const float* scores, int64_t count) {
   return static_cast<int32_t>(std::max_element(scores, scores + count) - scores);
-}
-
-void Softmax(const float* scores, int64_t count, float* q) {
-  const float largest = *std::max_element(scores, scores + count);
-  float sum = 0;
-  for (int64_t n = 0; n < count; ++n) sum += q[n] = std::exp(scores[n] - largest);
-  for (int64_t n = 0; n < count; ++n) q[n] /= sum;
 }
 
 DeviceProbabilities ToDevice(const TensorView& view) {
@@ -209,25 +204,9 @@ absl::Status ClassifierRule::WriteProbabilities(int64_t n, const ConstTensorView
 absl::Status ClassifierRule::WriteSoftmax(const float* scores, const TensorView& probabilities,
                                           const Execution& execution) const {
   const int64_t tokens = probabilities.dim(1), rows = probabilities.dim(0) * tokens;
-  const int64_t classes = options_.layers, count = Is(Classifier::kSequence) ? tokens : 1;
-  if (device_ != Device::kCpu) {
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return ToStatus(
-        KernelsOn<DepthAdaptiveKernels>(runtime->target())
-            .softmax({scores, ToDevice(probabilities), rows, count, classes}, execution.stream));
-  }
-  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-    for (int64_t r = task * kRowsOfTask; r < end; ++r) {
-      float q[kMaxExits] = {};
-      q[classes - 1] = 1;
-      if (scores != nullptr) Softmax(scores + r / count * classes, classes, q);
-      for (int64_t n = 0; n < classes; ++n) {
-        *probabilities.MutableAt<float>(r / tokens, r % tokens, n) = q[n];
-      }
-    }
-  });
-  return absl::OkStatus();
+  const int64_t count = Is(Classifier::kSequence) ? tokens : 1;
+  const ExitSoftmax softmax = {scores, ToDevice(probabilities), count, options_.layers};
+  return ForEach(device_, rows, softmax, execution);
 }
 
 absl::Status ClassifierRule::WriteGeometric(int64_t n, const ConstTensorView& state,

@@ -1,4 +1,5 @@
 #include "adaptive/depth_adaptive/depth_adaptive_cuda.h"
+#include "core/cuda/for_each.cuh"
 #include "core/layers/layer_rows.cuh"
 
 namespace tfb::depth_adaptive {
@@ -34,10 +35,6 @@ __device__ float Dot(const float* x, const float* y, int64_t channels) {
   for (int64_t c = Lane(); c < channels; c += kWarp) dot += x[c] * y[c];
   return SumOfWarp(dot);
 }
-__device__ float* RowOf(const DeviceProbabilities& q, int64_t row) {
-  return q.data + row / q.tokens * q.batch_stride + row % q.tokens * q.token_stride;
-}
-
 // A warp does a row.
 __global__ void __launch_bounds__(kRowThreads) Obey(ObeyArguments a) {
   const int64_t row = RowOfWarp(a.list, a.row_count);
@@ -51,30 +48,13 @@ __global__ void __launch_bounds__(kRowThreads) Obey(ObeyArguments a) {
   if (Lane() == 0) a.leaves[row] = leaves ? 1 : 0;
 }
 
-// A warp does a row, lane n its class n: there are at most as many classes as lanes.
-__global__ void __launch_bounds__(kRowThreads) ExitSoftmax(ExitSoftmaxArguments a) {
-  static_assert(kMaxExits <= kWarp, "each class has a lane");
-  const int64_t row = WarpOfGrid();
-  if (row >= a.row_count) return;
-  const bool has_class = Lane() < a.classes;
-  float q = Lane() + 1 == a.classes ? 1 : 0;
-  if (a.scores != nullptr) {
-    const float* scores = a.scores + row / a.count * a.classes;
-    float largest = scores[0];
-    for (int64_t n = 1; n < a.classes; ++n) largest = fmaxf(largest, scores[n]);
-    q = has_class ? expf(scores[Lane()] - largest) : 0;
-    q /= SumOfWarp(q);
-  }
-  if (has_class) RowOf(a.q, row)[Lane() * a.q.class_stride] = q;
-}
-
 // A warp does a row.
 __global__ void __launch_bounds__(kRowThreads) Geometric(GeometricArguments a) {
   const int64_t row = WarpOfGrid();
   if (row >= a.row_count) return;
   const float z = Dot(a.weights, a.rows + row * a.channels, a.channels) + *a.bias;
   if (Lane() != 0) return;
-  float* q = RowOf(a.q, row);
+  float* q = a.q.Row(row);
   float* last = q + (a.classes - 1) * a.q.class_stride;
   const float rest = a.layer == 1 ? 1 : *last;
   q[(a.layer - 1) * a.q.class_stride] = rest / (1 + expf(-z));
@@ -87,16 +67,13 @@ const char* LaunchClassify(const ClassifyArguments& a, void* stream) {
 const char* LaunchObey(const ObeyArguments& a, void* stream) {
   return LaunchWarps("Obey", &Obey, a.row_count, stream, a);
 }
-const char* LaunchSoftmax(const ExitSoftmaxArguments& a, void* stream) {
-  return LaunchWarps("ExitSoftmax", &ExitSoftmax, a.row_count, stream, a);
-}
 const char* LaunchGeometric(const GeometricArguments& a, void* stream) {
   return LaunchWarps("Geometric", &Geometric, a.row_count, stream, a);
 }
 
 }  // namespace
 
-TFB_KERNEL_TABLE(DepthAdaptiveKernels,
-                 {&LaunchClassify, &LaunchObey, &LaunchSoftmax, &LaunchGeometric});
+TFB_KERNEL_TABLE(DepthAdaptiveKernels, {&LaunchClassify, &LaunchObey, &LaunchGeometric});
+TFB_FOR_EACH(ExitSoftmax);
 
 }  // namespace tfb::depth_adaptive

@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "adaptive/depth_adaptive/depth_adaptive_functors.h"
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/row_list.h"
 
@@ -39,24 +40,6 @@ struct ObeyArguments {
   RowList list;
 };
 
-// Probabilities q [batch, tokens, classes]; row r is token r % tokens of sequence r / tokens.
-struct DeviceProbabilities {
-  float* data;
-  int64_t batch_stride;
-  int64_t token_stride;
-  int64_t class_stride;
-  int64_t tokens;
-};
-
-// q of row r = softmax(scores[r / count]); or, where there are no scores, 1 for the last class.
-struct ExitSoftmaxArguments {
-  const float* scores;  // [row_count / count, classes], or null
-  DeviceProbabilities q;
-  int64_t row_count;
-  int64_t count;
-  int64_t classes;
-};
-
 // With chi = sigmoid(weights . row_r + bias), layer < classes, and rest the last class of q, or 1
 // for layer 1:
 //
@@ -76,7 +59,6 @@ struct DepthAdaptiveKernels {
   // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*classify)(const ClassifyArguments& arguments, void* stream);
   const char* (*obey)(const ObeyArguments& arguments, void* stream);
-  const char* (*softmax)(const ExitSoftmaxArguments& arguments, void* stream);
   const char* (*geometric)(const GeometricArguments& arguments, void* stream);
 };
 

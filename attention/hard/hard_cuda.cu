@@ -1,4 +1,5 @@
 #include "attention/hard/hard_cuda.h"
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace tfb::hard {
@@ -97,22 +98,6 @@ class TileLoader {
   int64_t k_base_;
 };
 
-__device__ void Multiply(const Tiles& tiles, float (&scores)[kRows][kColumns]) {
-#pragma unroll
-  for (int c = 0; c < kDepth; ++c) {
-    const float4* q = reinterpret_cast<const float4*>(&tiles.q[c][ThreadRow()]);
-    const float4 q0 = q[0], q1 = q[1];
-    const float4 k = *reinterpret_cast<const float4*>(&tiles.k[c][TeamMember() * kColumns]);
-    const float rows[kRows] = {q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w};
-    const float columns[kColumns] = {k.x, k.y, k.z, k.w};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) scores[r][n] = fmaf(rows[r], columns[n], scores[r][n]);
-    }
-  }
-}
-
 // Adds the noise, and sets the scores that a query does not see, and NaN, to -inf.
 template <HardSample kSample>
 __device__ void Finish(const HardArguments& a, const Task& task, int64_t first_key,
@@ -166,7 +151,9 @@ __device__ void ForEachTile(const HardArguments& a, const Task& task, Tiles (&ti
     const int next_slab = last_slab ? 0 : slab + 1;
     const int64_t next_tile = key_tile + last_slab;
     if (step + 1 < steps) loader.Fetch(next_tile, next_slab * kDepth, next_q, next_k);
-    Multiply(tiles[step % 2], scores);
+    const Tiles& staged = tiles[step % 2];
+    AddProduct<kDepth>({&staged.q[0][ThreadRow()], kTile + 4},
+                       {&staged.k[0][TeamMember() * kColumns], kTile + 4}, kDepth, scores);
     if (step + 1 < steps) loader.Put(next_q, next_k, &tiles[(step + 1) % 2]);
     if (last_slab) {
       const int64_t first_key = key_tile * kTile + TeamMember() * kColumns;

@@ -1,4 +1,5 @@
 #include "attention/linformer/linformer_cuda.h"
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace tfb::linformer {
@@ -29,8 +30,8 @@ __device__ const float* TableOf(const CompressionArguments& a, int64_t b, int64_
 // ---- The product with E ----
 //
 // A block makes 64 slots x 64 channels of one chunk of tokens, each of its threads 8 x 4 of them in
-// registers: per token a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles of 16
-// tokens are double-buffered: the next are loaded to registers while these are multiplied.
+// registers. Tiles of 16 tokens are double-buffered: the next are loaded to registers while these
+// are multiplied.
 //   shared memory: 2 x 16 x (64 + 64) x 4 B = 16 KiB
 
 constexpr int kTile = 64;
@@ -95,23 +96,6 @@ class TileLoader {
   float x_[kLoads];
 };
 
-__device__ void MultiplyTiles(const Tiles& tiles, int thread_slot, int thread_channel,
-                              float sums[kThreadSlots][kThreadChannels]) {
-#pragma unroll
-  for (int depth = 0; depth < kDepth; ++depth) {
-    const float4* e = reinterpret_cast<const float4*>(&tiles.e[depth][thread_slot]);
-    const float4 e0 = e[0], e1 = e[1];
-    const float4 x = *reinterpret_cast<const float4*>(&tiles.x[depth][thread_channel]);
-    const float slots[kThreadSlots] = {e0.x, e0.y, e0.z, e0.w, e1.x, e1.y, e1.z, e1.w};
-    const float channels[kThreadChannels] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int s = 0; s < kThreadSlots; ++s) {
-#pragma unroll
-      for (int c = 0; c < kThreadChannels; ++c) sums[s][c] += slots[s] * channels[c];
-    }
-  }
-}
-
 __global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArguments a) {
   __shared__ Tiles tiles[2];
   const int64_t channel_tiles = CeilDiv(a.channels, kTile);
@@ -138,7 +122,8 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArgument
     __syncthreads();  // these tiles have arrived, and the others have been read
     const bool more = first + kDepth < end;
     if (more) loader.Fetch(first + kDepth);
-    MultiplyTiles(tiles[current], thread_slot, thread_channel, sums);
+    AddProduct<8>({&tiles[current].e[0][thread_slot], kTile},
+                  {&tiles[current].x[0][thread_channel], kTile}, kDepth, sums);
     if (more) loader.Put(&tiles[current ^ 1]);
   }
   for (int s = 0; s < kThreadSlots; ++s) {

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "attention/lsh/lsh_cuda.h"
+#include "attention/lsh/lsh_functors.h"
 #include "attention/lsh/lsh_sizes.h"
-#include "core/cuda/runtime.h"
+#include "core/cuda/for_each.h"
 #include "core/flash/flash_parts.h"
 #include "core/gather/gather.h"
 #include "core/random.h"
@@ -196,7 +196,7 @@ class LshLayer : public Layer {
 
   absl::Status FindBuckets(const Inputs& inputs, const Outputs& outputs, const Memory& memory,
                            const Execution& execution) const {
-    LshBucketArguments a = {};
+    BucketsToSortBy a = {};
     a.sizes = sizes_;
     a.buckets = memory.buckets;
     const ConstTensorView given = inputs.Get("buckets"), key_mask = inputs.Get("key_mask");
@@ -216,73 +216,16 @@ class LshLayer : public Layer {
     if (given.empty() && !LshIsWhole(options_)) {
       TFB_RETURN_IF_ERROR(hash_.Run(inputs.Get("q"), memory.buckets, execution));
     }
-    if (device_ == Device::kCpu) {
-      BucketsOnCpu(a, execution);
-      return absl::OkStatus();
-    }
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return ToStatus(KernelsOn<LshKernels>(runtime->target()).buckets(a, execution.stream));
-  }
-
-  // Does what the kernel Buckets does.
-  void BucketsOnCpu(const LshBucketArguments& a, const Execution& execution) const {
-    execution.pool->ParallelFor(rows(), [&](int64_t row, int) {
-      const int64_t head = row / sizes_.rounds, round = row % sizes_.rounds;
-      const int64_t b = head / sizes_.heads, h = head % sizes_.heads;
-      int32_t* buckets = a.buckets + row * sizes_.tokens;
-      for (int64_t i = 0; i < sizes_.tokens; ++i) {
-        const auto offset = [&](const int64_t* strides) {
-          return b * strides[0] + h * strides[1] + i * strides[2] + round * strides[3];
-        };
-        int32_t bucket = 0;
-        if (sizes_.buckets > 1) {
-          bucket = a.given == nullptr ? buckets[i] : a.given[offset(a.given_strides)];
-        }
-        bucket = std::clamp<int32_t>(bucket, 0, sizes_.buckets - 1);
-        if (a.written != nullptr) a.written[offset(a.written_strides)] = bucket;
-        const bool is_token =
-            a.key_mask == nullptr ||
-            a.key_mask[b * a.key_mask_strides[0] + i * a.key_mask_strides[1]] != 0;
-        buckets[i] = is_token ? bucket : sizes_.buckets;
-      }
-    });
+    return ForEachInRows(device_, rows(), sizes_.tokens, a, execution);
   }
 
   absl::Status Sort(const Memory& memory, const Execution& execution) const {
     TokenSortCall sort = {memory.buckets, rows(),       sizes_.tokens, sizes_.buckets + 1,
                           memory.orders,  sizes_.order, memory.places};
     TFB_RETURN_IF_ERROR(SortTokens(device_, sort, execution));
-    LshCodeArguments a = {sizes_,        memory.buckets,     memory.places,
-                          memory.orders, memory.query_codes, memory.key_codes};
-    if (device_ == Device::kCpu) {
-      CodesOnCpu(a, execution);
-      return absl::OkStatus();
-    }
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return ToStatus(KernelsOn<LshKernels>(runtime->target()).codes(a, execution.stream));
-  }
-
-  // Does what the kernel Codes does.
-  void CodesOnCpu(const LshCodeArguments& a, const Execution& execution) const {
-    const int64_t tokens = sizes_.tokens, slot = heads() * tokens, tail = sizes_.order - tokens;
-    execution.pool->ParallelFor(rows(), [&](int64_t row, int) {
-      const int64_t head = row / sizes_.rounds, round = row % sizes_.rounds;
-      const int64_t before = head * sizes_.rounds + sizes_.RoundBefore(round);
-      const int32_t* buckets = a.buckets + row * tokens;
-      const int32_t* places = a.places + row * tokens;
-      int32_t* code = a.query_codes + round * slot + head * tokens;
-      for (int64_t i = 0; i < tokens; ++i) code[i] = sizes_.Code(buckets[i], places[i]);
-      if (tail == 0) return;
-      const int32_t* order_before = a.orders + before * sizes_.order;
-      std::copy_n(order_before + tokens - tail, tail, a.orders + row * sizes_.order + tokens);
-      int32_t* key_code = a.key_codes + round * slot + head * tokens;
-      std::copy_n(code, tokens, key_code);
-      const int64_t further = sizes_.rounds * slot;
-      for (int64_t i = 0; i < tokens; ++i) {
-        code[further + i] = sizes_.WrapQueryCode(places[i]);
-        key_code[further + i] = sizes_.WrapKeyCode(a.places[before * tokens + i]);
-      }
-    });
+    const CodesOfPlaces codes = {sizes_,        memory.buckets,     memory.places,
+                                 memory.orders, memory.query_codes, memory.key_codes};
+    return ForEachInRows(device_, rows(), sizes_.order, codes, execution);
   }
 
   void AddOrders(const Memory& memory, int64_t round, FlashCall* call) const {

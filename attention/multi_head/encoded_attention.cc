@@ -152,7 +152,7 @@ class EncodedAttentionLayer : public Layer {
     const ConstTensorView positions = Positions(n), time = Time(n);
     if (!positions.empty()) {
       TFB_RETURN_IF_ERROR(
-          AddScaled(device_, static_cast<float>(plan_.scale), h, positions, state, execution));
+          AddScaled(device_, static_cast<float>(plan_.scale), h, 1, positions, state, execution));
       h = state;
     }
     if (!time.empty()) {

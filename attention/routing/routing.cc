@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "attention/routing/routing_cuda.h"
+#include "attention/routing/routing_functors.h"
 #include "attention/routing/routing_sizes.h"
 #include "core/cuda/device_array.h"
-#include "core/cuda/runtime.h"
+#include "core/cuda/for_each.h"
 #include "core/definition.h"
 #include "core/flash/flash_engine.h"
 #include "core/gather/gather.h"
@@ -234,7 +234,9 @@ class RoutingLayer : public Layer {
                                      memory.scores,   stride};
       TFB_RETURN_IF_ERROR(ScoreVectors(device_, score, execution));
     } else {
-      TFB_RETURN_IF_ERROR(FromMarks(Marks(given, set, memory), execution));
+      TFB_RETURN_IF_ERROR(ForEachInRows(device_, p.batch * sizes_.heads * sizes_.clusters,
+                                        p.query_tokens, ScoresFromMarks{Marks(given, set, memory)},
+                                        execution));
     }
     const LargestCall largest = {memory.scores,  p.batch * sizes_.heads * sizes_.clusters,
                                  p.query_tokens, stride,
@@ -242,64 +244,27 @@ class RoutingLayer : public Layer {
     return LargestTokens(device_, largest, execution);
   }
 
-  RoutingMarkArguments Marks(const ConstTensorView& view, int64_t set, const Memory& memory) const {
-    RoutingMarkArguments a = {};
+  RoutingMarks Marks(const ConstTensorView& view, int64_t set, const Memory& memory) const {
+    RoutingMarks a = {};
     a.marks = static_cast<uint8_t*>(const_cast<void*>(view.data));
     std::copy_n(view.strides.data(), 4, a.strides);
     a.first = set * sizes_.clusters;
     a.first_head = sizes_.local_heads;
     a.scores = memory.scores;
     a.members = memory.members[set];
-    a.batch = problem().batch;
     a.heads = sizes_.heads;
-    a.tokens = problem().query_tokens;
     a.clusters = sizes_.clusters;
     a.stride = ScoreStride(problem().query_tokens);
     a.size = sizes_.size;
     return a;
   }
-  static int64_t MarkOf(const RoutingMarkArguments& a, int64_t b, int64_t h, int64_t token,
-                        int64_t cluster) {
-    return b * a.strides[0] + h * a.strides[1] + token * a.strides[2] +
-           (a.first + cluster) * a.strides[3];
-  }
-
-  absl::Status FromMarks(const RoutingMarkArguments& a, const Execution& execution) const {
-    if (device_ != Device::kCpu) {
-      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-      return ToStatus(KernelsOn<RoutingKernels>(runtime->target()).from_marks(a, execution.stream));
-    }
-    execution.pool->ParallelFor(a.batch * a.heads * a.clusters, [&](int64_t row, int) {
-      const int64_t head = row / a.clusters, h = a.first_head + head % a.heads;
-      for (int64_t i = 0; i < a.tokens; ++i) {
-        const uint8_t mark = a.marks[MarkOf(a, head / a.heads, h, i, row % a.clusters)];
-        a.scores[row * a.stride + i] = mark != 0 ? 1 : 0;
-      }
-    });
-    return absl::OkStatus();
-  }
-
   absl::Status WriteMembers(const Outputs& outputs, int64_t set, const Memory& memory,
                             const Execution& execution) const {
     const TensorView marks = outputs.Get("members");
     if (marks.empty()) return absl::OkStatus();
-    const RoutingMarkArguments a = Marks(marks, set, memory);
-    if (device_ != Device::kCpu) {
-      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-      return ToStatus(KernelsOn<RoutingKernels>(runtime->target()).to_marks(a, execution.stream));
-    }
-    const int64_t heads = a.first_head + a.heads;
-    execution.pool->ParallelFor(a.batch * heads * a.clusters, [&](int64_t row, int) {
-      const int64_t b = row / a.clusters / heads, h = row / a.clusters % heads;
-      const int64_t cluster = row % a.clusters;
-      for (int64_t i = 0; i < a.tokens; ++i) a.marks[MarkOf(a, b, h, i, cluster)] = 0;
-      if (h < a.first_head) return;
-      const int64_t of = (b * a.heads + h - a.first_head) * a.clusters + cluster;
-      for (int64_t m = 0; m < a.size; ++m) {
-        a.marks[MarkOf(a, b, h, a.members[of * a.size + m], cluster)] = 1;
-      }
-    });
-    return absl::OkStatus();
+    const Problem& p = problem();
+    return ForEachInRows(device_, p.batch * p.query_heads * sizes_.clusters, p.query_tokens,
+                         MarksOfMembers{Marks(marks, set, memory)}, execution);
   }
 
   absl::Status AttendInClusters(const Inputs& inputs, const Outputs& outputs, const Memory& memory,

@@ -8,7 +8,9 @@
 #include "absl/strings/str_cat.h"
 #include "attention/sinkhorn/sinkhorn_cpu.h"
 #include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "attention/sinkhorn/sinkhorn_functors.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/for_each.h"
 #include "core/flash/flash_parts.h"
 #include "core/random.h"
 #include "core/workspace.h"
@@ -180,7 +182,7 @@ class SinkhornLayer : public Layer {
     Execution rest = execution;
     rest.workspace = workspace.Rest();
     if (device_ == Device::kCpu) {
-      SortAndMix(inputs, outputs, sorted, rest);
+      TFB_RETURN_IF_ERROR(SortAndMix(inputs, outputs, sorted, rest));
     } else {
       TFB_RETURN_IF_ERROR(SortAndMixOnCuda(inputs, outputs, sorted, rest));
     }
@@ -271,23 +273,23 @@ class SinkhornLayer : public Layer {
     }
   }
 
-  void SortAndMix(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
-                  const Execution& execution) const {
+  absl::Status SortAndMix(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
+                          const Execution& execution) const {
     const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
     if (given.empty()) {
       SortCpu({sizes_, Network(), PooledRowsOf(inputs), key_mask, inputs.Get("logits"),
                inputs.Get("g"), sorted.sort},
               execution);
     } else {
-      CopySortCpu(sizes_, given, sorted.sort, execution);
+      TFB_RETURN_IF_ERROR(CopySort(given, sorted.sort, execution));
     }
     const TensorView asked = outputs.Get("sort");
-    if (!asked.empty()) CopySortCpu(sizes_, sorted.sort, asked, execution);
+    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sorted.sort, asked, execution));
     MixCpu(sizes_, sorted.sort, inputs.Get("k"), Numbers("null_key"), key_mask, sorted.keys,
            execution);
     MixCpu(sizes_, sorted.sort, inputs.Get("v"), Numbers("null_value"), key_mask, sorted.values,
            execution);
-    if (!key_mask.empty()) MaskMixedCpu(sizes_, key_mask, sorted.key_mask.MutableAt<uint8_t>(0));
+    return FindKeys(ToMask(key_mask), sorted, execution);
   }
 
   absl::Status SortAndMixOnCuda(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
@@ -295,14 +297,7 @@ class SinkhornLayer : public Layer {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     const SinkhornKernels& kernels = KernelsOn<SinkhornKernels>(runtime->target());
     const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
-    SinkhornMask mask = {};
-    if (!key_mask.empty()) {
-      mask = {static_cast<const uint8_t*>(key_mask.data), {key_mask.stride(0), key_mask.stride(1)}};
-    }
-    const auto copy = [&](const ConstTensorView& from, const ConstTensorView& to) {
-      const CopySortArguments arguments = {sizes_, ToSortMatrix(from), ToSortMatrix(to)};
-      return ToStatus(kernels.copy_sort(arguments, execution.stream));
-    };
+    const SinkhornMask mask = ToMask(key_mask);
     const auto mix = [&](const char* name, const char* null_rows, const TensorView& to) {
       const ConstTensorView from = inputs.Get(name);
       const MixArguments arguments = {sizes_,
@@ -318,15 +313,29 @@ class SinkhornLayer : public Layer {
       const SortArguments arguments = ArgumentsOf(inputs, mask, sorted, execution);
       TFB_RETURN_IF_ERROR(ToStatus(kernels.sort(arguments, execution.stream)));
     } else {
-      TFB_RETURN_IF_ERROR(copy(given, sorted.sort));
+      TFB_RETURN_IF_ERROR(CopySort(given, sorted.sort, execution));
     }
     const TensorView asked = outputs.Get("sort");
-    if (!asked.empty()) TFB_RETURN_IF_ERROR(copy(sorted.sort, asked));
+    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sorted.sort, asked, execution));
     TFB_RETURN_IF_ERROR(mix("k", "null_key", sorted.keys));
     TFB_RETURN_IF_ERROR(mix("v", "null_value", sorted.values));
+    return FindKeys(mask, sorted, execution);
+  }
+
+  static SinkhornMask ToMask(const ConstTensorView& key_mask) {
+    if (key_mask.empty()) return {};
+    return {static_cast<const uint8_t*>(key_mask.data), {key_mask.stride(0), key_mask.stride(1)}};
+  }
+  absl::Status CopySort(const ConstTensorView& from, const ConstTensorView& to,
+                        const Execution& execution) const {
+    return ForEachInRows(device_, sizes_.batch * sizes_.heads * sizes_.blocks, sizes_.Columns(),
+                         CopyOfSort{sizes_, ToSortMatrix(from), ToSortMatrix(to)}, execution);
+  }
+  absl::Status FindKeys(const SinkhornMask& mask, const Sorted& sorted,
+                        const Execution& execution) const {
     if (mask.data == nullptr) return absl::OkStatus();
-    const MaskArguments arguments = {sizes_, mask, sorted.key_mask.MutableAt<uint8_t>(0)};
-    return ToStatus(kernels.mask(arguments, execution.stream));
+    const KeysAmongMixedRows keys = {sizes_, mask, sorted.key_mask.MutableAt<uint8_t>(0)};
+    return ForEach(device_, sizes_.batch * sizes_.block, keys, execution);
   }
 
   SortArguments ArgumentsOf(const Inputs& inputs, const SinkhornMask& mask, const Sorted& sorted,

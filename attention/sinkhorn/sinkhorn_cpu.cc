@@ -343,19 +343,6 @@ void SortCpu(const SortCall& call, const Execution& execution) {
   });
 }
 
-void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to,
-                 const Execution& execution) {
-  execution.pool->ParallelFor(sizes.batch * sizes.heads, [&](int64_t task, int) {
-    const int64_t b = task / sizes.heads, h = task % sizes.heads;
-    for (int64_t u = 0; u < sizes.blocks; ++u) {
-      const int64_t support = sizes.Support(u);
-      for (int64_t t = 0; t < sizes.Columns(); ++t) {
-        to.Set(to.Offset(b, h, u, t), t < support ? from.Get(from.Offset(b, h, u, t)) : 0);
-      }
-    }
-  });
-}
-
 size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads) {
   return threads *
          (sort == DType::kF64 ? MixThreadBytes<double>(sizes) : MixThreadBytes<float>(sizes));
@@ -368,21 +355,6 @@ void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTenso
     Mix<double>(sizes, sort, from, null_rows, key_mask, to, execution);
   } else {
     Mix<float>(sizes, sort, from, null_rows, key_mask, to, execution);
-  }
-}
-
-void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask) {
-  for (int64_t b = 0; b < sizes.batch; ++b, mask += sizes.mixed_blocks * sizes.block) {
-    for (int64_t r = 0; r < sizes.block; ++r) {
-      int64_t first = 0;  // the first column with a key in row r: the null block has one in each
-      while (sizes.null_blocks == 0 && first < sizes.blocks &&
-             !IsToken(sizes, key_mask, b, first * sizes.block + r)) {
-        ++first;
-      }
-      for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
-        mask[u * sizes.block + r] = first < sizes.Support(u);
-      }
-    }
   }
 }
 

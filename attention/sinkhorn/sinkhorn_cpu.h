@@ -39,10 +39,6 @@ struct SortCall {
 size_t SortCpuWorkspaceBytes(const SinkhornSizes& sizes, int threads);
 void SortCpu(const SortCall& call, const Execution& execution);
 
-// Copies a matrix; entries outside the support become 0.
-void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to,
-                 const Execution& execution);
-
 // Computes, to [batch, heads, mixed_blocks block, channels], sum_t S_ut of the blocks of `from`
 // [batch, heads, tokens, channels]. `sort` is contiguous; `null_rows` has the null block's row of
 // each head, [heads][channels], where there is one.
@@ -50,9 +46,6 @@ size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads)
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
             const double* null_rows, const ConstTensorView& key_mask, const TensorView& to,
             const Execution& execution);
-
-// Finds which rows of the sorted blocks are keys, [batch][mixed_blocks block], by the key mask.
-void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask);
 
 }  // namespace tfb::sinkhorn
 

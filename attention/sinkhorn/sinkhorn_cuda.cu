@@ -1,4 +1,6 @@
 #include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "core/cuda/for_each.cuh"
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace tfb::sinkhorn {
@@ -10,19 +12,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
-__device__ bool IsToken(const SinkhornSizes& sizes, const SinkhornMask& mask, int64_t b,
-                        int64_t j) {
-  return j < sizes.tokens &&
-         (mask.data == nullptr || mask.data[b * mask.strides[0] + j * mask.strides[1]] != 0);
-}
 __device__ int64_t OffsetOf(const DeviceView& view, int64_t b, int64_t h, int64_t n) {
   return b * view.strides[0] + h * view.strides[1] + n * view.strides[2];
 }
 
-__device__ double LoadSort(const SortMatrix& sort, int64_t offset) {
-  return sort.is_double ? static_cast<const double*>(sort.data)[offset]
-                        : static_cast<const float*>(sort.data)[offset];
-}
 __device__ void StoreSort(const SortMatrix& sort, int64_t offset, double value) {
   if (sort.is_double) {
     static_cast<double*>(sort.data)[offset] = value;
@@ -188,10 +181,6 @@ struct alignas(16) MixTiles {
   Real sort[kDepth][kTile + 4];  // transposed
   Real rows[kDepth][kTile];
 };
-template <class Real>
-struct alignas(16) Part {
-  Real values[kPart];
-};
 
 // The place of the numbers that a block computes.
 struct MixTask {
@@ -261,14 +250,10 @@ __device__ void AddTiles(const MixTiles<Real>& tiles, int row, int column, int64
                          Real (&sums)[kPart][kPart]) {
 #pragma unroll
   for (int t = 0; t < kDepth; ++t) {
-    const Part<Real> rows = *reinterpret_cast<const Part<Real>*>(&tiles.sort[t][row]);
-    const Part<Real> columns = *reinterpret_cast<const Part<Real>*>(&tiles.rows[t][column]);
-#pragma unroll
-    for (int r = 0; r < kPart; ++r) {
-      if (!kWhole && t >= first_support + r) continue;
-#pragma unroll
-      for (int c = 0; c < kPart; ++c) sums[r][c] += rows.values[r] * columns.values[c];
-    }
+    Real rows[kPart], columns[kPart];
+    LoadVectors(&tiles.sort[t][row], rows);
+    LoadVectors(&tiles.rows[t][column], columns);
+    AddOuterProduct(rows, columns, sums, 0, [&](int r) { return kWhole || t < first_support + r; });
   }
 }
 
@@ -312,37 +297,6 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
   }
 }
 
-// A thread does a row of all blocks of a batch row.
-__global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
-  const SinkhornSizes& s = a.sizes;
-  const int64_t n = ThreadOfGrid();
-  if (n >= s.batch * s.block) return;
-  const int64_t b = n / s.block, r = n % s.block;
-  int64_t first = 0;  // the first column with a key in row r: the null block has one in each
-  while (s.null_blocks == 0 && first < s.blocks &&
-         !IsToken(s, a.key_mask, b, first * s.block + r)) {
-    ++first;
-  }
-  for (int64_t u = 0; u < s.mixed_blocks; ++u) {
-    a.mask[(b * s.mixed_blocks + u) * s.block + r] = first < s.Support(u);
-  }
-}
-
-// A block copies a row.
-__global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
-  const SinkhornSizes& s = a.sizes;
-  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
-  const auto row_of = [&](const SortMatrix& sort) {
-    return head / s.heads * sort.strides[0] + head % s.heads * sort.strides[1] +
-           u * sort.strides[2];
-  };
-  for (int64_t t = threadIdx.x; t < s.Columns(); t += kThreads) {
-    const double entry =
-        t < s.Support(u) ? LoadSort(a.from, row_of(a.from) + t * a.from.strides[3]) : 0;
-    StoreSort(a.to, row_of(a.to) + t * a.to.strides[3], entry);
-  }
-}
-
 // ---- Launching ----
 
 template <class Arguments>
@@ -366,11 +320,6 @@ const char* LaunchSort(const SortArguments& a, void* stream) {
   return error == nullptr ? LaunchBlocks("Balance", &Balance, heads, stream, a) : error;
 }
 
-const char* LaunchCopySort(const CopySortArguments& a, void* stream) {
-  const int64_t rows = a.sizes.batch * a.sizes.heads * a.sizes.blocks;
-  return LaunchBlocks("CopySort", &CopySort, rows, stream, a);
-}
-
 const char* LaunchMix(const MixArguments& a, void* stream) {
   const SinkhornSizes& s = a.sizes;
   const int64_t row_tiles = CeilDiv(s.mixed_blocks, kTile);
@@ -380,12 +329,10 @@ const char* LaunchMix(const MixArguments& a, void* stream) {
                           : LaunchBlocks("Mix", &Mix<float>, blocks, stream, a);
 }
 
-const char* LaunchMask(const MaskArguments& a, void* stream) {
-  return LaunchBlocks("Mask", &Mask, CeilDiv(a.sizes.batch * a.sizes.block, kThreads), stream, a);
-}
-
 }  // namespace
 
-TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchSort, &LaunchCopySort, &LaunchMix, &LaunchMask});
+TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchSort, &LaunchMix});
+TFB_FOR_EACH(KeysAmongMixedRows);
+TFB_FOR_EACH_IN_ROWS(CopyOfSort);
 
 }  // namespace tfb::sinkhorn

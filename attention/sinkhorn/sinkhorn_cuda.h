@@ -4,24 +4,12 @@
 
 #include <stdint.h>
 
+#include "attention/sinkhorn/sinkhorn_functors.h"
 #include "attention/sinkhorn/sinkhorn_sizes.h"
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
 namespace tfb::sinkhorn {
-
-// A key mask: u8 [batch, tokens], or null.
-struct SinkhornMask {
-  const uint8_t* data;
-  int64_t strides[2];
-};
-
-// S [batch, heads, blocks, columns], of floats or doubles.
-struct SortMatrix {
-  void* data;
-  int64_t strides[4];
-  bool is_double;
-};
 
 // The members of SortCall of sinkhorn_cpu.h.
 struct SortArguments {
@@ -38,12 +26,6 @@ struct SortArguments {
   SortMatrix sort;   // contiguous
 };
 
-struct CopySortArguments {
-  SinkhornSizes sizes;
-  SortMatrix from;
-  SortMatrix to;
-};
-
 // The arguments of MixCpu.
 struct MixArguments {
   SinkhornSizes sizes;
@@ -55,18 +37,10 @@ struct MixArguments {
   SinkhornMask key_mask;
 };
 
-struct MaskArguments {
-  SinkhornSizes sizes;
-  SinkhornMask key_mask;
-  uint8_t* mask;  // [batch][mixed_blocks block]
-};
-
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct SinkhornKernels {
   const char* (*sort)(const SortArguments& arguments, void* stream);
-  const char* (*copy_sort)(const CopySortArguments& arguments, void* stream);
   const char* (*mix)(const MixArguments& arguments, void* stream);
-  const char* (*mask)(const MaskArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::sinkhorn

@@ -16,6 +16,7 @@
 #endif
 
 #include "core/cuda/device_view.h"
+#include "core/cuda/functor.h"
 #include "core/cuda/kernel_table.h"
 
 namespace tfb {
@@ -173,11 +174,7 @@ __device__ inline void StoreElement(void* data, Element type, int64_t offset, fl
   }
 }
 
-// Return the offset of an element of a view, and the element there as a float.
-__device__ inline int64_t Offset(const DeviceView& view, int64_t i, int64_t j, int64_t k,
-                                 int64_t l = 0) {
-  return i * view.strides[0] + j * view.strides[1] + k * view.strides[2] + l * view.strides[3];
-}
+// The same for a view; functor.h has its offsets.
 __device__ inline float Load(const DeviceView& view, int64_t offset) {
   return LoadElement(view.data, view.element, offset);
 }

@@ -87,8 +87,8 @@ __device__ inline float SumsOfWarp(float values[kWarp]) {
 
 constexpr int kRowThreads = 256;
 
-// Launches `kernel` with a warp for each of `warps` tasks, in blocks of kRowThreads. WarpOfGrid() of
-// the last block may be beyond the last task.
+// Launches `kernel` with a warp for each of `warps` tasks, in blocks of kRowThreads. WarpOfGrid()
+// of the last block may be beyond the last task.
 template <class... Parameters, class Arguments>
 const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t warps,
                         void* stream, const Arguments& arguments) {

@@ -3,10 +3,9 @@
 // A block does one tile of 64 queries of one head. Of its 128 threads, (ty, tx) of 8 x 16 holds the
 // scores of queries 8 ty .. 8 ty + 7 against keys 4 tx .. 4 tx + 3, and the output of its queries in
 // kDim / 16 channels; at D = 256 it has 256 threads, of 4 queries each, or the output alone would
-// take 128 registers. Queries and keys lie in shared memory by channel, so that a step of the product
-// reads three float4 for 32 multiply-adds: the queries' two are the same for 16 threads, so a warp's
-// step is 4 passes over the banks against 8 cycles of the FMA units. Keys and values take the same
-// memory in turns; other blocks of the multiprocessor work while one waits for them:
+// take 128 registers. Queries and keys lie in shared memory by channel (core/cuda/register_tile.cuh).
+// Keys and values take the same memory in turns; other blocks of the multiprocessor work while one
+// waits for them:
 //
 //   shared memory, D = 64:   (64 + 64 + 64) x 68 x 4 B = 51 KiB, 3 blocks on sm_80, 4 on sm_90
 //                  D = 128:  (128 + 128 + 64) x 68 x 4 B = 85 KiB
@@ -15,6 +14,7 @@
 //
 // Sums over keys go tile by tile in the order of the schedule, whatever the number of blocks: the
 // result is the same bit by bit in every run.
+#include "core/cuda/register_tile.cuh"
 #include "core/flash/flash_tile.cuh"
 
 namespace tfb {
@@ -133,38 +133,6 @@ __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) 
   }
 }
 
-// Reads `count` floats from shared memory, 16 bytes at a time.
-template <int kCount>
-__device__ void LoadFloats(const float* from, float to[kCount]) {
-#pragma unroll
-  for (int n = 0; n < kCount / 4; ++n) {
-    const float4 x = reinterpret_cast<const float4*>(from)[n];
-    to[4 * n] = x.x, to[4 * n + 1] = x.y, to[4 * n + 2] = x.z, to[4 * n + 3] = x.w;
-  }
-}
-
-// product[r][c] = sum over channels of q[channel][kRows ty + r] k[channel][4 tx + c].
-template <int kRows>
-__device__ void Multiply(const float* q, const float* k, int depth, float product[kRows][4]) {
-  const int tx = threadIdx.x % kThreadsX, ty = threadIdx.x / kThreadsX;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) product[r][c] = 0;
-  }
-#pragma unroll 4
-  for (int channel = 0; channel < depth; ++channel) {
-    float rows[kRows], columns[4];
-    LoadFloats<kRows>(q + channel * kStride + ty * kRows, rows);
-    LoadFloats<4>(k + channel * kStride + tx * 4, columns);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) product[r][c] = fmaf(rows[r], columns[c], product[r][c]);
-    }
-  }
-}
-
 template <int kDim, bool kRule>
 class FlashF32Block {
  public:
@@ -205,7 +173,7 @@ class FlashF32Block {
       if (!whole) FindVisible(walk);
       __syncthreads();
       float scores[kRows][4] = {};
-      if (has_rows()) Multiply<kRows>(shared_.q, shared_.kv, depth_, scores);
+      if (has_rows()) MultiplyQueries(scores);
       if (kRule || a_.rule.content_bias != nullptr) ApplyKeyBias(scores);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -244,7 +212,7 @@ class FlashF32Block {
     const int t = static_cast<int>(threadIdx.x);
     if (t < kQueries) {
       const unsigned asked = __ballot_sync(~0u, IsQuery(t));
-      if (t % 32 == 0) shared_.flags[t / 32] = asked;
+      if (t % kWarp == 0) shared_.flags[t / kWarp] = asked;
     }
     __syncthreads();
     return (shared_.flags[0] | shared_.flags[1]) != 0;
@@ -325,12 +293,18 @@ class FlashF32Block {
     });
   }
 
+  // Adds the products of the queries and what lies in kv by channel.
+  __device__ void MultiplyQueries(float (&products)[kRows][4]) const {
+    AddProduct<4>({shared_.q + ty_ * kRows, kStride}, {shared_.kv + tx_ * 4, kStride}, depth_,
+                  products);
+  }
+
   // Finds which keys of the tile each query sees.
   __device__ void FindVisible(const TileWalk& walk) {
     const int t = static_cast<int>(threadIdx.x);
     if (t < kKeys) {
       const unsigned tokens = __ballot_sync(~0u, IsToken(a_, task_, walk.tile(), t));
-      if (t % 32 == 0) shared_.flags[t / 32] = tokens;
+      if (t % kWarp == 0) shared_.flags[t / kWarp] = tokens;
     }
     if (t == kKeys) shared_.flags[2] = 0;
     __syncthreads();
@@ -439,7 +413,7 @@ class FlashF32Block {
       });
       __syncthreads();
       float products[kRows][4] = {};
-      if (has_rows()) Multiply<kRows>(shared_.q, shared_.kv, depth_, products);
+      if (has_rows()) MultiplyQueries(products);
       if (a_.rule.position_bias != nullptr) AddColumnBias(a_.rule.position_bias, products);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -543,26 +517,13 @@ class FlashF32Block {
   template <class Sees>
   __device__ void AddValue(int c, const Sees& sees) {
     float weights[kRows];
-    LoadFloats<kRows>(shared_.p + c * kStride + ty_ * kRows, weights);
+    LoadVectors(shared_.p + c * kStride + ty_ * kRows, weights);
     const float* row = shared_.kv + c * Shared<kDim>::kValueStride;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float values[kVector];
-      const float* from = row + g * 64 + tx_ * kVector;
-      if constexpr (kVector == 4) {
-        LoadFloats<4>(from, values);
-      } else {
-        const float2 x = *reinterpret_cast<const float2*>(from);
-        values[0] = x.x, values[1] = x.y;
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (!sees(r)) continue;
-#pragma unroll
-        for (int n = 0; n < kVector; ++n) {
-          output_[r][g * kVector + n] = fmaf(weights[r], values[n], output_[r][g * kVector + n]);
-        }
-      }
+      LoadVectors(row + g * 64 + tx_ * kVector, values);
+      AddOuterProduct(weights, values, output_, g * kVector, sees);
     }
   }
 

@@ -359,9 +359,9 @@ class FlashMmaBlock {
   using Scores = float[kRowTiles][kKeyTiles][4];
   using RowValues = float[kRowTiles][2];
 
-  __device__ int lane() const { return static_cast<int>(thread_ % 32); }
+  __device__ int lane() const { return static_cast<int>(thread_ % kWarp); }
   __device__ int warp_row() const {  // the warp's first query
-    return static_cast<int>(thread_ / 32) * Shape::kWarpRows;
+    return static_cast<int>(thread_ / kWarp) * Shape::kWarpRows;
   }
   // A lane has rows row() and row() + 8 of the products of 16 rows, and columns column() and
   // column() + 1 of every 8.

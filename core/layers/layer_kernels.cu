@@ -1,3 +1,4 @@
+#include "core/cuda/register_tile.cuh"
 #include "core/layers/layer_kernels.h"
 #include "core/layers/layer_rows.cuh"
 
@@ -24,8 +25,7 @@ __device__ float Activated(Activation activation, float x) {
 
 // ---- The product ----
 //
-// A block makes 64 x 64 of y with 128 threads, each 8 x 4 of it in registers: per step of the inner
-// dimension a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles are 16 deep and
+// A block makes 64 x 64 of y with 128 threads, each 8 x 4 of it in registers. Tiles are 16 deep and
 // double-buffered: the next ones are on their way to registers while these are multiplied.
 //   shared memory: 2 x 16 x (68 + 64) x 4 B = 16.5 KiB
 // A row's sum does not depend on the other rows, nor on their number: a product of listed rows has
@@ -137,23 +137,6 @@ class TileLoader {
   int64_t x_offset_[kLoads];
 };
 
-__device__ void MultiplyTiles(const Tiles& tiles, int thread_row, int thread_column,
-                              float sums[kThreadRows][kThreadColumns]) {
-#pragma unroll
-  for (int k = 0; k < kTileDepth; ++k) {
-    const float4* x = reinterpret_cast<const float4*>(&tiles.x[k][thread_row]);
-    const float4 x0 = x[0], x1 = x[1];
-    const float4 w = *reinterpret_cast<const float4*>(&tiles.w[k][thread_column]);
-    const float rows[kThreadRows] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
-    const float columns[kThreadColumns] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int r = 0; r < kThreadRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < kThreadColumns; ++c) sums[r][c] += rows[r] * columns[c];
-    }
-  }
-}
-
 // Blocks of one column tile follow each other, so that the tile's part of W stays in L2.
 __global__ void __launch_bounds__(kMultiplyThreads)
     Multiply(MatMulArguments a, InVectors in_vectors) {
@@ -179,7 +162,10 @@ __global__ void __launch_bounds__(kMultiplyThreads)
     __syncthreads();  // these tiles have arrived, and the others have been read
     const bool more = depth + kTileDepth < a.in;
     if (more) loader.Fetch(depth + kTileDepth, &next);
-    if (has_rows) MultiplyTiles(tiles[current], thread_row, thread_column, sums);
+    if (has_rows) {
+      AddProduct<kTileDepth>({&tiles[current].x[0][thread_row], kTileRows + 4},
+                             {&tiles[current].w[0][thread_column], kTileColumns}, kTileDepth, sums);
+    }
     if (more) loader.Put(next, &tiles[current ^ 1]);
   }
 

@@ -611,7 +611,7 @@ TEST_P(AddOn, ScalesTheFirstAndBroadcastsTheSecondSummand) {
     Machine machine(device(), 2, 0);
     const ConstTensorView row = In(rows.view());
     const ConstTensorView b(row.data, DType::kF32, {2, 5, 70}, {0, token_stride, 1});
-    ASSERT_OK(AddScaled(device(), 1.5f, In(a.view()), b, Out(y.view()), machine.execution()));
+    ASSERT_OK(AddScaled(device(), 1.5f, In(a.view()), 1, b, Out(y.view()), machine.execution()));
     Back();
     const ConstTensorView expected(rows.raw(), DType::kF32, {2, 5, 70}, {0, token_stride, 1});
     ForEachOffset(y.view(), expected, [&](int64_t at, int64_t from) {

@@ -4,8 +4,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
+#include "core/cuda/for_each.h"
 #include "core/layers/layers_cuda.h"
 #include "core/layers/rows_of.h"
+#include "core/layers/sum_of_rows_functor.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -160,27 +162,6 @@ absl::Status MatMulCpu(const PackedMatrix& matrix, const MatMulCall& call,
   return absl::OkStatus();
 }
 
-void AddCpu(float scale, const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
-            const Execution& execution) {
-  constexpr int64_t kRowsOfTask = 16;
-  const RowsOf<ConstTensorView> a_rows(a), b_rows(b);
-  const RowsOf<TensorView> y_rows(y);
-  const int64_t rows = y_rows.rows(), channels = y_rows.channels();
-  execution.pool->ParallelFor(CeilDiv(rows, kRowsOfTask), [&](int64_t task, int) {
-    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-    for (int64_t row = task * kRowsOfTask; row < end; ++row) {
-      for (int64_t first = 0; first < channels; first += kPanel) {
-        const int64_t count = std::min(kPanel, channels - first);
-        float sum[kPanel], term[kPanel];
-        a_rows.Load(row, first, count, sum);
-        b_rows.Load(row, first, count, term);
-        for (int64_t c = 0; c < count; ++c) sum[c] = scale * sum[c] + term[c];
-        y_rows.Store(row, first, count, sum);
-      }
-    }
-  });
-}
-
 }  // namespace
 
 absl::StatusOr<PackedMatrix> PackedMatrix::Create(Device device, const ConstTensorView& weights,
@@ -229,18 +210,21 @@ std::string MatMulBackend(Device device) {
 
 absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
                  const TensorView& y, const Execution& execution) {
-  return AddScaled(device, 1, a, b, y, execution);
+  return AddScaled(device, 1, a, 1, b, y, execution);
 }
 
-absl::Status AddScaled(Device device, float scale, const ConstTensorView& a,
+absl::Status AddScaled(Device device, float alpha, const ConstTensorView& a, float beta,
                        const ConstTensorView& b, const TensorView& y, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckSameShape("the first summand", a, "the sum", y));
   TFB_RETURN_IF_ERROR(CheckSameShape("the second summand", b, "the sum", y));
-  if (device != Device::kCpu) {
-    return FinishCuda(device, scale, a, nullptr, Activation::kNone, b, y, execution);
-  }
-  AddCpu(scale, a, b, y, execution);
-  return absl::OkStatus();
+  const auto view = [](const ConstTensorView& tensor) {
+    const DeviceRows rows = ToDeviceRows(tensor);
+    return DeviceView{
+        rows.data, {rows.batch_stride, rows.token_stride, rows.channel_stride, 0}, rows.element};
+  };
+  const RowsOf<TensorView> rows(y);
+  const SumOfRows sum = {alpha, view(a), beta, view(b), view(y), ToDeviceRows(y).tokens};
+  return ForEachInRows(device, rows.rows(), rows.channels(), sum, execution);
 }
 
 }  // namespace tfb

@@ -95,13 +95,14 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Ex
 std::string MatMulBackend(Device device);
 bool MatMulUsesCublas(Device device);
 
-// y = a + b, each of shape [batch, tokens, channels] or [rows, channels], in memory of the device.
-// y may be a or b; a and b may have strides of 0.
+// y = alpha a + beta b, each of shape [batch, tokens, channels] or [rows, channels], of any floating
+// dtype and in memory of the device. y may be a or b; a and b may have strides of 0. Each product
+// and the sum are fp32.
+absl::Status AddScaled(Device device, float alpha, const ConstTensorView& a, float beta,
+                       const ConstTensorView& b, const TensorView& y, const Execution& execution);
+// y = a + b
 absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
                  const TensorView& y, const Execution& execution);
-// y = scale a + b
-absl::Status AddScaled(Device device, float scale, const ConstTensorView& a,
-                       const ConstTensorView& b, const TensorView& y, const Execution& execution);
 
 }  // namespace tfb
 

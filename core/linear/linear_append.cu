@@ -63,7 +63,8 @@ class AppendBlock {
         FetchSums(tile, part_);
         Project(tile);
         __syncthreads();
-        for (int vector = Warp(); vector <= heads_; vector += kWarps) MakeFeatures(tile, vector);
+        for (int vector = OpaqueWarp(); vector <= heads_; vector += kWarps)
+          MakeFeatures(tile, vector);
         __syncthreads();
         PassOverSums(tile);
         __syncthreads();
@@ -105,17 +106,17 @@ class AppendBlock {
       value_sums[c] = s_.value_sums[c] = value_sums[c] + value;
     }
     __syncthreads();
-    for (int vector = Warp(); vector <= heads_; vector += kWarps) {
+    for (int vector = OpaqueWarp(); vector <= heads_; vector += kWarps) {
       float square = 0;
-      for (int c = Lane(); c < a_.head_dim; c += 32) {
+      for (int c = OpaqueLane(); c < a_.head_dim; c += 32) {
         square = fmaf(s_.inputs[vector][c], s_.inputs[vector][c], square);
       }
       square = SumOfWarp(square);
       if (a_.map.unit) {
         const float factor = a_.map.input_scale * InverseLength(a_, square / 2);
-        for (int c = Lane(); c < a_.head_dim; c += 32) s_.inputs[vector][c] *= factor;
+        for (int c = OpaqueLane(); c < a_.head_dim; c += 32) s_.inputs[vector][c] *= factor;
       }
-      if (Lane() != 0) continue;
+      if (OpaqueLane() != 0) continue;
       s_.half_square[vector] = square / 2;
       s_.maximum[vector] = IsExponential(a_) ? -INFINITY : 0;
       s_.total[vector] = 0;
@@ -134,7 +135,7 @@ class AppendBlock {
 
   // Four threads have a row of W, and 4 of every 16 channels each.
   __device__ void Project(int64_t tile) {
-    const int row = Thread() / 4, quarter = Lane() % 4;
+    const int row = Thread() / 4, quarter = OpaqueLane() % 4;
     const int64_t projection = tile * TileProjections(a_) + row;
     const bool pair = IsPair(a_), is_sin_cos = a_.map.feature == Feature::kSinCos;
     const bool exists = row < TileProjections(a_) && projection < a_.map.projections;
@@ -166,7 +167,7 @@ class AppendBlock {
   // Makes the features of one vector, by one warp.
   __device__ void MakeFeatures(int64_t tile, int vector) {
     float* features = s_.features[vector];
-    float low = features[Lane()], high = features[Lane() + 32];
+    float low = features[OpaqueLane()], high = features[OpaqueLane() + 32];
     const float before = s_.maximum[vector];
     float now = before;
     if (IsExponential(a_)) {
@@ -178,10 +179,10 @@ class AppendBlock {
       high = high < 0 ? 0 : high;
     }
     const float factor = Rescale(before, now), sum = SumOfWarp(low + high);
-    features[Lane()] = low;
-    features[Lane() + 32] = high;
+    features[OpaqueLane()] = low;
+    features[OpaqueLane() + 32] = high;
     __syncwarp();  // all lanes have read the maximum
-    if (Lane() == 0) {
+    if (OpaqueLane() == 0) {
       s_.maximum[vector] = now;
       s_.factor[vector] = factor;
       s_.total[vector] = fmaf(s_.total[vector], factor, sum);
@@ -194,10 +195,10 @@ class AppendBlock {
     const float log_scale = IsExponential(a_) ? maximum - s_.half_square[0] : log_input_gate_;
     const float reference = is_seen_ ? fmaxf(before, log_scale) : before;
     const float scale = is_seen_ ? ExpOf(log_scale - Shift(reference)) : 0;
-    s_.scaled_key[Lane()] = scale * low;
-    s_.scaled_key[Lane() + 32] = scale * high;
+    s_.scaled_key[OpaqueLane()] = scale * low;
+    s_.scaled_key[OpaqueLane() + 32] = scale * high;
     __syncwarp();  // all lanes have read the header
-    if (Lane() != 0) return;
+    if (OpaqueLane() != 0) return;
     s_.scaled_key[kTile] = scale * sum;
     header[0] = reference;
     header[1] = is_seen_ ? fmaxf(largest, maximum) : largest;

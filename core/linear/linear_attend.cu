@@ -186,11 +186,13 @@ class AttendBlock {
   __device__ static int Channel() { return Thread() % 16 * 4; }
   // A warp's place in projections, and in its result. Where causal, half of the warps compute
   // pairs; all others compute rows of y.
-  __device__ static int TokenRow() { return Warp() % 4 * 32; }
-  __device__ static int FeatureColumn() { return Warp() / 4 * 32; }
-  __device__ static int ResultRow() { return kCausal ? Warp() % 2 * 32 : TokenRow(); }
-  __device__ static int ResultColumn() { return kCausal ? Warp() / 2 % 2 * 32 : FeatureColumn(); }
-  __device__ static bool DoesPairs() { return kCausal && Warp() < kWarps / 2; }
+  __device__ static int TokenRow() { return OpaqueWarp() % 4 * 32; }
+  __device__ static int FeatureColumn() { return OpaqueWarp() / 4 * 32; }
+  __device__ static int ResultRow() { return kCausal ? OpaqueWarp() % 2 * 32 : TokenRow(); }
+  __device__ static int ResultColumn() {
+    return kCausal ? OpaqueWarp() / 2 % 2 * 32 : FeatureColumn();
+  }
+  __device__ static bool DoesPairs() { return kCausal && OpaqueWarp() < kWarps / 2; }
   static constexpr int kFirstQuery = kCausal ? kTile : 0;  // first query among the rows
 
   // ---- The head's sums ----
@@ -206,7 +208,7 @@ class AttendBlock {
     }
     largest = MaxOfWarp(largest);
     __syncthreads();
-    if (Lane() == 0) numbers_.partial[0][0][Warp()] = largest;
+    if (OpaqueLane() == 0) numbers_.partial[0][0][OpaqueWarp()] = largest;
     __syncthreads();
     return MaxOf(numbers_.partial[0][0], kWarps);
   }
@@ -273,7 +275,8 @@ class AttendBlock {
 
   // Adds the chunk's keys to the tile's sums: 64 x 64 of a panel, of which a warp has 32 x 16.
   __device__ void UpdateSums(int64_t tile) {
-    const int row = Warp() % 2 * 32, column = Warp() / 2 * 16, depth = (count_ + 15) / 16 * 16;
+    const int row = OpaqueWarp() % 2 * 32, column = OpaqueWarp() / 2 * 16,
+              depth = (count_ + 15) / 16 * 16;
     const float* from = from_ == nullptr ? nullptr : from_ + tile * a_.sums.tile;
     float* to = held_ + tile * a_.sums.tile;
     const float rescale = from == nullptr ? 0 : numbers_.tile_rescale;
@@ -499,7 +502,7 @@ class AttendBlock {
   // Finds the maxima of rows with this tile, and the factors that follow from them.
   __device__ void FindMaxima(const Fragment<32>& features) {
     float* partial = numbers_.partial[0][FeatureColumn() / 32] + TokenRow() + Math::FirstRow();
-    const bool is_first = Lane() % 4 == 0;
+    const bool is_first = OpaqueLane() % 4 == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float largest = MaxOfFour(MaxOf(features.at[i], 8));
@@ -527,7 +530,7 @@ class AttendBlock {
   // Makes features from projections, in shared memory. Ends with a barrier.
   __device__ void MakeFeatures(Fragment<32>* features) {
     const int row = TokenRow(), column = FeatureColumn();
-    const bool are_keys = kCausal && row < kTile, is_first = Lane() % 4 == 0;
+    const bool are_keys = kCausal && row < kTile, is_first = OpaqueLane() % 4 == 0;
     const int first_row = row + Math::FirstRow();
     const float* maxima = numbers_.maximum + first_row;
     const float* normaliser = numbers_.normaliser + column + Math::FirstColumn();
@@ -557,7 +560,7 @@ class AttendBlock {
 
   // Scales features of keys for the tile's sums: relative to the chunk's reference.
   __device__ void ScaleKeys(int row, int column, Fragment<32>* features) {
-    const int lane = Lane();
+    const int lane = OpaqueLane();
     const float reference = fmaxf(
         tile_reference_, MaxOfWarp(fmaxf(numbers_.log_scale[lane], numbers_.log_scale[lane + 32])));
     const float* log_scales = numbers_.log_scale + row + Math::FirstRow();
@@ -731,7 +734,7 @@ class AttendBlock {
   // Finishes a chunk, causal: the pairs, the rows, and the head's numbers.
   __device__ void EndChunk() {
     const int t = Thread();
-    if (t / 32 == 0) FindRunningMaxima();
+    if (t / kWarp == 0) FindRunningMaxima();
     __syncthreads();
     if (t < kTile && attends_) {
       const float reference = numbers_.running_reference[t];
@@ -775,12 +778,12 @@ class AttendBlock {
       numbers_.feature_values[t] = feature_values;
       numbers_.values[t] = values;
     }
-    if (t / 32 == kWarps - 1) CountKeys(reference, rescale);
+    if (t / kWarp == kWarps - 1) CountKeys(reference, rescale);
     reference_ = reference + numbers_.decay[kTile - 1];
   }
   // Adds the chunk's numbers to the head's. One warp calls it.
   __device__ void CountKeys(float reference, float rescale) {
-    const int j = Lane();
+    const int j = OpaqueLane();
     const float seen = SumOfWarp(numbers_.seen[j] + numbers_.seen[j + 32]);
     const float sum = SumOfWarp(numbers_.coefficient[j] + numbers_.coefficient[j + 32]);
     if (j > 0) return;
@@ -792,7 +795,7 @@ class AttendBlock {
 
   // Finds the maxima over the keys up to each one of the chunk. One warp calls it.
   __device__ void FindRunningMaxima() {
-    const int lane = Lane();
+    const int lane = OpaqueLane();
     const bool whole = a_.map.stabiliser == KeyStabiliser::kSequence;
     const auto maximum_of = [&](int key) {
       return numbers_.seen[key] != 0 && !whole ? numbers_.maximum[key] : -INFINITY;
@@ -809,7 +812,7 @@ class AttendBlock {
   }
   // to[n] = max(before, values 0 to n), of which the lane has n = lane and lane + 32.
   __device__ void RunMaxima(float before, float low, float high, float* to) {
-    const int lane = Lane();
+    const int lane = OpaqueLane();
     low = fmaxf(before, low);
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       const float other = __shfl_up_sync(~0u, low, lanes);
@@ -828,7 +831,7 @@ class AttendBlock {
   __device__ void StoreWeights() {
     const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
     float* partial = numbers_.partial[0][ResultColumn() / 32] + row;
-    const bool is_first = Lane() % 4 == 0;
+    const bool is_first = OpaqueLane() % 4 == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = row + Math::Row(i);
@@ -928,13 +931,14 @@ __device__ inline void ClearKeylessRows(const LinearArguments& a) {
   const int64_t keyless = min(a.query_tokens - a.kv_tokens, a.query_tokens);
   if (keyless <= 0) return;
   const int64_t rows = a.batch * a.query_heads * keyless;
-  for (int64_t n = WarpOfGrid(); n < rows; n += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + OpaqueWarp(); n < rows;
+       n += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t i = n % keyless, h = n / keyless % a.query_heads;
     const int64_t b = n / keyless / a.query_heads;
-    for (int c = Lane() * 4; c < a.value_dim; c += 128) {
+    for (int c = OpaqueLane() * 4; c < a.value_dim; c += 128) {
       StoreOut(a, b, h, i, c, a.value_dim - c, make_float4(0, 0, 0, 0));
     }
-    if (Lane() == 0) StoreLogSumExp(a, b, h, i, 0, 0, false);
+    if (OpaqueLane() == 0) StoreLogSumExp(a, b, h, i, 0, 0, false);
   }
 }
 

@@ -26,6 +26,7 @@
 
 #include <string.h>
 
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/linear/linear_kernels.h"
 
@@ -46,6 +47,8 @@ __device__ inline int Opaque(int x) {
 }
 
 __device__ inline int Thread() { return Opaque(static_cast<int>(threadIdx.x)); }
+__device__ inline int OpaqueLane() { return Thread() % kWarp; }
+__device__ inline int OpaqueWarp() { return Thread() / kWarp; }
 
 // A lane's part of a tile of 32 x kColumns.
 template <int kColumns>
@@ -75,8 +78,8 @@ struct Fp32 {
                        count > 3 ? from[3 * stride] : 0);
   }
 
-  __device__ static int FirstRow() { return Lane() / 4 * 4; }
-  __device__ static int FirstColumn() { return Lane() % 4 * 4; }
+  __device__ static int FirstRow() { return OpaqueLane() / 4 * 4; }
+  __device__ static int FirstColumn() { return OpaqueLane() % 4 * 4; }
   static constexpr int Row(int i) { return i; }
   static constexpr int Column(int j) { return j / 4 * 16 + j % 4; }
 
@@ -167,20 +170,12 @@ struct Fp32 {
       for (int n = 0; n < kColumns / 16; ++n) second[n] = b.At(k, first_column + Column(4 * n));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        const float4 x = *reinterpret_cast<const float4*>(first + step * A::kStep);
-        const float rows[4] = {x.x, x.y, x.z, x.w};
+        float rows[4], columns[4];
+        LoadVectors(first + step * A::kStep, rows);
 #pragma unroll
         for (int n = 0; n < kColumns / 16; ++n) {
-          const float4 y = *reinterpret_cast<const float4*>(second[n] + step * B::kStep);
-          const float columns[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              float& sum = result->at[i][4 * n + j];
-              sum = fmaf(rows[i], columns[j], sum);
-            }
-          }
+          LoadVectors(second[n] + step * B::kStep, columns);
+          AddOuterProduct(rows, columns, result->at, 4 * n);
         }
         if (sums == nullptr) continue;
 #pragma unroll
@@ -241,8 +236,8 @@ struct SplitBf16 {
     return make_uint2(a | b << 16, c | d << 16);
   }
 
-  __device__ static int FirstRow() { return Lane() / 4; }
-  __device__ static int FirstColumn() { return Lane() % 4 * 2; }
+  __device__ static int FirstRow() { return OpaqueLane() / 4; }
+  __device__ static int FirstColumn() { return OpaqueLane() % 4 * 2; }
   static constexpr int Row(int i) { return 8 * i; }
   static constexpr int Column(int j) { return j / 2 * 8 + j % 2; }
 
@@ -305,7 +300,7 @@ struct SplitBf16 {
     // beginning of row l % 8 of the 8 x 8 matrix l / 8. The four registers are those of mma's first
     // operand, or of its second for 8 columns and for the next 8.
     __device__ const unsigned short* Start(int first, bool is_first_operand) const {
-      const int lane = Lane(), matrix = lane / 8;
+      const int lane = OpaqueLane(), matrix = lane / 8;
       const bool second_below =
           is_first_operand != kDown;  // matrix 1 is below matrix 0, not beside it
       const int below = second_below ? matrix % 2 : matrix / 2;

@@ -55,7 +55,7 @@ __device__ inline void AddHalfSquare(const LinearArguments& a, const float4& x, 
                                      float* half_square) {
   float sum = x.x * x.x + x.y * x.y + (x.z * x.z + x.w * x.w);
   sum = SumOfLanes<16>(sum);
-  if (Lane() % 16 != 0) return;
+  if (OpaqueLane() % 16 != 0) return;
   sum *= a.map.unit ? 0.5f : 0.5f * a.map.input_scale * a.map.input_scale;
   *half_square = first ? sum : *half_square + sum;
 }

@@ -92,10 +92,10 @@ class SumBlock {
   __device__ static int Row() { return Thread() / 16; }
   __device__ static int Channel() { return Thread() % 16 * 4; }
   // A warp's place in projections, and in sums.
-  __device__ static int TokenRow() { return Warp() % 4 * 32; }
-  __device__ static int FeatureColumn() { return Warp() / 4 * 32; }
-  __device__ static int ResultRow() { return Warp() % 2 * 32; }
-  __device__ static int ResultColumn() { return Warp() / 2 % 2 * 32; }
+  __device__ static int TokenRow() { return OpaqueWarp() % 4 * 32; }
+  __device__ static int FeatureColumn() { return OpaqueWarp() / 4 * 32; }
+  __device__ static int ResultRow() { return OpaqueWarp() % 2 * 32; }
+  __device__ static int ResultColumn() { return OpaqueWarp() / 2 % 2 * 32; }
 
   __device__ void AddKeys(int64_t first, int count) {
     unsigned seen = 0;  // bit n: the thread's row n is a token
@@ -126,7 +126,7 @@ class SumBlock {
     MakeFeatures(first, count, &features);
     features_.Store(TokenRow(), FeatureColumn(), features);
     __syncthreads();
-    const int half = Warp() / 4 * kTile;
+    const int half = OpaqueWarp() / 4 * kTile;
     const int depth = min(kTile, (max(count - half, 0) + 15) / 16 * 16);
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
@@ -201,9 +201,9 @@ class SumBlock {
     }
     reference = MaxOfWarp(reference);
     maximum = MaxOfWarp(maximum);
-    if (Lane() == 0) {
-      partial_[Warp()] = reference;
-      partial_[kWarps + Warp()] = maximum;
+    if (OpaqueLane() == 0) {
+      partial_[OpaqueWarp()] = reference;
+      partial_[kWarps + OpaqueWarp()] = maximum;
     }
     __syncthreads();
     reference = fmaxf(reference_, MaxOf(partial_, kWarps));
@@ -251,23 +251,23 @@ class SumBlock {
 
   // Adds the halves of the warps, and writes the sums.
   __device__ void Finish() {
-    if (Warp() >= kWarps / 2) PutResult(/*adds=*/false);
+    if (OpaqueWarp() >= kWarps / 2) PutResult(/*adds=*/false);
     __syncthreads();
-    if (Warp() < kWarps / 2) PutResult(/*adds=*/true);
+    if (OpaqueWarp() < kWarps / 2) PutResult(/*adds=*/true);
     __syncthreads();
     const int t = Thread();
     if (t < kColumns) {
       float sum = 0;
       for (int r = 0; r < kTile; ++r) sum += result_[r * kColumns + t];
       result_[kTile * kColumns + t] = sum;
-    } else if (t / 32 == kWarps - 1) {
-      const float sum = SumOfWarp(normaliser_[Lane()] + normaliser_[Lane() + 32]);
-      if (Lane() == 0) normaliser_[kTile] = sum;
+    } else if (t / kWarp == kWarps - 1) {
+      const float sum = SumOfWarp(normaliser_[OpaqueLane()] + normaliser_[OpaqueLane() + 32]);
+      if (OpaqueLane() == 0) normaliser_[kTile] = sum;
     }
     __syncthreads();
     float* head = a_.group_sums + (head_ * a_.groups + group_) * a_.sums.head;
     float* tile = head + tile_ * a_.sums.tile;
-    for (int r = Warp(); r <= kTile; r += kWarps) {
+    for (int r = OpaqueWarp(); r <= kTile; r += kWarps) {
       float* row = tile + r * a_.sums.row;
       StoreRow(row, result_ + r * kColumns, normaliser_[r]);
     }
@@ -279,8 +279,8 @@ class SumBlock {
   }
   // Stores this part's columns of a row, and `ones`. One warp calls it.
   __device__ void StoreRow(float* row, const float* columns, float ones) {
-    for (int c = Lane(); c < columns_; c += 32) row[first_column_ + c] = columns[c];
-    const int behind = a_.value_dim + Lane();
+    for (int c = OpaqueLane(); c < columns_; c += 32) row[first_column_ + c] = columns[c];
+    const int behind = a_.value_dim + OpaqueLane();
     if (part_ == 0 && behind < a_.sums.row) row[behind] = behind == a_.sums.ones ? ones : 0;
   }
 
@@ -319,8 +319,8 @@ class SumBlock {
       result_[kRowStep * kColumns + t] = sum;
     }
     __syncthreads();
-    if (Warp() > 0) return;
-    const float tokens = SumOfWarp(Lane() < kRowStep ? normaliser_[Lane()] : 0);
+    if (OpaqueWarp() > 0) return;
+    const float tokens = SumOfWarp(OpaqueLane() < kRowStep ? normaliser_[OpaqueLane()] : 0);
     StoreRow(to, result_ + kRowStep * kColumns, tokens);
   }
 
@@ -462,7 +462,7 @@ __device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_
   const int64_t row = b * a.k.strides[0] + h * a.k.strides[1] + key * a.k.strides[2];
   const float* gate = a.gate + h * (a.head_dim + 1);
   float sum = 0;
-  for (int c = Lane(); c < a.head_dim; c += 32) {
+  for (int c = OpaqueLane(); c < a.head_dim; c += 32) {
     sum = fmaf(gate[c], LoadElement(a.k.data, a.k.element, row + c * a.k.strides[3]), sum);
   }
   return SumOfWarp(sum) + gate[a.head_dim];
@@ -472,7 +472,7 @@ __device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_
 __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a) {
   const int64_t chunks = CeilDiv(a.kv_tokens, kTile);
   const int64_t tasks = a.batch * a.kv_heads * chunks;
-  for (int64_t task = WarpOfGrid(); task < tasks;
+  for (int64_t task = static_cast<int64_t>(blockIdx.x) * kWarps + OpaqueWarp(); task < tasks;
        task += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t head = task / chunks, first = task % chunks * kTile;
     float before = 0;
@@ -482,9 +482,9 @@ __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a)
         const int64_t key = first + half + n;
         if (key >= a.kv_tokens || !IsToken(a, head / a.kv_heads, key)) continue;
         const float of_key = GateLogit(a, head, key);
-        if (Lane() == n) logit = of_key;
+        if (OpaqueLane() == n) logit = of_key;
       }
-      const int64_t key = first + half + Lane();
+      const int64_t key = first + half + OpaqueLane();
       const bool is_seen = key < a.kv_tokens && IsToken(a, head / a.kv_heads, key);
       const float log_gate = LogSigmoid(logit);
       const float kept = !is_seen ? 0 : log_gate < kLeastLogGate ? kLeastLogGate : log_gate;

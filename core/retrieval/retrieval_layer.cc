@@ -5,8 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/for_each.h"
+#include "core/cuda/runtime.h"
 #include "core/random.h"
-#include "core/retrieval/retrieval_kernels.h"
+#include "core/retrieval/retrieval_functors.h"
 #include "core/search/search.h"
 #include "core/status.h"
 
@@ -27,17 +29,6 @@ ConstTensorView EvenRows(const ConstTensorView& view) {
   if (!even || (view.dim(2) > 1 && view.stride(2) != 1)) return {};
   return ConstTensorView(view.data, view.dtype, {1, view.dim(0) * view.dim(1), view.dim(2)},
                          {0, view.stride(one_token ? 0 : 1), 1});
-}
-
-void CopyOnCpu(const ConstTensorView& from, const TensorView& to, int64_t entries) {
-  for (int64_t b = 0; b < from.dim(0); ++b) {
-    for (int64_t i = 0; i < from.dim(1); ++i) {
-      for (int64_t n = 0; n < from.dim(2); ++n) {
-        const int32_t entry = *from.At<int32_t>(b, i, n);
-        *to.MutableAt<int32_t>(b, i, n) = entry >= 0 && entry < entries ? entry : -1;
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -237,20 +228,14 @@ absl::Status RetrievalLayer::FindNeighbours(const ConstTensorView& context, cons
 
 absl::Status RetrievalLayer::CopyNeighbours(const ConstTensorView& from, const TensorView& to,
                                             const Execution& execution) const {
-  if (device_ == Device::kCpu) {
-    CopyOnCpu(from, to, retrieval_.entries);
-    return absl::OkStatus();
-  }
-  CopyNeighboursArguments arguments = {};
-  arguments.from = static_cast<const int32_t*>(from.data);
-  arguments.to = static_cast<int32_t*>(to.mutable_data());
-  std::copy_n(from.strides.data(), 3, arguments.from_strides);
-  std::copy_n(to.strides.data(), 3, arguments.to_strides);
-  std::copy_n(from.dims.data(), 3, arguments.sizes);
-  arguments.entries = retrieval_.entries;
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-  return ToStatus(
-      KernelsOn<RetrievalKernels>(runtime->target()).copy_neighbours(arguments, execution.stream));
+  CopyOfNeighbours copy = {};
+  copy.from = static_cast<const int32_t*>(from.data);
+  copy.to = static_cast<int32_t*>(to.mutable_data());
+  std::copy_n(from.strides.data(), 3, copy.from_strides);
+  std::copy_n(to.strides.data(), 3, copy.to_strides);
+  copy.tokens = from.dim(1);
+  copy.entries = retrieval_.entries;
+  return ForEachInRows(device_, from.dim(0) * from.dim(1), from.dim(2), copy, execution);
 }
 
 }  // namespace tfb

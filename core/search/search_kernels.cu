@@ -7,6 +7,7 @@
 // no effect: scores and ages alone decide which are kept.
 #include <string.h>
 
+#include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/search/search_kernels.h"
 
@@ -18,7 +19,7 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kQueries = kSearchQueries;
 constexpr int kKeys = kSearchKeys;
 constexpr int kDepth = 32;  // channels that are staged at once
-// A thread has 8 keys x 4 queries of a tile: three loads of 16 bytes for 32 multiply-adds.
+// A thread has 8 keys x 4 queries of a tile.
 constexpr int kThreadKeys = 8;
 constexpr int kThreadQueries = 4;
 constexpr int kQueryGroups = kQueries / kThreadQueries;
@@ -328,24 +329,6 @@ __device__ void Stage(const SearchArguments& a, const Task& task, int64_t first,
   }
 }
 
-__device__ void MultiplyStaged(const Block& block, int key, int query,
-                               float (&sum)[kThreadKeys][kThreadQueries]) {
-  for (int c = 0; c < kDepth; ++c) {
-    const auto* keys = reinterpret_cast<const float4*>(block.keys + c * kKeyStride + key);
-    const float4 low = keys[0], high = keys[1];
-    const float4 q = *reinterpret_cast<const float4*>(block.queries + c * kQueryStride + query);
-    const float of_keys[kThreadKeys] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const float of_queries[kThreadQueries] = {q.x, q.y, q.z, q.w};
-#pragma unroll
-    for (int i = 0; i < kThreadKeys; ++i) {
-#pragma unroll
-      for (int j = 0; j < kThreadQueries; ++j) {
-        sum[i][j] = fmaf(of_keys[i], of_queries[j], sum[i][j]);
-      }
-    }
-  }
-}
-
 // Searches the part's entries first, ..., first + 127. All candidate lists have room for so many.
 __device__ void SearchTile(const SearchArguments& a, const Task& task, int64_t first,
                            Block& block) {
@@ -357,7 +340,8 @@ __device__ void SearchTile(const SearchArguments& a, const Task& task, int64_t f
     __syncthreads();
     Stage(a, task, c, block);
     __syncthreads();
-    MultiplyStaged(block, key, query, sum);
+    AddProduct<2>({block.keys + key, kKeyStride}, {block.queries + query, kQueryStride}, kDepth,
+                  sum);
   }
   __syncthreads();  // for keys without channels: the keys have been found
 #pragma unroll

@@ -1,16 +1,12 @@
+#include "core/cuda/for_each.cuh"
 #include "core/cuda/warp.cuh"
 #include "memory/compressive/compressive_cuda.h"
+#include "memory/compressive/compressive_functors.h"
 
 namespace tfb::compressive {
 namespace {
 
 constexpr int kThreads = 256;
-
-template <class Arguments>
-const char* LaunchElements(const char* name, void (*kernel)(Arguments), int64_t elements,
-                           void* stream, const Arguments& arguments) {
-  return Launch(name, kernel, {CeilDiv(elements, kThreads), kThreads}, stream, arguments);
-}
 
 // Returns to thread 0 the sum over the block's threads, always in the same order.
 __device__ double SumOfBlock(double value) {
@@ -24,32 +20,10 @@ __device__ double SumOfBlock(double value) {
   return sums[0];
 }
 
-// ---- Rows ----
-
-__global__ void __launch_bounds__(kThreads) PoolRows(PoolRowsArguments a) {
-  const int64_t n = ThreadOfGrid();
-  if (n >= a.batch * a.blocks * a.channels) return;
-  const int64_t c = n % a.channels, block = n / a.channels % a.blocks;
-  const int64_t b = n / a.channels / a.blocks;
-  double sum = 0;
-  float max = -INFINITY;
-  for (int64_t i = 0; i < a.rate; ++i) {
-    const float x = Load(a.from, Offset(a.from, b, block * a.rate + i, c));
-    sum += x;
-    if (!(x <= max)) max = x;  // a NaN stays
-  }
-  const float mean = static_cast<float>(sum / static_cast<double>(a.rate));
-  Store(a.to, Offset(a.to, b, block, c), a.max ? max : mean);
-}
-
-const char* LaunchPoolRows(const PoolRowsArguments& a, void* stream) {
-  return LaunchElements("PoolRows", &PoolRows, a.batch * a.blocks * a.channels, stream, a);
-}
-
 // ---- Attention ----
 
 // A warp merges a row.
-__global__ void __launch_bounds__(kThreads) MergeParts(MergePartsArguments a) {
+__global__ void __launch_bounds__(kRowThreads) MergeParts(MergePartsArguments a) {
   const int64_t row = WarpOfGrid();
   if (row >= a.batch * a.heads * a.tokens) return;
   const int64_t i = row % a.tokens, h = row / a.tokens % a.heads, b = row / a.tokens / a.heads;
@@ -66,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) MergeParts(MergePartsArguments a) {
 }
 
 const char* LaunchMergeParts(const MergePartsArguments& a, void* stream) {
-  return LaunchElements("MergeParts", &MergeParts, a.batch * a.heads * a.tokens * kWarp, stream, a);
+  return LaunchWarps("MergeParts", &MergeParts, a.batch * a.heads * a.tokens, stream, a);
 }
 
 // A block does one key; its threads take queries and heads in turns.
@@ -157,7 +131,8 @@ const char* LaunchLossOfDifference(const LossOfDifferenceArguments& a, void* str
 
 }  // namespace
 
-TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchPoolRows, &LaunchMergeParts, &LaunchReceived,
-                                      &LaunchSelectRows, &LaunchLossOfDifference});
+TFB_KERNEL_TABLE(CompressiveKernels,
+                 {&LaunchMergeParts, &LaunchReceived, &LaunchSelectRows, &LaunchLossOfDifference});
+TFB_FOR_EACH_IN_ROWS(PooledRows);
 
 }  // namespace tfb::compressive

@@ -10,16 +10,6 @@
 
 namespace tfb::compressive {
 
-struct PoolRowsArguments {
-  DeviceView from;  // [batch, blocks * rate, channels]
-  DeviceView to;    // [batch, blocks, channels]
-  int64_t batch;
-  int64_t blocks;
-  int64_t channels;
-  int64_t rate;
-  bool max;
-};
-
 struct MergePartsArguments {
   DeviceView out;      // [batch, heads, tokens, channels]; receives the result
   DeviceView other;    // likewise
@@ -79,7 +69,6 @@ struct LossOfDifferenceArguments {
 
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct CompressiveKernels {
-  const char* (*pool_rows)(const PoolRowsArguments& arguments, void* stream);
   const char* (*merge_parts)(const MergePartsArguments& arguments, void* stream);
   const char* (*received)(const ReceivedArguments& arguments, void* stream);
   const char* (*select_rows)(const SelectRowsArguments& arguments, void* stream);

@@ -6,9 +6,11 @@
 #include <numeric>
 
 #include "Eigen/Core"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/status.h"
 #include "memory/compressive/compressive_cuda.h"
+#include "memory/compressive/compressive_functors.h"
 
 namespace tfb::compressive {
 namespace {
@@ -21,21 +23,6 @@ absl::Status Launch(Device device,
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   const CompressiveKernels& kernels = KernelsOn<CompressiveKernels>(runtime->target());
   return ToStatus((kernels.*kernel)(arguments, execution.stream));
-}
-
-void PoolBlock(bool max, int64_t rate, const TensorView& from, const TensorView& to, int64_t b,
-               int64_t block) {
-  for (int64_t c = 0; c < to.dim(2); ++c) {
-    double sum = 0;
-    float largest = -std::numeric_limits<float>::infinity();
-    for (int64_t i = 0; i < rate; ++i) {
-      const float x = *from.At<float>(b, block * rate + i, c);
-      sum += x;
-      if (!(x <= largest)) largest = x;  // a NaN stays
-    }
-    *to.MutableAt<float>(b, block, c) =
-        max ? largest : static_cast<float>(sum / static_cast<double>(rate));
-  }
 }
 
 float ReceivedBy(const ReceivedCall& call, int64_t b, int64_t key) {
@@ -79,16 +66,8 @@ void SelectOfBatch(const SelectRowsCall& call, int64_t b) {
 
 absl::Status PoolRows(Device device, bool max, int64_t rate, const TensorView& from,
                       const TensorView& to, const Execution& execution) {
-  const int64_t blocks = to.dim(1);
-  if (device == Device::kCpu) {
-    execution.pool->ParallelFor(to.dim(0) * blocks, [&](int64_t task, int) {
-      PoolBlock(max, rate, from, to, task / blocks, task % blocks);
-    });
-    return absl::OkStatus();
-  }
-  const PoolRowsArguments arguments = {
-      ToDeviceView(from), ToDeviceView(to), to.dim(0), blocks, to.dim(2), rate, max};
-  return Launch(device, &CompressiveKernels::pool_rows, arguments, execution);
+  const PooledRows pooled = {ToDeviceView(from), ToDeviceView(to), to.dim(1), rate, max};
+  return ForEachInRows(device, to.dim(0) * to.dim(1), to.dim(2), pooled, execution);
 }
 
 absl::Status MergeParts(Device device, const AttentionPart& own, const AttentionPart& other,

@@ -10,6 +10,7 @@
 #include "attention/multi_head/projected_attention.h"
 #include "core/definition.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/matmul.h"
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/reversible/reversible_stack.h"
@@ -100,7 +101,7 @@ class ReversibleLayer : public Layer {
     const TensorView out = outputs.Get("out");
     if (output_ != Output::kConcatenate) {
       const float share = output_ == Output::kMean ? 0.5f : 1;
-      return Combine(device_, share, streams.first, share, streams.second, out, execution);
+      return AddScaled(device_, share, streams.first, share, streams.second, out, execution);
     }
     const int64_t width = problem().model_dim();
     TFB_RETURN_IF_ERROR(Copy(streams.first, Slice(out, 2, 0, width), execution));
@@ -126,7 +127,7 @@ class ReversibleLayer : public Layer {
   }
   absl::Status Copy(const ConstTensorView& from, const TensorView& to,
                     const Execution& execution) const {
-    return Combine(device_, 1, from, 0, from, to, execution);
+    return AddScaled(device_, 1, from, 0, from, to, execution);
   }
   static Execution Rest(const Execution& execution, const Workspace& workspace) {
     Execution rest = execution;

@@ -5,12 +5,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/multi_head/projected_attention.h"
-#include "core/cuda/runtime.h"
-#include "core/flash/rows.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/matmul.h"
 #include "core/random.h"
 #include "core/status.h"
-#include "memory/reversible/reversible_cuda.h"
 
 namespace tfb::reversible {
 namespace {
@@ -44,29 +42,6 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateF(const TechniqueSpec& f, const Pro
   return layer;
 }
 
-void CombineOnCpu(float a, const ConstTensorView& x, float b, const ConstTensorView& z,
-                  const TensorView& y, const Execution& execution) {
-  constexpr int64_t kRowsOfTask = 16, kChannels = 64;
-  const int64_t rows = y.dim(0) * y.dim(1), channels = y.dim(2);
-  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-    for (int64_t row = task * kRowsOfTask; row < end; ++row) {
-      const int64_t n = row / y.dim(1), t = row % y.dim(1);
-      for (int64_t c = 0; c < channels; c += kChannels) {
-        const int64_t count = std::min(kChannels, channels - c);
-        float sum[kChannels], term[kChannels];
-        LoadRow(x, x.Offset(n, t, c), x.stride(2), count, sum);
-        LoadRow(z, z.Offset(n, t, c), z.stride(2), count, term);
-        for (int64_t k = 0; k < count; ++k) {
-          const float first = a * sum[k], second = b * term[k];
-          sum[k] = first + second;
-        }
-        StoreRow(sum, count, y, y.Offset(n, t, c), y.stride(2));
-      }
-    }
-  });
-}
-
 }  // namespace
 
 std::string BlockPrefix(int64_t block) { return absl::StrCat("layer", block, "."); }
@@ -74,26 +49,6 @@ std::string BlockPrefix(int64_t block) { return absl::StrCat("layer", block, "."
 multi_head::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
                                     int64_t block) {
   return multi_head::FurtherInputs(options.f, problem, {"x"}, {"", BlockPrefix(block) + "f."});
-}
-
-absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
-                     const ConstTensorView& z, const TensorView& y, const Execution& execution) {
-  if (device == Device::kCpu) {
-    CombineOnCpu(a, x, b, z, y, execution);
-    return absl::OkStatus();
-  }
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
-  CombineArguments arguments = {};
-  arguments.a = a;
-  arguments.x = ToDeviceView(x);
-  arguments.b = b;
-  arguments.z = ToDeviceView(z);
-  arguments.y = ToDeviceView(y);
-  arguments.batch = y.dim(0);
-  arguments.tokens = y.dim(1);
-  arguments.channels = y.dim(2);
-  return ToStatus(
-      KernelsOn<ReversibleKernels>(runtime->target()).combine(arguments, execution.stream));
 }
 
 absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
@@ -196,7 +151,7 @@ absl::Status ReversibleStack::AddF(Block& block, float sign, const Streams& stre
   block.f_outputs.Set("out", scratch.update);
   if (sets_up) TFB_RETURN_IF_ERROR(block.f->Setup(block.f_inputs, rest));
   TFB_RETURN_IF_ERROR(block.f->Run(block.f_inputs, block.f_outputs, rest));
-  return Combine(device_, 1, streams.first, sign, scratch.update, streams.first, rest);
+  return AddScaled(device_, 1, streams.first, sign, scratch.update, streams.first, rest);
 }
 
 // second += sign G(first), for some tokens at a time.
@@ -212,7 +167,7 @@ absl::Status ReversibleStack::AddG(const Block& block, float sign, const Streams
     TFB_RETURN_IF_ERROR(
         block.g_norm.Run(Slice(streams.first, 1, begin, tokens), scratch.normalized, rest));
     TFB_RETURN_IF_ERROR(block.g.Run(scratch.normalized, {}, scratch.update, rest));
-    TFB_RETURN_IF_ERROR(Combine(device_, 1, second, sign, scratch.update, second, rest));
+    TFB_RETURN_IF_ERROR(AddScaled(device_, 1, second, sign, scratch.update, second, rest));
   }
   return absl::OkStatus();
 }

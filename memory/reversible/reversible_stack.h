@@ -23,11 +23,6 @@
 
 namespace tfb::reversible {
 
-// y = a x + b z. Views are [batch, tokens, channels] of the device's memory, of any floating dtype
-// and strides; y may be x or z. Each product and the sum are fp32.
-absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
-                     const ConstTensorView& z, const TensorView& y, const Execution& execution);
-
 // Returns what the names of a block's parameters begin with.
 std::string BlockPrefix(int64_t block);
 // Returns what the block's f reads beside x.
