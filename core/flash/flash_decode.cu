@@ -96,9 +96,9 @@ class FlashDecodeBlock {
   // `task.head` is the first query head of the group.
   __device__ FlashDecodeBlock(const FlashArguments& a, const FlashTask& task, float* memory)
       : a_(a), task_(task), queries_(memory), memory_(memory + kRows * kDim) {
-    lane_ = Lane() % kLanes;
-    group_ = Lane() / kLanes;
-    warp_ = Warp();
+    lane_ = threadIdx.x % kWarp % kLanes;
+    group_ = threadIdx.x % kWarp / kLanes;
+    warp_ = threadIdx.x / kWarp;
     rows_ = static_cast<int>(a.query_heads / a.kv_heads * a.query_tokens);
   }
 
@@ -270,13 +270,13 @@ class FlashDecodeBlock {
     const int64_t i = QueryOf(row);
     const int64_t token = TokenOf(a_.query_order, task.batch, task.head, i);
     const OutputRow output(a_, task, i, token, sum);
-    for (int c = Lane(); c < a_.value_dim; c += kWarp) {
+    for (int c = threadIdx.x % kWarp; c < a_.value_dim; c += kWarp) {
       float value[1] = {0};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) value[0] = fmaf(factors[w], part(w)[c], value[0]);
       output.Store(c, value);
     }
-    if (Lane() == 0) StoreSums(a_, task, i, token, largest, sum);
+    if (threadIdx.x % kWarp == 0) StoreSums(a_, task, i, token, largest, sum);
   }
 
   const FlashArguments& a_;
