@@ -7,9 +7,10 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "core/definition.h"
 #include "core/layers/feed_forward.h"
+#include "core/layers/layer_definitions.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
 #include "core/status.h"
@@ -18,7 +19,7 @@
 namespace tfb::encoder_decoder {
 namespace {
 
-using multi_head::ParameterSpec;
+using layers::ParameterSpec;
 
 using Part = EncoderDecoderOptions::Part;
 using BlockKind = EncoderDecoderOptions::BlockKind;
@@ -58,7 +59,7 @@ struct AttentionPlace {
   Problem problem;
   TechniqueSpec inner;
   bool cross;
-  multi_head::FurtherInputs further;
+  layers::FurtherInputs further;
 };
 // The names of one layer, whose feed-forward sublayer is the last.
 struct LayerPlace {
@@ -88,7 +89,7 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
       const std::string attention = layer + (decodes ? "self" : "attention");
       place.attention.push_back(
           {attention, self, options.inner, false,
-           multi_head::FurtherInputsOf(options.inner, self, {of_stack, attention + "."})});
+           layers::FurtherInputsOf(options.inner, self, {of_stack, attention + "."})});
       if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true, {}});
       place.ff = layer + "ff";
       result.layers.push_back(std::move(place));
@@ -103,19 +104,6 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
   return stacks;
 }
 
-std::vector<ParameterSpec> NormSpecs(const std::string& name, int64_t width) {
-  return {{name + ".gamma", {width}, 1, 0}, {name + ".beta", {width}, 0, 0}};
-}
-
-std::vector<ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
-  const double of_width = 1 / std::sqrt(static_cast<double>(width));
-  const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
-  return {{"w1", {width, inner}, 0, of_width},
-          {"b1", {inner}, 0, of_width},
-          {"w2", {inner, width}, 0, of_inner},
-          {"b2", {width}, 0, of_inner}};
-}
-
 // Returns the specs of all parameters but those of the inner techniques.
 std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const EncoderDecoderOptions& options) {
@@ -126,7 +114,9 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
   std::vector<ParameterSpec> all;
   const auto add = [&](const std::string& prefix, const std::vector<ParameterSpec>& specs) {
     for (ParameterSpec spec : specs) {
-      if (spec.name == "w_o" || spec.name == "w2") spec.deviation *= residual_scale;
+      if (spec.name == "w_o" || absl::EndsWith(spec.name, ".ff.w2")) {
+        spec.deviation *= residual_scale;
+      }
       spec.name = prefix + spec.name;
       all.push_back(std::move(spec));
     }
@@ -135,13 +125,14 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& attention : layer.attention) {
         add(attention.name + ".",
-            multi_head::ProjectionSpecs(attention.problem, options.bias, attention.inner));
-        add("", NormSpecs(attention.name + "_norm", width));
+            layers::ProjectionSpecs(attention.problem, options.bias, attention.inner));
+        add("", layers::NormSpecs(attention.name + "_norm", width));
       }
-      add(layer.ff + ".", FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)));
-      add("", NormSpecs(layer.ff + "_norm", width));
+      add("", layers::FeedForwardSpecs(layer.ff, width,
+                                       FeedForwardDim(options.feed_forward_dim, width)));
+      add("", layers::NormSpecs(layer.ff + "_norm", width));
     }
-    if (!stack.final_norm.empty()) add("", NormSpecs(stack.final_norm, width));
+    if (!stack.final_norm.empty()) add("", layers::NormSpecs(stack.final_norm, width));
   }
   return all;
 }
@@ -156,8 +147,8 @@ class EncoderDecoderLayer : public Layer {
                                                        Device device, uint64_t seed) {
     std::unique_ptr<EncoderDecoderLayer> layer(
         new EncoderDecoderLayer(problem, std::move(inputs), options, device));
-    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(ParameterSpecs(problem, options), "", seed,
-                                                   &layer->parameters_));
+    TFB_RETURN_IF_ERROR(
+        layers::DrawParameters(ParameterSpecs(problem, options), seed, &layer->parameters_));
     for (StackPlace& place : StacksOf(problem, options)) {
       Stack& stack = layer->stacks_.emplace_back();
       for (const LayerPlace& layer_place : place.layers) {
@@ -167,14 +158,13 @@ class EncoderDecoderLayer : public Layer {
           const bool gives_x = problem.dtype == DType::kF32;
           TFB_ASSIGN_OR_RETURN(
               std::unique_ptr<Layer> inner,
-              multi_head::CreateInner(attention.inner, attention.problem, device,
-                                      RandomStream(seed, attention.name).Bits(0), gives_x));
-          multi_head::AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
-          block.attention.push_back(
-              {attention,
-               multi_head::ProjectedAttention(device, attention.problem, attention.cross,
-                                              std::move(inner)),
-               {}});
+              layers::CreateInner(attention.inner, attention.problem, device,
+                                  RandomStream(seed, attention.name).Bits(0), gives_x));
+          layers::AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
+          block.attention.push_back({attention,
+                                     layers::ProjectedAttention(device, attention.problem,
+                                                                attention.cross, std::move(inner)),
+                                     {}});
         }
       }
       stack.place = std::move(place);
@@ -230,7 +220,7 @@ class EncoderDecoderLayer : public Layer {
   // input, which the layers below compute.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     const auto norm = [this](const std::string& name) {
-      return LayerNorm::Create(device_, Parameter(name + ".gamma"), Parameter(name + ".beta"));
+      return layers::MakeLayerNorm(device_, parameters_, name);
     };
     for (Stack& stack : stacks_) {
       for (size_t n = 0; n < stack.blocks.size(); ++n) {
@@ -239,14 +229,8 @@ class EncoderDecoderLayer : public Layer {
           TFB_ASSIGN_OR_RETURN(one.norm, norm(one.place.name + "_norm"));
         }
         const std::string& ff = stack.place.layers[n].ff;
-        TFB_ASSIGN_OR_RETURN(
-            PackedMatrix first,
-            PackedMatrix::Create(device_, Parameter(ff + ".w1"), Parameter(ff + ".b1")));
-        TFB_ASSIGN_OR_RETURN(
-            PackedMatrix second,
-            PackedMatrix::Create(device_, Parameter(ff + ".w2"), Parameter(ff + ".b2")));
-        block.feed_forward =
-            FeedForward(std::move(first), std::move(second), ActivationOf(options_));
+        TFB_ASSIGN_OR_RETURN(block.feed_forward, layers::MakeFeedForward(device_, parameters_, ff,
+                                                                         ActivationOf(options_)));
         TFB_ASSIGN_OR_RETURN(block.feed_forward_norm, norm(ff + "_norm"));
       }
       if (stack.place.final_norm.empty()) continue;
@@ -263,7 +247,7 @@ class EncoderDecoderLayer : public Layer {
  private:
   struct Attention {
     AttentionPlace place;
-    multi_head::ProjectedAttention attention;
+    layers::ProjectedAttention attention;
     LayerNorm norm;
   };
   struct Block {
@@ -304,8 +288,6 @@ class EncoderDecoderLayer : public Layer {
     return FeedForwardDim(options_.feed_forward_dim, problem().model_dim());
   }
   bool pre_norm() const { return options_.block != BlockKind::kPostNorm; }
-  ConstTensorView Parameter(const std::string& name) const { return parameters_.at(name).view(); }
-
   Scratch LayOut(Workspace& workspace) const {
     const Problem& p = problem();
     const auto take = [&](int64_t tokens) {
@@ -380,9 +362,9 @@ class EncoderDecoderLayer : public Layer {
     return normalises ? stack.final_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
   }
 
-  static multi_head::ProjectedAttention::Call CallOf(Attention& one, const ConstTensorView& from,
-                                                     const ConstTensorView& residual,
-                                                     const TensorView& to, const Walk& walk) {
+  static layers::ProjectedAttention::Call CallOf(Attention& one, const ConstTensorView& from,
+                                                 const ConstTensorView& residual,
+                                                 const TensorView& to, const Walk& walk) {
     const bool cross = one.place.cross;
     return {{from, cross ? walk.memory : ConstTensorView(),
              cross ? walk.cross_mask : walk.self_mask, &one.place.further.From(*walk.inputs)},
@@ -436,9 +418,9 @@ class Network {
       for (const AttentionPlace& place : layer.attention) {
         const bool pre_norm = options_.block != BlockKind::kPostNorm;
         const Tensor input = pre_norm ? Norm(h, place.name + "_norm") : h.Clone();
-        multi_head::FurtherInputs further = place.further;
+        layers::FurtherInputs further = place.further;
         NamedTensors attended;
-        TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
+        TFB_RETURN_IF_ERROR(layers::DefineProjectedAttention(
             place.problem, place.inner, parameters_, place.name + ".",
             {input.view(), place.cross ? memory : ConstTensorView(),
              place.cross ? memory_mask : mask, &further.From(inputs)},
@@ -456,10 +438,6 @@ class Network {
   }
 
  private:
-  DoubleTensor Parameter(const std::string& name) const {
-    return DoubleTensor(parameters_.at(name).view());
-  }
-
   static Tensor Plus(const Tensor& a, const Tensor& b) {
     Tensor sum = a.Clone();
     for (int64_t n = 0; n < sum.num_elements(); ++n) sum.span<double>()[n] += b.span<double>()[n];
@@ -467,45 +445,10 @@ class Network {
   }
 
   Tensor Norm(const Tensor& h, const std::string& name) const {
-    const DoubleTensor gamma = Parameter(name + ".gamma"), beta = Parameter(name + ".beta");
-    const int64_t width = gamma.size();
-    const double n = static_cast<double>(width);
-    Tensor result = h.Clone();
-    for (int64_t first = 0; first < h.num_elements(); first += width) {
-      double* row = result.span<double>().data() + first;
-      double mean = 0, variance = 0;
-      for (int64_t c = 0; c < width; ++c) mean += row[c] / n;
-      for (int64_t c = 0; c < width; ++c) variance += (row[c] - mean) * (row[c] - mean) / n;
-      for (int64_t c = 0; c < width; ++c) {
-        row[c] = gamma.at(c) * (row[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
-      }
-    }
-    return result;
+    return layers::DefineNorm(parameters_, name, h);
   }
-
-  double Activated(double x) const {
-    switch (ActivationOf(options_)) {
-      case Activation::kGelu:
-        return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
-      case Activation::kGeluTanh:
-        return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
-      case Activation::kGeluSigmoid:
-        return x / (1 + std::exp(-1.702 * x));
-      default:
-        return x < 0 ? 0 : x;
-    }
-  }
-
   Tensor FeedForwardOf(const Tensor& h, const std::string& name) const {
-    const DoubleTensor w1 = Parameter(name + ".w1"), b1 = Parameter(name + ".b1");
-    const DoubleTensor w2 = Parameter(name + ".w2"), b2 = Parameter(name + ".b2");
-    const int64_t rows = h.num_elements() / b2.size();
-    std::vector<double> inner = Affine(h.span<double>().data(), rows, w1, b1, pool_);
-    for (double& value : inner) value = Activated(value);
-    const std::vector<double> y = Affine(inner.data(), rows, w2, b2, pool_);
-    Tensor result(DType::kF64, h.shape());
-    std::copy(y.begin(), y.end(), result.span<double>().begin());
-    return result;
+    return layers::DefineFeedForward(parameters_, name, ActivationOf(options_), h, pool_);
   }
 
   const EncoderDecoderOptions& options_;
@@ -563,7 +506,7 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
 
 absl::StatusOr<TechniqueSpec> EncoderDecoder::Counterpart(const Problem& problem,
                                                           const Options& options) const {
-  return multi_head::WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
+  return layers::WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
 }
 
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options) {

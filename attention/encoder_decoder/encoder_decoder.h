@@ -49,8 +49,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
 #include "core/layers/activation.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
 
@@ -94,7 +94,7 @@ struct EncoderDecoderOptions {
                  {"gelu_tanh", Activation::kGeluTanh},
                  {"gelu_sigmoid", Activation::kGeluSigmoid}},
                 "of the feed-forward sublayers; auto is gelu_sigmoid for block=sparse, else relu");
-    multi_head::BindInner(bind, &inner);
+    layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "attention's projections add biases");
   }
 
