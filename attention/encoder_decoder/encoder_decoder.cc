@@ -39,11 +39,14 @@ TechniqueInfo Info() {
 }
 
 absl::Status CheckProblem(const Problem& problem, const EncoderDecoderOptions& options) {
-  const bool self_only = options.part == Part::kEncoder;
-  if (!self_only || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
-                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+  if (options.part == Part::kEncoder && problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
+                     problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+  }
+  std::vector<int64_t> counts = {options.layers};
+  if (options.part == Part::kBoth) counts.push_back(2 * options.layers);
+  return options.inner.CheckCount("inner", absl::StrCat("layers=", options.layers), counts);
 }
 
 Activation ActivationOf(const EncoderDecoderOptions& options) {
@@ -60,6 +63,7 @@ struct AttentionPlace {
   TechniqueSpec inner;
   bool cross;
   layers::FurtherInputs further;
+  layers::FurtherOutputs choices;
 };
 // The names of one layer, whose feed-forward sublayer is the last.
 struct LayerPlace {
@@ -83,14 +87,18 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
     const std::string of_stack = options.part == Part::kBoth ? name + "." : "";
     StackPlace result;
     result.on_memory = on_memory;
+    // A list of both stacks' techniques begins with the encoder's.
+    const bool is_second = decodes && options.part == Part::kBoth;
+    const int64_t before = is_second ? options.layers : 0;
     for (int64_t n = 0; n < options.layers; ++n) {
       const std::string layer = absl::StrCat(name, n, ".");
       LayerPlace place;
       const std::string attention = layer + (decodes ? "self" : "attention");
-      place.attention.push_back(
-          {attention, self, options.inner, false,
-           layers::FurtherInputsOf(options.inner, self, {of_stack, attention + "."})});
-      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true, {}});
+      const TechniqueSpec& inner = options.inner.Of(before + n);
+      place.attention.push_back({attention, self, inner, false,
+                                 layers::FurtherInputsOf(inner, self, {of_stack, attention + "."}),
+                                 layers::FurtherOutputs(inner, self, attention + ".")});
+      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true, {}, {}});
       place.ff = layer + "ff";
       result.layers.push_back(std::move(place));
     }
@@ -143,10 +151,11 @@ class EncoderDecoderLayer : public Layer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
                                                        const EncoderDecoderOptions& options,
                                                        Device device, uint64_t seed) {
     std::unique_ptr<EncoderDecoderLayer> layer(
-        new EncoderDecoderLayer(problem, std::move(inputs), options, device));
+        new EncoderDecoderLayer(problem, std::move(inputs), std::move(outputs), options, device));
     TFB_RETURN_IF_ERROR(
         layers::DrawParameters(ParameterSpecs(problem, options), seed, &layer->parameters_));
     for (StackPlace& place : StacksOf(problem, options)) {
@@ -236,12 +245,12 @@ class EncoderDecoderLayer : public Layer {
       if (stack.place.final_norm.empty()) continue;
       TFB_ASSIGN_OR_RETURN(stack.final_norm, norm(stack.place.final_norm));
     }
-    return RunStacks(inputs, {}, /*sets_up=*/true, execution);
+    return RunStacks(inputs, {{"out", {}}}, /*sets_up=*/true, execution);
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    return RunStacks(inputs, outputs.Get("out"), /*sets_up=*/false, execution);
+    return RunStacks(inputs, outputs, /*sets_up=*/false, execution);
   }
 
  private:
@@ -273,16 +282,16 @@ class EncoderDecoderLayer : public Layer {
     ConstTensorView memory;
     ConstTensorView self_mask;
     ConstTensorView cross_mask;
-    const Inputs* inputs = nullptr;  // the layer's
+    const Inputs* inputs = nullptr;    // the layer's
+    const Outputs* outputs = nullptr;  // the layer's; without views in Setup
     bool sets_up;
     Execution execution;
   };
 
   EncoderDecoderLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                      const EncoderDecoderOptions& options, Device device)
-      : Layer(problem, std::move(inputs), HiddenOutputs(problem)),
-        options_(options),
-        device_(device) {}
+                      std::vector<TensorSpec> outputs, const EncoderDecoderOptions& options,
+                      Device device)
+      : Layer(problem, std::move(inputs), std::move(outputs)), options_(options), device_(device) {}
 
   int64_t inner_dim() const {
     return FeedForwardDim(options_.feed_forward_dim, problem().model_dim());
@@ -304,8 +313,7 @@ class EncoderDecoderLayer : public Layer {
     return scratch;
   }
 
-  // `out` is empty in Setup.
-  absl::Status RunStacks(const Inputs& inputs, const TensorView& out, bool sets_up,
+  absl::Status RunStacks(const Inputs& inputs, const Outputs& outputs, bool sets_up,
                          const Execution& execution) {
     Workspace workspace(execution.workspace);
     const Scratch scratch = LayOut(workspace);
@@ -315,6 +323,7 @@ class EncoderDecoderLayer : public Layer {
     walk.execution.workspace = workspace.Rest();
     walk.memory = inputs.Get("memory");
     walk.inputs = &inputs;
+    walk.outputs = &outputs;
     for (Stack& stack : stacks_) {
       const bool on_memory = stack.place.on_memory;
       walk.state = on_memory ? scratch.memory : scratch.state;
@@ -326,7 +335,7 @@ class EncoderDecoderLayer : public Layer {
       walk.self_mask = masks_self ? inputs.Get("key_mask") : ConstTensorView();
       walk.cross_mask = inputs.Get("key_mask");
       TFB_RETURN_IF_ERROR(RunStack(stack, on_memory ? inputs.Get("memory") : inputs.Get("x"),
-                                   on_memory ? walk.state : out, walk));
+                                   on_memory ? walk.state : outputs.Get("out"), walk));
       if (on_memory) walk.memory = walk.state;
     }
     return absl::OkStatus();
@@ -369,7 +378,8 @@ class EncoderDecoderLayer : public Layer {
     return {{from, cross ? walk.memory : ConstTensorView(),
              cross ? walk.cross_mask : walk.self_mask, &one.place.further.From(*walk.inputs)},
             residual,
-            to};
+            to,
+            &one.place.choices.From(*walk.outputs)};
   }
 
   absl::Status SetUpAttention(Attention& one, const ConstTensorView& input, const Walk& walk) {
@@ -402,8 +412,10 @@ class EncoderDecoderLayer : public Layer {
 // Evaluates the formulas of the header on hidden states, f64 [batch, tokens, model_dim].
 class Network {
  public:
-  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters, ThreadPool* pool)
-      : options_(options), parameters_(parameters), pool_(pool) {}
+  // It adds the choices of attention to `outputs`.
+  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters,
+          const DefinitionRequest& request, NamedTensors* outputs)
+      : options_(options), parameters_(parameters), request_(request), outputs_(outputs) {}
 
   // `mask` is the mask of self-attention, `memory_mask` that of attention to the memory; `inputs`
   // are the network's.
@@ -412,20 +424,28 @@ class Network {
                                  const ConstTensorView& memory_mask, const Inputs& inputs) const {
     Tensor h(DType::kF64, x.shape());
     CopyElements(x, h.view());
-    DefinitionRequest request;
-    request.pool = pool_;
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& place : layer.attention) {
         const bool pre_norm = options_.block != BlockKind::kPostNorm;
         const Tensor input = pre_norm ? Norm(h, place.name + "_norm") : h.Clone();
         layers::FurtherInputs further = place.further;
-        NamedTensors attended;
+        const std::string prefix = place.name + ".";
+        // What the layer chose in this attention, where it may be followed.
+        NamedTensors computed, attended;
+        DefinitionRequest request = request_.OfPart();
+        if (request_.computed != nullptr) {
+          computed = layers::WithoutPrefix(*request_.computed, prefix);
+          request.computed = &computed;
+        }
         TFB_RETURN_IF_ERROR(layers::DefineProjectedAttention(
-            place.problem, place.inner, parameters_, place.name + ".",
+            place.problem, place.inner, parameters_, prefix,
             {input.view(), place.cross ? memory : ConstTensorView(),
              place.cross ? memory_mask : mask, &further.From(inputs)},
             request, &attended));
         h = Plus(h, attended.at("out"));
+        for (auto& [name, tensor] : attended) {
+          if (name != "out") (*outputs_)[prefix + name] = std::move(tensor);
+        }
         if (!pre_norm) h = Norm(h, place.name + "_norm");
       }
       if (options_.block == BlockKind::kPostNorm) {
@@ -448,12 +468,13 @@ class Network {
     return layers::DefineNorm(parameters_, name, h);
   }
   Tensor FeedForwardOf(const Tensor& h, const std::string& name) const {
-    return layers::DefineFeedForward(parameters_, name, ActivationOf(options_), h, pool_);
+    return layers::DefineFeedForward(parameters_, name, ActivationOf(options_), h, request_.pool);
   }
 
   const EncoderDecoderOptions& options_;
   const NamedTensors& parameters_;
-  ThreadPool* pool_;
+  const DefinitionRequest& request_;
+  NamedTensors* outputs_;
 };
 
 }  // namespace
@@ -476,11 +497,23 @@ std::vector<TensorSpec> EncoderDecoder::ReadTensors(const Problem& problem,
   return tensors;
 }
 
+std::vector<TensorSpec> EncoderDecoder::WrittenTensors(const Problem& problem,
+                                                       const EncoderDecoderOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+  for (const StackPlace& stack : StacksOf(problem, options)) {
+    for (const LayerPlace& layer : stack.layers) {
+      for (const AttentionPlace& attention : layer.attention) attention.choices.AddTo(&tensors);
+    }
+  }
+  return tensors;
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> EncoderDecoder::MakeLayer(
     const Problem& problem, const EncoderDecoderOptions& options, Device device,
     uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  return EncoderDecoderLayer::Create(problem, ReadTensors(problem, options), options, device, seed);
+  return EncoderDecoderLayer::Create(problem, ReadTensors(problem, options),
+                                     WrittenTensors(problem, options), options, device, seed);
 }
 
 absl::Status EncoderDecoder::Definition(const Problem& problem,
@@ -489,7 +522,7 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
                                         const DefinitionRequest& request,
                                         NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  const Network network(options, parameters, request.pool);
+  const Network network(options, parameters, request, outputs);
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor encoded;
   for (const StackPlace& stack : StacksOf(problem, options)) {

@@ -49,11 +49,13 @@ absl::Status CheckF(TechniqueSpec* f) {
   return absl::OkStatus();
 }
 
-absl::Status CheckProblem(const Problem& problem) {
-  if (problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
-                                                 problem.kv_tokens, "; allowed is query_tokens, ",
-                                                 problem.query_tokens));
+absl::Status CheckProblem(const Problem& problem, const ReversibleOptions& options) {
+  if (problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
+                                                   problem.kv_tokens, "; allowed is query_tokens, ",
+                                                   problem.query_tokens));
+  }
+  return options.f.CheckCount("f", absl::StrCat("layers=", options.layers), {options.layers});
 }
 
 class ReversibleLayer : public Layer {
@@ -151,8 +153,11 @@ void AddTo(const Tensor& update, double sign, Tensor* stream) {
 
 void ReversibleOptions::Describe(OptionBinder& bind) {
   bind.Int("layers", &layers, 1, 64, "reversible blocks");
-  bind.Technique("f", &f, "techniques on hidden states, as multi_head[inner=longformer]", CheckF,
-                 "the attention of the blocks, as a layer");
+  bind.Techniques(
+      "f", &f,
+      "techniques on hidden states, as multi_head[inner=longformer]; one for all blocks, "
+      "or one for each, as 2*multi_head/2*multi_head[inner=lsh]",
+      CheckF, "the attention, as a layer, of all blocks or block by block");
   DescribeFeedForwardDim(bind, &feed_forward_dim);
   bind.Choice("activation", &activation,
               {{"relu", Activation::kRelu},
@@ -181,7 +186,7 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
     return dtype == DType::kF32 ? std::move(tensor) : tensor.CloneAs(dtype);
   };
   const Tensor normalized = rounded(layers::DefineNorm(network.parameters, prefix + "f_norm", x));
-  const TechniqueSpec& f = network.options.f;
+  const TechniqueSpec& f = network.options.f.Of(block);
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
   DefinitionRequest request;
   request.pool = network.pool;
@@ -235,7 +240,7 @@ std::vector<TensorSpec> Reversible::WrittenTensors(const Problem& problem,
 absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& problem,
                                                              const ReversibleOptions& options,
                                                              Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   NamedTensors parameters;
   TFB_ASSIGN_OR_RETURN(ReversibleStack stack,
                        ReversibleStack::Create(problem, options, device, seed, &parameters));
@@ -247,7 +252,7 @@ absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& prob
 absl::Status Reversible::Definition(const Problem& problem, const ReversibleOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
   const ConstTensorView x = inputs.Get("x");
   Tensor first(DType::kF64, x.shape());
@@ -271,8 +276,7 @@ absl::Status Reversible::Definition(const Problem& problem, const ReversibleOpti
 absl::StatusOr<TechniqueSpec> Reversible::Counterpart(const Problem& problem,
                                                       const Options& options) const {
   TFB_ASSIGN_OR_RETURN(ReversibleOptions parsed, ParseOptions<ReversibleOptions>(options));
-  TFB_ASSIGN_OR_RETURN(const Technique* f, Registry::Global().Find(parsed.f.technique));
-  TFB_ASSIGN_OR_RETURN(parsed.f, f->Counterpart(problem, parsed.f.options));
+  TFB_ASSIGN_OR_RETURN(parsed.f, layers::CounterpartOf(problem, parsed.f));
   OptionBinder binder;
   parsed.Describe(binder);
   return TechniqueSpec{info().name, binder.Values()};

@@ -48,7 +48,8 @@ std::string BlockPrefix(int64_t block) { return absl::StrCat("layer", block, "."
 
 layers::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
                                 int64_t block) {
-  return layers::FurtherInputs(options.f, problem, {"x"}, {"", BlockPrefix(block) + "f."});
+  return layers::FurtherInputs(options.f.Of(block), problem, {"x"},
+                               {"", BlockPrefix(block) + "f."});
 }
 
 absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
@@ -66,7 +67,7 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
         BlockParameters(prefix, width, FeedForwardDim(options.feed_forward_dim, width)), seed,
         parameters));
     Block& block = stack.blocks_.emplace_back();
-    TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f, problem, device,
+    TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f.Of(n), problem, device,
                                           RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
     layers::AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
     block.further = InputsOfF(options, problem, n);

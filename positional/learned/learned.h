@@ -36,7 +36,7 @@ struct LearnedOptions {
   int64_t layers = 1;
   bool per_layer = false;
   int64_t position_offset = 0;
-  TechniqueSpec inner = {"dense", {}};
+  TechniqueList inner = {{{"dense", {}}}};
   bool bias = false;
 
   int64_t tables() const { return per_layer ? layers : 1; }
@@ -54,8 +54,8 @@ struct LearnedOptions {
 // Learned is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
 // the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are p
 // [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are
-// several layers. It returns InvalidArgument where a token is beyond the tables. The counterpart
-// has the inner technique's counterpart inside.
+// several layers. `inner` is one technique for all layers, or one for each. It returns InvalidArgument
+// where a token is beyond the tables. The counterpart has the inner techniques' counterparts inside.
 class Learned : public TechniqueOf<LearnedOptions> {
  public:
   Learned();

@@ -27,7 +27,7 @@ TechniqueInfo Info() {
 
 layers::EncodedAttentionPlan PlanOf(const Problem& problem, const SinusoidalOptions& options) {
   layers::EncodedAttentionPlan plan;
-  plan.inner = options.inner;
+  plan.inner.specs = {options.inner};
   plan.bias = options.bias;
   if (options.embedding_scale == SinusoidalOptions::Scale::kSqrtModelDim) {
     plan.scale = std::sqrt(static_cast<double>(problem.model_dim()));

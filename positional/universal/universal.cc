@@ -24,7 +24,7 @@ TechniqueInfo Info() {
 
 layers::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
   layers::EncodedAttentionPlan plan;
-  plan.inner = options.inner;
+  plan.inner.specs = {options.inner};
   plan.bias = options.bias;
   plan.applications = options.steps;
   plan.shared = true;

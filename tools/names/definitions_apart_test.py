@@ -32,11 +32,12 @@ SHARED = {
     'hard': {'NoiseName', 'Scale'},
     'image_local': {'Is2d', 'WidthOf'},
     'layers': {
-        'AddSpecs', 'BiasPrefix', 'CheckProblem', 'CheckRelativeStack', 'CheckSelfAttention', 'ChannelsOf', 'ExitNorm', 'ExitPrefix',
-        'ExitStackParameters', 'FeedForwardSpecs', 'FinalMemories', 'FindParameter', 'FindSpec', 'From', 'FurtherInputs',
-        'FurtherInputsOf', 'FurtherOf', 'FurtherProjections', 'HasName', 'HeadsOf', 'IsFurtherOutput', 'LayerPrefix', 'MatrixSpec',
-        'MemoriesSpec', 'NormSpecs', 'ParameterSpec', 'Prefix', 'ProjectionCount', 'ShapeOf', 'StackParameters', 'WithPrefix',
-        'WithoutPrefix', 'width'
+        'AddSpecs', 'BiasPrefix', 'BindInner', 'ChannelsOf', 'Check', 'CheckInner', 'CheckRelativeStack',
+        'CheckSelfAttention', 'ExitNorm', 'ExitPrefix', 'ExitStackParameters', 'FeedForwardSpecs', 'FinalMemories',
+        'FindParameter', 'FindSpec', 'From', 'FurtherInputs', 'FurtherInputsOf', 'FurtherOf', 'FurtherOutputs',
+        'FurtherOutputsOf', 'FurtherProjections', 'HasName', 'HeadsOf', 'IsFurtherOutput', 'LayerPrefix', 'MatrixSpec',
+        'MemoriesSpec', 'NormSpecs', 'ParameterSpec', 'Prefix', 'ProjectionCount', 'ShapeOf', 'StackParameters',
+        'width', 'WithoutPrefix', 'WithPrefix'
     },
     'learned': {'CheckPositions', 'PlanOf'},
     'linformer': {'Check', 'Plan'},

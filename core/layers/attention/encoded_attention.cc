@@ -17,13 +17,6 @@
 namespace tfb::layers {
 namespace {
 
-absl::Status CheckProblem(const Problem& problem) {
-  if (problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("keys are of the same tokens as queries: kv_tokens is ", problem.kv_tokens,
-                   "; allowed is query_tokens, ", problem.query_tokens));
-}
-
 int64_t ProjectionCount(const EncodedAttentionPlan& plan) {
   return plan.shared ? 1 : plan.applications;
 }
@@ -36,8 +29,18 @@ std::string Prefix(const EncodedAttentionPlan& plan, int64_t n) {
 // Returns the further inputs of application n.
 FurtherInputs FurtherOf(const Problem& problem, const EncodedAttentionPlan& plan, int64_t n) {
   const bool is_alone = plan.applications == 1;
-  return FurtherInputsOf(plan.inner, problem,
+  return FurtherInputsOf(plan.inner.Of(n), problem,
                          {"", is_alone ? "" : absl::StrCat("application", n, ".")});
+}
+
+absl::Status Check(const Problem& problem, const EncodedAttentionPlan& plan) {
+  if (problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("keys are of the same tokens as queries: kv_tokens is ", problem.kv_tokens,
+                     "; allowed is query_tokens, ", problem.query_tokens));
+  }
+  return plan.inner.CheckCount("inner", absl::StrCat("layers=", plan.applications),
+                               {plan.applications});
 }
 
 class EncodedAttentionLayer : public Layer {
@@ -62,12 +65,12 @@ class EncodedAttentionLayer : public Layer {
     const bool gives_x = problem().dtype == DType::kF32;
     for (int64_t n = 0; n < ProjectionCount(plan_); ++n) {
       const std::string prefix = Prefix(plan_, n);
-      TFB_RETURN_IF_ERROR(
-          DrawParameters(WithPrefix(prefix, ProjectionSpecs(problem(), plan_.bias, plan_.inner)),
-                         seed, &parameters_));
+      TFB_RETURN_IF_ERROR(DrawParameters(
+          WithPrefix(prefix, ProjectionSpecs(problem(), plan_.bias, plan_.inner.Of(n))), seed,
+          &parameters_));
       const uint64_t inner_seed = prefix.empty() ? seed : RandomStream(seed, prefix).Bits(0);
       TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
-                           CreateInner(plan_.inner, problem(), device_, inner_seed, gives_x));
+                           CreateInner(plan_.inner.Of(n), problem(), device_, inner_seed, gives_x));
       AddInnerParameters(*inner, prefix + "inner.", &parameters_);
       attention_.emplace_back(device_, problem(), /*cross=*/false, std::move(inner));
     }
@@ -214,7 +217,7 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& pro
                                                               const std::vector<ParameterSpec>& own,
                                                               MakeEncodings make_encodings,
                                                               Device device, uint64_t seed) {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  TFB_RETURN_IF_ERROR(Check(problem, plan));
   auto layer =
       std::make_unique<EncodedAttentionLayer>(problem, plan, std::move(make_encodings), device);
   TFB_RETURN_IF_ERROR(layer->Build(own, seed));
@@ -225,7 +228,7 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
                                     DefineEncoding encoding, const NamedTensors& parameters,
                                     const Inputs& inputs, const DefinitionRequest& request,
                                     NamedTensors* outputs) {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  TFB_RETURN_IF_ERROR(Check(problem, plan));
   Tensor h = Tensor(DType::kF64, inputs.Get("x").shape());
   CopyElements(inputs.Get("x"), h.view());
   for (int64_t n = 0; n < plan.applications; ++n) {
@@ -242,7 +245,7 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
     FurtherInputs further = FurtherOf(problem, plan, n);
     NamedTensors attended;
     TFB_RETURN_IF_ERROR(
-        DefineProjectedAttention(problem, plan.inner, parameters, Prefix(plan, n),
+        DefineProjectedAttention(problem, plan.inner.Of(n), parameters, Prefix(plan, n),
                                  {h.view(), {}, inputs.Get("key_mask"), &further.From(inputs)},
                                  last ? request : request.OfPart(), &attended));
     h = std::move(attended.at("out"));

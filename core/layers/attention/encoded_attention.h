@@ -6,10 +6,11 @@
 //   y = h^applications
 //
 // P^n has a row for each token, t^n is one row for all tokens. multi_head is the technique of that
-// name; each application has projections of its own, or all have the same. u and the h between
-// applications are fp32; attention in 16-bit problems rounds as multi_head does. Inputs of the
-// inner technique, such as masks, are the same in all applications, but for noise and choices to
-// follow: where there are several applications, theirs are applicationN.NAME.
+// name; each application has projections of its own, and may have an inner technique of its own, or
+// all have the same. u and the h between applications are fp32; attention in 16-bit problems rounds
+// as multi_head does. Inputs of the inner technique, such as masks, are the same in all
+// applications, but for noise and choices to follow: where there are several applications, theirs
+// are applicationN.NAME.
 #ifndef TFB_CORE_LAYERS_ATTENTION_ENCODED_ATTENTION_H_
 #define TFB_CORE_LAYERS_ATTENTION_ENCODED_ATTENTION_H_
 
@@ -29,7 +30,8 @@ namespace tfb::layers {
 
 // The plan of all applications, without the numbers that Encodings holds.
 struct EncodedAttentionPlan {
-  TechniqueSpec inner = {"dense", {}};
+  TechniqueList inner = {
+      {{"dense", {}}}};  // of all applications, or one for each that is not shared
   bool bias = false;
   double scale = 1;  // differs from 1 only with positions for every application
   int64_t applications = 1;
@@ -54,7 +56,8 @@ std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem,
 // Makes the layer. Its parameters are `own`, which are those of the encodings; those of
 // ProjectionSpecs; and inner.NAME. The latter two begin with applicationN. where there are several
 // applications with projections of their own. Returns InvalidArgument where there are other keys
-// than the queries' tokens. Statistics are those of multi_head, for the first application.
+// than the queries' tokens, and where the number of inner techniques is neither 1 nor that of
+// applications. Statistics are those of multi_head, for the first application.
 absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& problem,
                                                               const EncodedAttentionPlan& plan,
                                                               const std::vector<ParameterSpec>& own,

@@ -62,6 +62,31 @@ void BindInner(OptionBinder& bind, TechniqueSpec* inner) {
                  CheckInner, "the attention of the heads");
 }
 
+void BindInner(OptionBinder& bind, TechniqueList* inner) {
+  bind.Techniques(
+      "inner", inner,
+      "techniques on q, k, v, as dense or longformer[window=64]; one for all layers, or "
+      "one for each, as strided/fixed or 10*dense/2*routing or 8*(strided/fixed)",
+      CheckInner, "the attention of the heads, in all layers or layer by layer");
+}
+
+absl::StatusOr<TechniqueSpec> CounterpartOf(const Problem& problem, const TechniqueSpec& spec) {
+  TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(spec.technique));
+  return technique->Counterpart(problem, spec.options);
+}
+
+absl::StatusOr<TechniqueList> CounterpartOf(const Problem& problem, const TechniqueList& list) {
+  TechniqueList counterparts;
+  bool is_one = true;
+  for (const TechniqueSpec& spec : list.specs) {
+    TFB_ASSIGN_OR_RETURN(TechniqueSpec counterpart, CounterpartOf(problem, spec));
+    counterparts.specs.push_back(std::move(counterpart));
+    is_one = is_one && ToString(counterparts.specs.back()) == ToString(counterparts.specs[0]);
+  }
+  if (is_one) counterparts.specs.resize(1);
+  return counterparts;
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
                                                    const Problem& problem, Device device,
                                                    uint64_t seed, bool gives_x) {
@@ -93,6 +118,28 @@ std::vector<TensorSpec> FurtherOutputsOf(const TechniqueSpec& inner, const Probl
     if (IsFurtherOutput(spec.name)) further.push_back(spec);
   }
   return further;
+}
+
+FurtherOutputs::FurtherOutputs(const TechniqueSpec& inner, const Problem& problem,
+                               absl::string_view prefix) {
+  for (TensorSpec& spec : FurtherOutputsOf(inner, problem)) {
+    inside_.Set(spec.name, {});
+    names_.push_back(spec.name);
+    spec.name = absl::StrCat(prefix, spec.name);
+    spec.optional = true;
+    outside_.push_back(std::move(spec));
+  }
+}
+
+void FurtherOutputs::AddTo(std::vector<TensorSpec>* specs) const {
+  specs->insert(specs->end(), outside_.begin(), outside_.end());
+}
+
+const Outputs& FurtherOutputs::From(const Outputs& outputs) {
+  for (size_t n = 0; n < names_.size(); ++n) {
+    inside_.Set(names_[n], outputs.Get(outside_[n].name));
+  }
+  return inside_;
 }
 
 // ---- Parameters ----

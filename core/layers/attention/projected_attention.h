@@ -40,6 +40,8 @@ namespace tfb::layers {
 
 // Binds an option of that name for the inner technique: a registered one on q, k and v.
 void BindInner(OptionBinder& bind, TechniqueSpec* inner);
+// Binds it for a stack of layers, which have one technique or one each.
+void BindInner(OptionBinder& bind, TechniqueList* inner);
 
 // Creates the inner technique's layer for the problem. Returns the technique's error where it
 // refuses, and an error where it reads the hidden state x but `gives_x` is false: where x is f32 in
@@ -57,14 +59,34 @@ FurtherInputs FurtherInputsOf(const TechniqueSpec& inner, const Problem& problem
 // softmaxes over parts of the keys before W_o.
 std::vector<TensorSpec> FurtherOutputsOf(const TechniqueSpec& inner, const Problem& problem);
 
+// The further outputs of one technique inside a layer that has several: PREFIXmembers for members.
+class FurtherOutputs {
+ public:
+  FurtherOutputs() = default;
+  FurtherOutputs(const TechniqueSpec& inner, const Problem& problem, absl::string_view prefix);
+  // Adds their specs, as optional ones.
+  void AddTo(std::vector<TensorSpec>* specs) const;
+  // Returns them under the technique's own names, empty where `outputs`, the layer's, lacks them. It
+  // allocates nothing; the result is valid until the next call.
+  const Outputs& From(const Outputs& outputs);
+
+ private:
+  std::vector<TensorSpec> outside_;
+  Outputs inside_;                  // in the same order
+  std::vector<std::string> names_;  // of inside_
+};
+
+// Return the counterpart of a technique, and those of a list: one, where all are the same.
+absl::StatusOr<TechniqueSpec> CounterpartOf(const Problem& problem, const TechniqueSpec& spec);
+absl::StatusOr<TechniqueList> CounterpartOf(const Problem& problem, const TechniqueList& list);
+
 // Returns the technique of the options, with the counterpart of their field `inner` in its place.
 template <class OptionsT>
 absl::StatusOr<TechniqueSpec> WithCounterpartInside(const Technique& technique,
                                                     const Problem& problem,
                                                     const Options& options) {
   TFB_ASSIGN_OR_RETURN(OptionsT parsed, ParseOptions<OptionsT>(options));
-  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
-  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
+  TFB_ASSIGN_OR_RETURN(parsed.inner, CounterpartOf(problem, parsed.inner));
   OptionBinder binder;
   parsed.Describe(binder);
   return TechniqueSpec{technique.info().name, binder.Values()};
