@@ -158,33 +158,28 @@ class CompressiveLayer : public layers::SegmentedLayer {
         {"keys_per_token",
          WalkSequence().pairs / static_cast<double>(std::max<int64_t>(tokens, 1))},
         {"reach_tokens", static_cast<double>(Reach())}};
-    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    if (device() == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device()) ? 1 : 0;
     return statistics;
   }
 
-  absl::Status Reset() override {
+ protected:
+  void Forget() override {
     for (CompressiveAttention& attention : attentions_) attention.Reset();
     next_token_ = queues_.first_token();
     next_segment_ = 0;
-    return absl::OkStatus();
   }
 
- protected:
-  absl::Status DoSetup(const Inputs&, const Execution& execution) override {
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     const layers::DistanceRange range = {0, queues_.max_distance(), options_.max_distance};
     const Tensor sinusoids = layers::SinusoidsOf(range, problem().model_dim());
     layers_.clear();
     for (int64_t n = 0; n < options_.layers; ++n) {
       TFB_RETURN_IF_ERROR(attentions_[n].Setup(parameters_, n, range, sinusoids.view(), execution));
       TFB_ASSIGN_OR_RETURN(layers::DecoderLayer layer,
-                           layers::DecoderLayer::Create(device_, parameters_, n));
+                           layers::DecoderLayer::Create(device(), parameters_, n));
       layers_.push_back(std::move(layer));
     }
-    if (options_.final_norm) {
-      TFB_ASSIGN_OR_RETURN(final_norm_,
-                           layers::MakeLayerNorm(device_, parameters_, layers::kFinalNorm));
-    }
-    return Reset();
+    return layers::SegmentedLayer::DoSetup(inputs, execution);
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
@@ -200,8 +195,6 @@ class CompressiveLayer : public layers::SegmentedLayer {
     }
     return absl::OkStatus();
   }
-
-  bool IsAtBeginning() const override { return next_segment_ == 0; }
 
   absl::Status Recall(int64_t n, const ConstTensorView& rows, const Execution& execution) override {
     return attentions_[n].RecallTokens(norm(n), rows, execution);
@@ -222,9 +215,9 @@ class CompressiveLayer : public layers::SegmentedLayer {
     return absl::OkStatus();
   }
 
-  void BeginSegment(int64_t tokens) override {
-    segment_.Set(next_token_, tokens);
-    next_token_ += tokens;
+  void BeginSegment(const Segment& segment) override {
+    segment_.Set(next_token_, segment.tokens);
+    next_token_ += segment.tokens;
     ++next_segment_;
   }
 
@@ -241,24 +234,24 @@ class CompressiveLayer : public layers::SegmentedLayer {
         execution);
   }
 
-  const LayerNorm* final_norm() const override {
-    return options_.final_norm ? &final_norm_ : nullptr;
-  }
-
   size_t layer_workspace_bytes(int threads) const override {
     const size_t content = content_.has_value() ? content_->workspace_bytes(threads) : 0;
     return layers::DecoderLayer::workspace_bytes(
-        device_, sizes_, problem().batch * max_segment_tokens(), options_.pre_norm,
+        device(), sizes_, problem().batch * max_segment_tokens(), options_.pre_norm,
         attentions_[0].workspace_bytes(content, threads), threads);
   }
 
  private:
   CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
                    std::vector<TensorSpec> outputs, Device device)
-      : layers::SegmentedLayer(device, problem, std::move(outputs), options.layers, options.segment,
-                               {}, GivenQueues(problem, options)),
+      : layers::SegmentedLayer(device, problem,
+                               {options.layers,
+                                options.segment,
+                                options.final_norm,
+                                std::move(outputs),
+                                {},
+                                GivenQueues(problem, options)}),
         options_(options),
-        device_(device),
         sizes_(CompressiveSizes(problem, options)),
         queues_(options, max_segment_tokens()),
         segment_(device, queues_, options.memory, max_segment_tokens()) {}
@@ -326,7 +319,7 @@ class CompressiveLayer : public layers::SegmentedLayer {
     copy.from = rows;
     copy.to = to;
     copy.rows = rows.dim(1);
-    return CopyRows(device_, copy, execution);
+    return CopyRows(device(), copy, execution);
   }
 
   // Counts over one sequence and layer.
@@ -379,14 +372,12 @@ class CompressiveLayer : public layers::SegmentedLayer {
   }
 
   CompressiveOptions options_;
-  Device device_;
   layers::StackSizes sizes_;
   MemoryQueues queues_;
   CompressiveSegment segment_;
   std::vector<CompressiveAttention> attentions_;
   std::optional<ContentAttention> content_;  // used where rows are compressed
   std::vector<layers::DecoderLayer> layers_;
-  LayerNorm final_norm_;
   const Outputs* run_outputs_ = nullptr;  // set during a Run
   int64_t next_token_ = 0;                // token number, as the queues count
   int64_t next_segment_ = 0;

@@ -86,13 +86,12 @@ std::vector<layers::ParameterSpec> ParametersOf(const layers::StackSizes& sizes,
   return specs;
 }
 
-std::vector<TensorSpec> OutputsOf(const Problem& problem,
-                                  const GatedTransformerXlOptions& options) {
-  std::vector<TensorSpec> outputs = layers::SegmentedOutputs(problem);
-  for (TensorSpec& spec : layers::FinalMemories(problem, options)) {
-    outputs.push_back(std::move(spec));
-  }
-  return outputs;
+layers::RelativeStackShape ShapeOf(const Problem& problem,
+                                   const GatedTransformerXlOptions& options) {
+  layers::RelativeStackShape shape = layers::ShapeOf(problem, options);
+  shape.normalizes_memory = options.normalise_memory;
+  if (options.relu) shape.feed_forward_output = Activation::kRelu;
+  return shape;
 }
 
 // ---- The layer ----
@@ -146,11 +145,6 @@ class GatedTransformerXlLayer : public layers::RelativeStackLayer {
   }
 
  protected:
-  bool normalizes_memory() const override { return options_.normalise_memory; }
-  Activation feed_forward_output() const override {
-    return options_.relu ? Activation::kRelu : Activation::kNone;
-  }
-
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     gates_.clear();
     for (int64_t n = 0; n < options_.layers && kind_.has_value(); ++n) {
@@ -189,9 +183,9 @@ class GatedTransformerXlLayer : public layers::RelativeStackLayer {
     }
     // Without gates the sum is part of the product, as its residual.
     const bool sums = !kind_.has_value();
-    TFB_RETURN_IF_ERROR(
-        attention(n).Project(attended.context, sums ? call.input : ConstTensorView(),
-                             sums ? call.state : update, attended.rest, feed_forward_output()));
+    TFB_RETURN_IF_ERROR(attention(n).Project(
+        attended.context, sums ? call.input : ConstTensorView(), sums ? call.state : update,
+        attended.rest, options_.relu ? Activation::kRelu : Activation::kNone));
     if (!sums) {
       TFB_RETURN_IF_ERROR(gates_[2 * n].Run(call.input, update, call.state, rest));
     }
@@ -212,9 +206,8 @@ class GatedTransformerXlLayer : public layers::RelativeStackLayer {
         kind_.has_value() ? Gate::workspace_bytes(device(), *kind_, max_rows(), width, threads) : 0;
     const size_t of_replacing =
         options_.normalise_memory ? 0 : attention(0).replace_workspace_bytes(threads);
-    return own + std::max(gates, layers::DecoderLayer::workspace_bytes(
-                                     device(), sizes(), max_rows(), /*pre_norm=*/false,
-                                     attention(0).workspace_bytes(threads, of_replacing), threads));
+    return own + std::max(gates, WorkspaceWith(attention(0).workspace_bytes(threads, of_replacing),
+                                               threads));
   }
 
  private:
@@ -225,9 +218,11 @@ class GatedTransformerXlLayer : public layers::RelativeStackLayer {
 
   GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
                           Device device)
-      : layers::RelativeStackLayer(problem, OutputsOf(problem, options),
-                                   layers::ShapeOf(problem, options), device, {},
-                                   layers::GivenMemories(problem, options)),
+      : layers::RelativeStackLayer(problem, ShapeOf(problem, options),
+                                   {layers::RelativeStackOutputs(problem, options),
+                                    {},
+                                    layers::GivenMemories(problem, options)},
+                                   device),
         options_(options),
         kind_(KindOf(options.gate)) {}
 
@@ -365,7 +360,7 @@ std::vector<TensorSpec> GatedTransformerXl::ReadTensors(
 }
 std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(
     const Problem& problem, const GatedTransformerXlOptions& options) const {
-  return OutputsOf(problem, options);
+  return layers::RelativeStackOutputs(problem, options);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
@@ -380,7 +375,7 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                             const NamedTensors& parameters, const Inputs& inputs,
                                             const DefinitionRequest& request,
                                             NamedTensors* outputs) const {
-  const layers::StackSizes sizes = layers::ShapeOf(problem, options).sizes;
+  const layers::StackSizes sizes = ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
   const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);

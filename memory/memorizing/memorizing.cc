@@ -103,9 +103,8 @@ std::vector<TensorSpec> Joined(std::vector<TensorSpec> specs,
 
 std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOptions& options) {
   return Joined(
-      layers::SegmentedOutputs(problem),
-      {layers::FinalMemories(problem, options),
-       StoreSpecs(problem, options, options.given_store + problem.query_tokens, /*optional=*/true),
+      layers::RelativeStackOutputs(problem, options),
+      {StoreSpecs(problem, options, options.given_store + problem.query_tokens, /*optional=*/true),
        RetrievedOutput(problem, options, problem.query_tokens)});
 }
 
@@ -167,12 +166,12 @@ class MemorizingLayer : public layers::RelativeStackLayer {
     return options_.store > 0 ? max_segment_tokens() : layers::RelativeStackLayer::split_tokens();
   }
 
-  absl::Status Reset() override {
+ protected:
+  void Forget() override {
     store_.Clear();
-    return layers::RelativeStackLayer::Reset();
+    layers::RelativeStackLayer::Forget();
   }
 
- protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     if (options_.store > 0) {
       const std::string prefix = StorePrefix(options_);
@@ -182,7 +181,6 @@ class MemorizingLayer : public layers::RelativeStackLayer {
       };
       TFB_RETURN_IF_ERROR(store_.Setup(
           {parameter("gate"), parameter("scale"), parameter("null_key"), parameter("null_value")}));
-      store_.Clear();
     }
     return layers::RelativeStackLayer::DoSetup(inputs, execution);
   }
@@ -193,46 +191,54 @@ class MemorizingLayer : public layers::RelativeStackLayer {
     return store_.CopyTo(outputs.Get(kStoreKeys), outputs.Get(kStoreValues), execution);
   }
 
-  bool normalizes_memory() const override { return options_.pre_norm; }
-
   absl::Status RecallMore(const Inputs& inputs, const Execution& execution) override {
     const ConstTensorView keys = inputs.Get(kStoreKeys);
     if (keys.empty()) return absl::OkStatus();
     return store_.Recall(options_.given_store, keys, inputs.Get(kStoreValues), execution);
   }
 
-  void SetOutputs(const Outputs& outputs, int64_t begin) override {
-    retrieved_ = outputs.Get("retrieved");
-    first_retrieved_ = begin;
+  void BeginSegment(const Segment& segment) override {
+    layers::RelativeStackLayer::BeginSegment(segment);
+    retrieved_ = segment.outputs.Get("retrieved");
+    if (!retrieved_.empty()) retrieved_ = Slice(retrieved_, 2, segment.begin, segment.tokens);
   }
 
-  absl::Status RunLayer(int64_t n, const layers::DecoderLayer::Call& call,
-                        const Execution& execution) override {
-    const bool reads = options_.store > 0 && n == options_.layer_with_store();
-    return layer(n).Run(
-        options_.pre_norm, call,
-        [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
-            const Execution& rest) {
-          return reads ? Attend(x, residual, y, rest)
-                       : attention(n).Append(segment(), x, residual, y, rest);
-        },
-        execution);
+  // Computes the attention. In the layer with the store it reads the store, and then writes it.
+  absl::Status Attend(int64_t n, const ConstTensorView& x, const ConstTensorView& residual,
+                      const TensorView& y, const Execution& execution) override {
+    if (options_.store == 0 || n != options_.layer_with_store()) {
+      return layers::RelativeStackLayer::Attend(n, x, residual, y, execution);
+    }
+    layers::RelativeAttention& own = attention(n);
+    Workspace workspace(execution.workspace);
+    const TensorView log_sum_exp = TakeLogSumExp(x.dim(1), workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
+                         own.Attend(segment(), x, rest, log_sum_exp));
+    TFB_RETURN_IF_ERROR(
+        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved_, attended.rest));
+    // Where heads share one of keys and values, all of the layer's are copies of it.
+    const int64_t key_heads = options_.one_key_value_head ? 1 : problem().query_heads;
+    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads),
+                                      Slice(attended.v, 1, 0, key_heads), attended.rest));
+    return own.Project(attended.context, residual, y, attended.rest);
   }
 
   size_t layer_workspace_bytes(int threads) const override {
     const size_t store_bytes = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
     const size_t of_scores = Workspace::Measure(
         [this](Workspace& workspace) { TakeLogSumExp(max_segment_tokens(), workspace); });
-    return of_scores + layers::DecoderLayer::workspace_bytes(
-                           device(), sizes(), max_rows(), options_.pre_norm,
-                           attention(0).workspace_bytes(threads, store_bytes), threads);
+    return of_scores + WorkspaceWith(attention(0).workspace_bytes(threads, store_bytes), threads);
   }
 
  private:
   MemorizingLayer(const Problem& problem, const MemorizingOptions& options, Device device)
       : layers::RelativeStackLayer(
-            problem, OutputsOf(problem, options), layers::ShapeOf(problem, options), device,
-            RetrievedOutput(problem, options, kSegmentTokens), GivenInputs(problem, options)),
+            problem, layers::ShapeOf(problem, options, options.pre_norm),
+            {OutputsOf(problem, options), RetrievedOutput(problem, options, kSegmentTokens),
+             GivenInputs(problem, options)},
+            device),
         options_(options) {}
 
   // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
@@ -253,31 +259,9 @@ class MemorizingLayer : public layers::RelativeStackLayer {
     return shape;
   }
 
-  // Computes the attention of the layer with the store. It reads the store, and then writes it.
-  absl::Status Attend(const ConstTensorView& x, const ConstTensorView& residual,
-                      const TensorView& y, const Execution& execution) {
-    layers::RelativeAttention& own = attention(options_.layer_with_store());
-    Workspace workspace(execution.workspace);
-    const TensorView log_sum_exp = TakeLogSumExp(x.dim(1), workspace);
-    Execution rest = execution;
-    rest.workspace = workspace.Rest();
-    TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
-                         own.Attend(segment(), x, rest, log_sum_exp));
-    TensorView retrieved = retrieved_;
-    if (!retrieved.empty()) retrieved = Slice(retrieved, 2, first_retrieved_, x.dim(1));
-    TFB_RETURN_IF_ERROR(
-        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved, attended.rest));
-    // Where heads share one of keys and values, all of the layer's are copies of it.
-    const int64_t key_heads = options_.one_key_value_head ? 1 : problem().query_heads;
-    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads),
-                                      Slice(attended.v, 1, 0, key_heads), attended.rest));
-    return own.Project(attended.context, residual, y, attended.rest);
-  }
-
   MemorizingOptions options_;
   MemoryStore store_;     // empty, where the option is 0
-  TensorView retrieved_;  // the output of the whole call; empty where the caller does not want it
-  int64_t first_retrieved_ = 0;
+  TensorView retrieved_;  // of the segment; empty where the caller does not want it
 };
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/layers/stack/decoder_layer.h"
 #include "core/layers/stack/relative_stack.h"
 #include "core/layers/stack/segmented_layer.h"
 #include "core/layers/stack/stack_definition.h"
@@ -34,57 +33,10 @@ TechniqueInfo Info() {
 
 layers::RelativeStackShape ShapeWithSpans(const Problem& problem,
                                           const TransformerXlOptions& options) {
-  layers::RelativeStackShape shape = layers::ShapeOf(problem, options);
+  layers::RelativeStackShape shape = layers::ShapeOf(problem, options, options.pre_norm);
   shape.sizes.span_ramp = options.span_ramp;
   return shape;
 }
-
-std::vector<TensorSpec> OutputsOf(const Problem& problem, const TransformerXlOptions& options) {
-  std::vector<TensorSpec> outputs = layers::SegmentedOutputs(problem);
-  for (TensorSpec& spec : layers::FinalMemories(problem, options))
-    outputs.push_back(std::move(spec));
-  return outputs;
-}
-
-// ---- The layer ----
-
-class TransformerXlLayer : public layers::RelativeStackLayer {
- public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const TransformerXlOptions& options,
-                                                       Device device, uint64_t seed) {
-    auto layer =
-        std::unique_ptr<TransformerXlLayer>(new TransformerXlLayer(problem, options, device));
-    TFB_RETURN_IF_ERROR(layer->Initialize(layers::StackParameters(layer->sizes()), seed));
-    return layer;
-  }
-
- protected:
-  absl::Status RunLayer(int64_t n, const layers::DecoderLayer::Call& call,
-                        const Execution& execution) override {
-    return layer(n).Run(
-        pre_norm_, call,
-        [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
-            const Execution& rest) { return attention(n).Append(segment(), x, residual, y, rest); },
-        execution);
-  }
-
-  bool normalizes_memory() const override { return pre_norm_; }
-
-  size_t layer_workspace_bytes(int threads) const override {
-    return layers::DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), pre_norm_,
-                                                 attention(0).workspace_bytes(threads), threads);
-  }
-
- private:
-  TransformerXlLayer(const Problem& problem, const TransformerXlOptions& options, Device device)
-      : layers::RelativeStackLayer(problem, OutputsOf(problem, options),
-                                   ShapeWithSpans(problem, options), device, {},
-                                   layers::GivenMemories(problem, options)),
-        pre_norm_(options.pre_norm) {}
-
-  bool pre_norm_;
-};
 
 }  // namespace
 
@@ -135,7 +87,10 @@ absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& p
                                                                 Device device,
                                                                 uint64_t seed) const {
   TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("transformer_xl", problem, options));
-  return TransformerXlLayer::Create(problem, options, device, seed);
+  return layers::RelativeStackLayer::Create(
+      problem, ShapeWithSpans(problem, options),
+      {layers::RelativeStackOutputs(problem, options), {}, layers::GivenMemories(problem, options)},
+      device, seed);
 }
 
 std::vector<TensorSpec> TransformerXl::ReadTensors(const Problem& problem,
@@ -147,7 +102,7 @@ std::vector<TensorSpec> TransformerXl::ReadTensors(const Problem& problem,
 }
 std::vector<TensorSpec> TransformerXl::WrittenTensors(const Problem& problem,
                                                       const TransformerXlOptions& options) const {
-  return OutputsOf(problem, options);
+  return layers::RelativeStackOutputs(problem, options);
 }
 
 absl::Status TransformerXl::Definition(const Problem& problem, const TransformerXlOptions& options,

@@ -90,7 +90,7 @@ std::vector<TensorSpec> ExitStackLayer::SegmentOutputs(const Problem& problem,
 
 RelativeStackShape ExitStackLayer::ShapeFor(const Problem& problem, const ExitStackOptions& options,
                                             Device device) {
-  RelativeStackShape shape = ShapeOf(problem, options);
+  RelativeStackShape shape = ShapeOf(problem, options, options.pre_norm);
   if (device == Device::kCpu) shape.queries = RelativeAttention::Queries::kSome;
   return shape;
 }
@@ -135,23 +135,15 @@ int64_t ExitStackLayer::split_tokens() const {
   return rule_->reads_segments() ? max_segment_tokens() : RelativeStackLayer::split_tokens();
 }
 
-void ExitStackLayer::SetInputs(const Inputs& inputs, int64_t begin) {
-  given_ = inputs.Get(kExits);
-  begin_ = begin;
-}
-
-void ExitStackLayer::SetOutputs(const Outputs& outputs, int64_t) {
-  out_ = outputs.Get("out");
-  exits_out_ = outputs.Get(kExits);
-  probabilities_out_ = outputs.Get(kExitProbabilities);
-}
-
-void ExitStackLayer::BeginSegment(int64_t tokens) {
-  RelativeStackLayer::BeginSegment(tokens);
-  given_ = Tokens(given_, begin_, tokens);
-  out_ = Tokens(out_, begin_, tokens);
-  exits_out_ = Tokens(exits_out_, begin_, tokens);
-  probabilities_out_ = Tokens(probabilities_out_, begin_, tokens);
+void ExitStackLayer::BeginSegment(const Segment& segment) {
+  RelativeStackLayer::BeginSegment(segment);
+  const auto of_segment = [&](const auto& view) {
+    return Tokens(view, segment.begin, segment.tokens);
+  };
+  given_ = of_segment(segment.inputs.Get(kExits));
+  out_ = of_segment(segment.outputs.Get("out"));
+  exits_out_ = of_segment(segment.outputs.Get(kExits));
+  probabilities_out_ = of_segment(segment.outputs.Get(kExitProbabilities));
   first_position_ = attention(0).tokens() - reach().given;
   has_run_ = true;
   if (device() != Device::kCpu) return;
@@ -172,8 +164,7 @@ ExitStackLayer::Scratch ExitStackLayer::LayOut(int64_t places, Workspace& worksp
 
 size_t ExitStackLayer::layer_workspace_bytes(int threads) const {
   return Workspace::Measure([&](Workspace& workspace) { LayOut(max_rows(), workspace); }) +
-         std::max({DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), pre_norm_,
-                                                 attention(0).workspace_bytes(threads), threads),
+         std::max({RelativeStackLayer::layer_workspace_bytes(threads),
                    LayerNorm::workspace_bytes(device(), problem().model_dim(), threads),
                    rule_->workspace_bytes(max_rows(), threads)});
 }

@@ -159,21 +159,19 @@ class ExitStackLayer : public RelativeStackLayer {
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
-  void SetInputs(const Inputs& inputs, int64_t begin) override;
-  void SetOutputs(const Outputs& outputs, int64_t begin) override;
-  void BeginSegment(int64_t tokens) override;
+  void BeginSegment(const Segment& segment) override;
   absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
                         const Execution& execution) override;
   size_t layer_workspace_bytes(int threads) const override;
-  bool normalizes_memory() const override { return pre_norm_; }
 
  private:
   ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
                  std::unique_ptr<ExitRule> rule)
-      : RelativeStackLayer(problem, ExitStackOutputs(problem, options, rule->has_probabilities()),
-                           ShapeFor(problem, options, device), device,
-                           SegmentOutputs(problem, options, rule->has_probabilities()),
-                           SegmentInputs(problem, options)),
+      : RelativeStackLayer(problem, ShapeFor(problem, options, device),
+                           {ExitStackOutputs(problem, options, rule->has_probabilities()),
+                            SegmentOutputs(problem, options, rule->has_probabilities()),
+                            SegmentInputs(problem, options)},
+                           device),
         pre_norm_(options.pre_norm),
         rule_(std::move(rule)) {}
 
@@ -236,7 +234,6 @@ class ExitStackLayer : public RelativeStackLayer {
   TensorView out_;
   TensorView exits_out_;
   TensorView probabilities_out_;
-  int64_t begin_ = 0;           // of the segment in the tensors
   int64_t first_position_ = 0;  // of the segment in the stream, without given memories
   bool has_run_ = false;
 

@@ -1,5 +1,5 @@
 // One layer of the stack without its attention, which the caller brings: two normalisations and a
-// feed-forward network, post-norm or pre-norm as in transformer_xl.h.
+// feed-forward network, post-norm or pre-norm as in memory/transformer_xl/transformer_xl.h.
 #ifndef TFB_CORE_LAYERS_STACK_DECODER_LAYER_H_
 #define TFB_CORE_LAYERS_STACK_DECODER_LAYER_H_
 

@@ -11,7 +11,8 @@
 
 namespace tfb::layers {
 
-RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options) {
+RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options,
+                           bool pre_norm) {
   RelativeStackShape shape;
   shape.sizes.layers = options.layers;
   shape.sizes.heads = problem.query_heads;
@@ -24,6 +25,7 @@ RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& o
   shape.same_length = options.same_length;
   shape.max_distance = options.max_distance;
   shape.given_memory = options.given_memory;
+  shape.pre_norm = shape.normalizes_memory = pre_norm;
   return shape;
 }
 
@@ -54,23 +56,37 @@ std::vector<TensorSpec> FinalMemories(const Problem& problem, const RelativeStac
   return memories;
 }
 
-RelativeStackLayer::RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                                       const RelativeStackShape& shape, Device device,
-                                       const std::vector<TensorSpec>& more_of_segments,
-                                       const std::vector<TensorSpec>& more_inputs)
-    : SegmentedLayer(device, problem, std::move(outputs), shape.sizes.layers, shape.segment,
-                     more_of_segments, more_inputs),
+std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
+                                             const RelativeStackOptions& options) {
+  std::vector<TensorSpec> outputs = SegmentedOutputs(problem);
+  for (TensorSpec& spec : FinalMemories(problem, options)) outputs.push_back(std::move(spec));
+  return outputs;
+}
+
+RelativeStackLayer::RelativeStackLayer(const Problem& problem, const RelativeStackShape& shape,
+                                       const RelativeStackTensors& tensors, Device device)
+    : SegmentedLayer(device, problem,
+                     {shape.sizes.layers, shape.segment, shape.sizes.final_norm, tensors.outputs,
+                      tensors.more_outputs, tensors.more_inputs}),
       shape_(shape),
-      device_(device),
       reach_{shape.memory, shape.same_length, max_segment_tokens(), shape.given_memory},
       segment_(device, reach_) {}
+
+absl::StatusOr<std::unique_ptr<Layer>> RelativeStackLayer::Create(
+    const Problem& problem, const RelativeStackShape& shape, const RelativeStackTensors& tensors,
+    Device device, uint64_t seed) {
+  std::unique_ptr<RelativeStackLayer> layer(
+      new RelativeStackLayer(problem, shape, tensors, device));
+  TFB_RETURN_IF_ERROR(layer->Initialize(StackParameters(shape.sizes), seed));
+  return layer;
+}
 
 absl::Status RelativeStackLayer::Initialize(const std::vector<ParameterSpec>& parameters,
                                             uint64_t seed) {
   TFB_RETURN_IF_ERROR(DrawParameters(parameters, seed, &parameters_));
   for (int64_t n = 0; n < sizes().layers; ++n) {
     TFB_ASSIGN_OR_RETURN(RelativeAttention attention,
-                         RelativeAttention::Create(device_, problem(), reach_, shape_.queries));
+                         RelativeAttention::Create(device(), problem(), reach_, shape_.queries));
     attentions_.push_back(std::move(attention));
   }
   return absl::OkStatus();
@@ -121,7 +137,7 @@ std::map<std::string, double> RelativeStackLayer::statistics() const {
     statistics["mean_span"] =
         std::accumulate(spans.begin(), spans.end(), 0.0) / static_cast<double>(spans.size());
   }
-  if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+  if (device() == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device()) ? 1 : 0;
   return statistics;
 }
 
@@ -129,12 +145,11 @@ int64_t RelativeStackLayer::split_tokens() const {
   return shape_.same_length ? 0 : SegmentedLayer::split_tokens();
 }
 
-absl::Status RelativeStackLayer::Reset() {
+void RelativeStackLayer::Forget() {
   for (RelativeAttention& attention : attentions_) attention.Reset();
-  return absl::OkStatus();
 }
 
-absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& execution) {
+absl::Status RelativeStackLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
   const DistanceRange range = {0, reach_.max_distance(), shape_.max_distance};
   const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
   layers_.clear();
@@ -142,18 +157,16 @@ absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& executi
     TFB_RETURN_IF_ERROR(
         attentions_[n].Setup(RelativeAttention::ParametersOf(parameters_, sizes(), n), range,
                              sinusoids.view(), execution));
-    TFB_ASSIGN_OR_RETURN(DecoderLayer layer,
-                         DecoderLayer::Create(device_, parameters_, n, feed_forward_output()));
+    TFB_ASSIGN_OR_RETURN(DecoderLayer layer, DecoderLayer::Create(device(), parameters_, n,
+                                                                  shape_.feed_forward_output));
     layers_.push_back(std::move(layer));
   }
-  if (!sizes().final_norm) return absl::OkStatus();
-  TFB_ASSIGN_OR_RETURN(final_norm_, MakeLayerNorm(device_, parameters_, kFinalNorm));
-  return absl::OkStatus();
+  return SegmentedLayer::DoSetup(inputs, execution);
 }
 
 absl::Status RelativeStackLayer::Recall(int64_t n, const ConstTensorView& rows,
                                         const Execution& execution) {
-  if (!normalizes_memory()) return attentions_[n].AppendKeys(rows, execution);
+  if (!shape_.normalizes_memory) return attentions_[n].AppendKeys(rows, execution);
   Workspace workspace(execution.workspace);
   const TensorView normalized(workspace.Take<float>(rows.num_elements()), DType::kF32,
                               rows.shape());
@@ -163,8 +176,27 @@ absl::Status RelativeStackLayer::Recall(int64_t n, const ConstTensorView& rows,
   return attentions_[n].AppendKeys(normalized, rest);
 }
 
-void RelativeStackLayer::BeginSegment(int64_t tokens) {
-  segment_.Set(attentions_[0].tokens(), tokens);
+void RelativeStackLayer::BeginSegment(const Segment& segment) {
+  segment_.Set(attentions_[0].tokens(), segment.tokens);
+}
+
+absl::Status RelativeStackLayer::RunLayer(int64_t n, const DecoderLayer::Call& call,
+                                          const Execution& execution) {
+  return layers_[n].Run(
+      shape_.pre_norm, call,
+      [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
+          const Execution& rest) { return Attend(n, x, residual, y, rest); },
+      execution);
+}
+
+absl::Status RelativeStackLayer::Attend(int64_t n, const ConstTensorView& x,
+                                        const ConstTensorView& residual, const TensorView& y,
+                                        const Execution& execution) {
+  return attentions_[n].Append(segment_, x, residual, y, execution);
+}
+
+size_t RelativeStackLayer::layer_workspace_bytes(int threads) const {
+  return WorkspaceWith(attentions_[0].workspace_bytes(threads), threads);
 }
 
 }  // namespace tfb::layers

@@ -1,11 +1,11 @@
-// A stack whose layers have Transformer-XL's attention and memory: everything of transformer_xl's
-// layer except how attention and feed-forward network are joined to the state.
+// A stack whose layers have Transformer-XL's attention and memory.
 #ifndef TFB_CORE_LAYERS_STACK_RELATIVE_STACK_H_
 #define TFB_CORE_LAYERS_STACK_RELATIVE_STACK_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -28,10 +28,22 @@ struct RelativeStackShape {
   bool same_length = false;
   int64_t max_distance = 0;
   int64_t given_memory = 0;
+  bool pre_norm = false;           // as in memory/transformer_xl/transformer_xl.h
+  bool normalizes_memory = false;  // whether keys and values are of normalised rows
+  Activation feed_forward_output = Activation::kNone;  // of a feed-forward network's output
   RelativeAttention::Queries queries = RelativeAttention::Queries::kAll;
 };
 
-RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options);
+// The tensors of such a stack beside x: see SegmentedStack.
+struct RelativeStackTensors {
+  std::vector<TensorSpec> outputs;
+  std::vector<TensorSpec> more_outputs = {};
+  std::vector<TensorSpec> more_inputs = {};
+};
+
+// With pre_norm the memory is normalised as what the layer reads is.
+RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options,
+                           bool pre_norm = false);
 
 // Returns InvalidArgument where the problem or the memory does not fit the technique.
 absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
@@ -41,9 +53,20 @@ absl::Status CheckRelativeStack(absl::string_view technique, const Problem& prob
 // token: [batch, layers, tokens, model_dim], what went into each layer.
 std::vector<TensorSpec> GivenMemories(const Problem& problem, const RelativeStackOptions& options);
 std::vector<TensorSpec> FinalMemories(const Problem& problem, const RelativeStackOptions& options);
+// Returns the specs of out, context and the final memories.
+std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
+                                             const RelativeStackOptions& options);
 
+// The stack of memory/transformer_xl/transformer_xl.h. A technique whose layers differ from these
+// defines RunLayer, or Attend where only attention differs.
 class RelativeStackLayer : public SegmentedLayer {
  public:
+  // Makes the layer of a stack with the parameters of StackParameters.
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const RelativeStackShape& shape,
+                                                       const RelativeStackTensors& tensors,
+                                                       Device device, uint64_t seed);
+
   Cost cost() const override;
   // reach_tokens: earlier tokens that can change the last one, through all layers. keys_per_token:
   // the keys that a token sees in one layer and head, on average, itself included. mean_span: the
@@ -52,30 +75,24 @@ class RelativeStackLayer : public SegmentedLayer {
   std::map<std::string, double> statistics() const override;
   // With same_length the mask does not depend on segments.
   int64_t split_tokens() const override;
-  absl::Status Reset() override;
 
  protected:
-  RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                     const RelativeStackShape& shape, Device device,
-                     const std::vector<TensorSpec>& more_of_segments = {},
-                     const std::vector<TensorSpec>& more_inputs = {});
+  RelativeStackLayer(const Problem& problem, const RelativeStackShape& shape,
+                     const RelativeStackTensors& tensors, Device device);
   // Draws the parameters and allocates memory for keys and values. The factory calls it.
   absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
 
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
-  void BeginSegment(int64_t tokens) override;
-  bool IsAtBeginning() const override { return attentions_[0].tokens() == 0; }
+  void BeginSegment(const Segment& segment) override;
+  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                        const Execution& execution) override;
+  size_t layer_workspace_bytes(int threads) const override;
+  void Forget() override;
   absl::Status Recall(int64_t n, const ConstTensorView& rows, const Execution& execution) override;
+  // Computes the attention of layer n: y = attention(x) W_o + residual.
+  virtual absl::Status Attend(int64_t n, const ConstTensorView& x, const ConstTensorView& residual,
+                              const TensorView& y, const Execution& execution);
 
-  const LayerNorm* final_norm() const override {
-    return sizes().final_norm ? &final_norm_ : nullptr;
-  }
-  // Tells whether a layer normalises its memory before it makes keys and values.
-  virtual bool normalizes_memory() const { return false; }
-  // Returns the activation of a feed-forward network's output.
-  virtual Activation feed_forward_output() const { return Activation::kNone; }
-
-  Device device() const { return device_; }
   const StackSizes& sizes() const { return shape_.sizes; }
   const MemoryReach& reach() const { return reach_; }
   int64_t max_rows() const { return problem().batch * max_segment_tokens(); }
@@ -83,6 +100,11 @@ class RelativeStackLayer : public SegmentedLayer {
   RelativeAttention& attention(int64_t n) { return attentions_[n]; }
   const RelativeAttention& attention(int64_t n) const { return attentions_[n]; }
   const DecoderLayer& layer(int64_t n) const { return layers_[n]; }
+  // Returns the workspace of RunLayer with an attention that needs `attention_bytes`.
+  size_t WorkspaceWith(size_t attention_bytes, int threads) const {
+    return DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), shape_.pre_norm,
+                                         attention_bytes, threads);
+  }
 
  private:
   // Returns the context of a sequence; pairs of a head are those of the mean head.
@@ -90,12 +112,10 @@ class RelativeStackLayer : public SegmentedLayer {
   std::vector<float> Spans() const;
 
   RelativeStackShape shape_;
-  Device device_;
   MemoryReach reach_;
   SegmentView segment_;
   std::vector<RelativeAttention> attentions_;
   std::vector<DecoderLayer> layers_;
-  LayerNorm final_norm_;
 };
 
 }  // namespace tfb::layers

@@ -5,6 +5,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/layer_parameters.h"
+#include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
 
 namespace tfb::layers {
@@ -82,16 +84,15 @@ std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
   return outputs;
 }
 
-SegmentedLayer::SegmentedLayer(Device device, const Problem& problem,
-                               std::vector<TensorSpec> outputs, int64_t layers, int64_t segment,
-                               const std::vector<TensorSpec>& more,
-                               const std::vector<TensorSpec>& more_inputs)
-    : StreamingLayer(problem, RunInputs(problem, more_inputs), outputs,
-                     SegmentInputs(problem, more_inputs), SegmentOutputs(problem, outputs, more),
-                     std::min(segment, std::max<int64_t>(problem.query_tokens, 1))),
+SegmentedLayer::SegmentedLayer(Device device, const Problem& problem, const SegmentedStack& stack)
+    : StreamingLayer(problem, RunInputs(problem, stack.more_inputs), stack.outputs,
+                     SegmentInputs(problem, stack.more_inputs),
+                     SegmentOutputs(problem, stack.outputs, stack.more_outputs),
+                     std::min(stack.segment, std::max<int64_t>(problem.query_tokens, 1))),
       device_(device),
-      layers_(layers),
-      given_(NamesOfGiven(more_inputs)) {}
+      layers_(stack.layers),
+      has_final_norm_(stack.final_norm),
+      given_(NamesOfGiven(stack.more_inputs)) {}
 
 TensorView SegmentedLayer::LayOutState(int64_t tokens, Workspace& workspace) const {
   const Shape shape = {problem().batch, tokens, problem().model_dim()};
@@ -104,6 +105,19 @@ size_t SegmentedLayer::workspace_bytes(int threads) const {
          });
 }
 
+absl::Status SegmentedLayer::Reset() {
+  is_at_beginning_ = true;
+  Forget();
+  return absl::OkStatus();
+}
+
+absl::Status SegmentedLayer::DoSetup(const Inputs&, const Execution&) {
+  if (has_final_norm_) {
+    TFB_ASSIGN_OR_RETURN(final_norm_, MakeLayerNorm(device_, parameters_, kFinalNorm));
+  }
+  return Reset();
+}
+
 absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                    const Execution& execution) {
   TFB_RETURN_IF_ERROR(Reset());
@@ -113,27 +127,20 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   TFB_RETURN_IF_ERROR(KeepGiven(inputs.Get(kMemories), execution));
   for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
     const int64_t tokens = std::min(max_segment_tokens(), total - begin);
-    SetInputs(inputs, begin);
-    SetOutputs(outputs, begin);
-    begin_ = begin;
-    TFB_RETURN_IF_ERROR(AppendSegment(Slice(inputs.Get("x"), 1, begin, tokens),
-                                      Tokens(outputs.Get("out"), begin, tokens),
-                                      Tokens(outputs.Get("context"), begin, tokens), execution));
+    TFB_RETURN_IF_ERROR(AppendSegment({begin, tokens, inputs, outputs}, execution));
   }
   return absl::OkStatus();
 }
 
-absl::Status SegmentedLayer::DoAppend(int64_t, const Inputs& segment, const Outputs& outputs,
+absl::Status SegmentedLayer::DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                                       const Execution& execution) {
-  SetInputs(segment, 0);
-  SetOutputs(outputs, 0);
   final_memories_ = {};
   TFB_RETURN_IF_ERROR(RecallGiven(segment, execution));
-  return AppendSegment(segment.Get("x"), outputs.Get("out"), outputs.Get("context"), execution);
+  return AppendSegment({0, tokens, segment, outputs}, execution);
 }
 
 absl::Status SegmentedLayer::RecallGiven(const Inputs& inputs, const Execution& execution) {
-  if (given_.empty() || !IsAtBeginning()) return absl::OkStatus();
+  if (given_.empty() || !is_at_beginning_) return absl::OkStatus();
   for (const std::string& name : given_) {
     if (!inputs.Get(name).empty()) continue;
     return absl::InvalidArgumentError(
@@ -173,11 +180,13 @@ absl::Status SegmentedLayer::Keep(int64_t n, int64_t begin, const ConstTensorVie
                  Slice(OfLayer(final_memories_, n), 1, first - first_kept, count), execution);
 }
 
-absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const TensorView& out,
-                                           const TensorView& context, const Execution& execution) {
-  BeginSegment(x.dim(1));
+absl::Status SegmentedLayer::AppendSegment(const Segment& segment, const Execution& execution) {
+  const ConstTensorView x = Slice(segment.inputs.Get("x"), 1, segment.begin, segment.tokens);
+  const TensorView out = Tokens(segment.outputs.Get("out"), segment.begin, segment.tokens);
+  is_at_beginning_ = false;
+  BeginSegment(segment);
   Workspace workspace(execution.workspace);
-  const TensorView state = LayOutState(x.dim(1), workspace);
+  const TensorView state = LayOutState(segment.tokens, workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   for (int64_t n = 0; n < layers_; ++n) {
@@ -185,12 +194,14 @@ absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const Tenso
     DecoderLayer::Call call;
     call.input = n == 0 ? x : state;
     call.state = state;
-    call.output = is_last && final_norm() == nullptr ? out : state;
-    if (is_last) call.context = context;
-    TFB_RETURN_IF_ERROR(Keep(n, begin_, call.input, rest));
+    call.output = is_last && !has_final_norm_ ? out : state;
+    if (is_last) {
+      call.context = Tokens(segment.outputs.Get("context"), segment.begin, segment.tokens);
+    }
+    TFB_RETURN_IF_ERROR(Keep(n, segment.begin, call.input, rest));
     TFB_RETURN_IF_ERROR(RunLayer(n, call, rest));
   }
-  return final_norm() == nullptr ? absl::OkStatus() : final_norm()->Run(state, out, rest);
+  return has_final_norm_ ? final_norm_.Run(state, out, rest) : absl::OkStatus();
 }
 
 }  // namespace tfb::layers

@@ -37,29 +37,45 @@ View OfLayer(const View& view, int64_t n) {
   return layer;
 }
 
+// What a stack has in a Run and in a stream, without its layers.
+struct SegmentedStack {
+  int64_t layers = 1;
+  int64_t segment = 1;      // tokens that are read at a time, or all where there are fewer
+  bool final_norm = false;  // a norm of what the last layer writes: the parameters of kFinalNorm
+  std::vector<TensorSpec> outputs;       // of a Run: out, perhaps context, and more
+  std::vector<TensorSpec> more_outputs;  // of a segment, beside out and the context
+  // Inputs of a segment beside x, which a Run reads for all tokens. Of an input that has no
+  // dimension of tokens only a stream's first segment has need.
+  std::vector<TensorSpec> more_inputs;
+};
+
 class SegmentedLayer : public StreamingLayer {
  public:
   size_t workspace_bytes(int threads) const override;
   // The segments decide the mask, unless a technique overrides this.
   int64_t split_tokens() const override { return max_segment_tokens(); }
+  absl::Status Reset() final;
 
  protected:
-  // Reads `segment` tokens at a time, or all where there are fewer. A segment's outputs are out;
-  // context where `outputs`, those of a Run, have one; and `more`, the other outputs in `outputs`.
-  // Segments read x and `more_inputs`, and a Run reads the same inputs for all tokens. Of an input
-  // that has no dimension of tokens only a stream's first segment has need.
-  SegmentedLayer(Device device, const Problem& problem, std::vector<TensorSpec> outputs,
-                 int64_t layers, int64_t segment, const std::vector<TensorSpec>& more = {},
-                 const std::vector<TensorSpec>& more_inputs = {});
+  SegmentedLayer(Device device, const Problem& problem, const SegmentedStack& stack);
 
-  // Set where the next segment's `more` is written, and its inputs other than x: the tokens of the
-  // tensors from `begin` on.
-  virtual void SetOutputs(const Outputs& /*outputs*/, int64_t /*begin*/) {}
-  virtual void SetInputs(const Inputs& /*inputs*/, int64_t /*begin*/) {}
-  // Tells whether the next segment is a stream's first. Layers that read memories define it, and
-  // Recall, which makes layer n remember rows [batch, tokens, model_dim], a segment's at most, that
-  // went into it before.
-  virtual bool IsAtBeginning() const { return false; }
+  // A segment of a call: its tokens are `tokens` ones of the call's tensors, from `begin` on.
+  struct Segment {
+    int64_t begin;
+    int64_t tokens;
+    const Inputs& inputs;
+    const Outputs& outputs;
+  };
+  // Begins the next segment.
+  virtual void BeginSegment(const Segment& segment) = 0;
+  // Runs layer n on the segment. The call has a context in the last layer only.
+  virtual absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                                const Execution& execution) = 0;
+  // Covers the final norm's workspace, too.
+  virtual size_t layer_workspace_bytes(int threads) const = 0;
+  virtual void Forget() = 0;  // forgets all tokens
+  // Makes layer n remember rows [batch, tokens, model_dim], a segment's at most, that went into it
+  // before. Layers that read memories define it.
   virtual absl::Status Recall(int64_t /*n*/, const ConstTensorView& /*rows*/,
                               const Execution& /*execution*/) {
     return absl::UnimplementedError("the layer reads no memories");
@@ -69,38 +85,34 @@ class SegmentedLayer : public StreamingLayer {
   virtual absl::Status RecallMore(const Inputs& /*inputs*/, const Execution& /*execution*/) {
     return absl::OkStatus();
   }
-  // Begins the next segment, of so many tokens.
-  virtual void BeginSegment(int64_t tokens) = 0;
-  // Runs layer n on the segment. The call has a context in the last layer only.
-  virtual absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
-                                const Execution& execution) = 0;
-  // The norm of what the last layer writes; null where there is none.
-  virtual const LayerNorm* final_norm() const { return nullptr; }
-  // Covers that norm's workspace, too.
-  virtual size_t layer_workspace_bytes(int threads) const = 0;
 
+  // Sets up the final norm and begins a new stream. Stacks call it when their layers are set up.
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   // Leaves the stream at the end of the sequence, as appending the sequence would.
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                         const Execution& execution) override;
 
+  Device device() const { return device_; }
+
  private:
   TensorView LayOutState(int64_t tokens, Workspace& workspace) const;
-  absl::Status AppendSegment(const ConstTensorView& x, const TensorView& out,
-                             const TensorView& context, const Execution& execution);
+  absl::Status AppendSegment(const Segment& segment, const Execution& execution);
   // Hands what is given to the layers, if this is a stream's first segment.
   absl::Status RecallGiven(const Inputs& inputs, const Execution& execution);
-  // Copies of a Run's tokens begin, ..., which go into layer n, those that are in the final memories.
+  // Copies of the segment's tokens, which go into layer n, those that are in the final memories.
   absl::Status Keep(int64_t n, int64_t begin, const ConstTensorView& rows,
                     const Execution& execution) const;
   absl::Status KeepGiven(const ConstTensorView& memories, const Execution& execution) const;
 
   Device device_;
   int64_t layers_;
+  bool has_final_norm_;
+  LayerNorm final_norm_;
   std::vector<std::string> given_;  // the inputs that have no dimension of tokens
   TensorView final_memories_;       // of a Run; empty where the caller does not want them
-  int64_t begin_ = 0;               // of the segment, in a Run
+  bool is_at_beginning_ = true;     // of a stream
 };
 
 }  // namespace tfb::layers

@@ -1,5 +1,5 @@
-// The stack of transformer_xl.h in float64, for one sequence. The definitions of techniques derived
-// from it share it. These are plain loops in the order of the formulas.
+// The stack of memory/transformer_xl/transformer_xl.h in float64, for one sequence. The definitions
+// of techniques derived from it share it. These are plain loops in the order of the formulas.
 #ifndef TFB_CORE_LAYERS_STACK_STACK_DEFINITION_H_
 #define TFB_CORE_LAYERS_STACK_STACK_DEFINITION_H_
 

@@ -38,7 +38,8 @@ inline constexpr char kFinalNorm[] = "final_norm";
 
 std::string LayerPrefix(int64_t layer);                          // "layer3."
 std::string BiasPrefix(const StackSizes& sizes, int64_t layer);  // of u and v
-// Returns the parameters with their distributions, as transformer_xl.h lists them.
+// Returns the parameters with their distributions, which memory/transformer_xl/transformer_xl.h
+// lists.
 std::vector<ParameterSpec> StackParameters(const StackSizes& sizes);
 
 // Returns InvalidArgument where the problem is not self-attention with as many heads of keys as of
