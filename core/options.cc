@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 
 #include "absl/strings/ascii.h"
@@ -52,19 +53,22 @@ bool IsIdentifier(absl::string_view text) {
   });
 }
 
-// Splits at the commas that are not in brackets. Returns false where brackets do not match.
-bool SplitAtCommas(absl::string_view text, std::vector<absl::string_view>* items) {
-  int depth = 0;
+// Splits at the separators that are in neither brackets nor, outside of these, in parentheses. Returns
+// false where brackets or such parentheses do not match.
+bool SplitOutsideBrackets(absl::string_view text, char separator,
+                          std::vector<absl::string_view>* items) {
+  int depth = 0, parentheses = 0;
   size_t begin = 0;
   for (size_t i = 0; i < text.size(); ++i) {
     depth += (text[i] == '[') - (text[i] == ']');
-    if (depth < 0) return false;
-    if (text[i] != ',' || depth > 0) continue;
+    if (depth == 0) parentheses += (text[i] == '(') - (text[i] == ')');
+    if (depth < 0 || parentheses < 0) return false;
+    if (text[i] != separator || depth > 0 || parentheses > 0) continue;
     items->push_back(text.substr(begin, i - begin));
     begin = i + 1;
   }
   items->push_back(text.substr(begin));
-  return depth == 0;
+  return depth == 0 && parentheses == 0;
 }
 
 // Adds "name=value" to the options of `spec`.
@@ -91,7 +95,8 @@ bool ParseBracketed(absl::string_view text, TechniqueSpec* spec) {
   if (open != absl::string_view::npos) {
     if (!absl::EndsWith(text, "]")) return false;
     std::vector<absl::string_view> items;
-    if (!SplitAtCommas(text.substr(open + 1, text.size() - open - 2), &items)) return false;
+    const absl::string_view inside = text.substr(open + 1, text.size() - open - 2);
+    if (!SplitOutsideBrackets(inside, ',', &items)) return false;
     for (const absl::string_view item : items) {
       if (!AddOption(item, &parsed).ok()) return false;
     }
@@ -100,7 +105,60 @@ bool ParseBracketed(absl::string_view text, TechniqueSpec* spec) {
   return true;
 }
 
+// Parses a list of techniques. Parentheses do not nest.
+bool ParseTechniqueList(absl::string_view text, bool in_parentheses,
+                        std::vector<TechniqueSpec>* specs) {
+  std::vector<absl::string_view> items;
+  if (!SplitOutsideBrackets(text, '/', &items)) return false;
+  for (absl::string_view item : items) {
+    int64_t count = 1;
+    std::vector<TechniqueSpec> repeated;
+    const size_t star = item.find('*');
+    if (star != absl::string_view::npos && star < item.find_first_of("[(")) {
+      if (!ParseInt(item.substr(0, star), 1, TechniqueList::kMaxSize, &count)) return false;
+      item.remove_prefix(star + 1);
+    }
+    if (!in_parentheses && absl::StartsWith(item, "(") && absl::EndsWith(item, ")")) {
+      const absl::string_view inside = item.substr(1, item.size() - 2);
+      if (!ParseTechniqueList(inside, /*in_parentheses=*/true, &repeated)) return false;
+    } else if (!ParseBracketed(item, &repeated.emplace_back())) {
+      return false;
+    }
+    const int64_t size = static_cast<int64_t>(specs->size() + count * repeated.size());
+    if (size > TechniqueList::kMaxSize) return false;
+    for (int64_t n = 0; n < count; ++n) {
+      specs->insert(specs->end(), repeated.begin(), repeated.end());
+    }
+  }
+  return true;
+}
+
+// Returns the techniques from `begin` to `end`, those that follow each other as a count and one.
+std::string RunsText(const std::vector<std::string>& techniques, size_t begin, size_t end) {
+  std::string text;
+  while (begin < end) {
+    size_t next = begin;
+    while (next < end && techniques[next] == techniques[begin]) ++next;
+    if (!text.empty()) text += "/";
+    if (next - begin > 1) absl::StrAppend(&text, next - begin, "*");
+    text += techniques[begin];
+    begin = next;
+  }
+  return text;
+}
+
 }  // namespace
+
+absl::Status TechniqueList::CheckCount(absl::string_view option, absl::string_view of,
+                                       const std::vector<int64_t>& counts) const {
+  const int64_t size = static_cast<int64_t>(specs.size());
+  if (size == 1 || std::find(counts.begin(), counts.end(), size) != counts.end()) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("option ", option, " names ", size,
+                                                 " techniques; allowed with ", of, " are 1 or ",
+                                                 absl::StrJoin(counts, " or ")));
+}
 
 void OptionBinder::Add(OptionSpec spec, std::function<bool(absl::string_view)> parse,
                        std::function<std::string()> print) {
@@ -175,6 +233,24 @@ void OptionBinder::Technique(absl::string_view name, TechniqueSpec* value, absl:
   entries_.back().check = [=] { return check(value); };
 }
 
+void OptionBinder::Techniques(absl::string_view name, TechniqueList* value, absl::string_view range,
+                              const std::function<absl::Status(TechniqueSpec*)>& check,
+                              absl::string_view help) {
+  Add(
+      {std::string(name), "techniques", "", std::string(range), std::string(help), {}},
+      [=](absl::string_view text) {
+        TechniqueList parsed;
+        if (!ParseTechniqueList(text, /*in_parentheses=*/false, &parsed.specs)) return false;
+        *value = std::move(parsed);
+        return true;
+      },
+      [=] { return ToBracketedString(*value); });
+  entries_.back().check = [=] {
+    for (TechniqueSpec& spec : value->specs) TFB_RETURN_IF_ERROR(check(&spec));
+    return absl::OkStatus();
+  };
+}
+
 void OptionBinder::AddChoice(absl::string_view name, const std::vector<std::string>& names,
                              absl::string_view help, std::function<void(size_t)> set,
                              std::function<size_t()> get) {
@@ -239,7 +315,7 @@ absl::StatusOr<TechniqueSpec> ParseTechniqueSpec(absl::string_view text) {
 absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view text) {
   std::vector<TechniqueSpec> specs;
   std::vector<absl::string_view> items;
-  if (!SplitAtCommas(text, &items)) {
+  if (!SplitOutsideBrackets(text, ',', &items)) {
     return absl::InvalidArgumentError(absl::StrCat("the brackets in \"", text, "\" do not match"));
   }
   for (absl::string_view item : items) {
@@ -281,6 +357,22 @@ std::string ToString(const TechniqueSpec& spec) {
 std::string ToBracketedString(const TechniqueSpec& spec) {
   return spec.options.empty() ? spec.technique
                               : absl::StrCat(spec.technique, "[", ToString(spec.options), "]");
+}
+
+std::string ToBracketedString(const TechniqueList& list) {
+  std::vector<std::string> techniques;
+  for (const TechniqueSpec& spec : list.specs) techniques.push_back(ToBracketedString(spec));
+  const size_t size = techniques.size();
+  size_t period = 1;
+  const auto repeats = [&] {
+    if (size % period != 0) return false;
+    return std::equal(techniques.begin() + static_cast<std::ptrdiff_t>(period), techniques.end(),
+                      techniques.begin());
+  };
+  while (period < size && !repeats()) ++period;
+  const std::string once = RunsText(techniques, 0, period);
+  if (period >= size) return once;
+  return period == 1 ? absl::StrCat(size, "*", once) : absl::StrCat(size / period, "*(", once, ")");
 }
 
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,

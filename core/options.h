@@ -36,7 +36,8 @@ using Options = std::map<std::string, std::string, std::less<>>;
 // One option as a user sees it.
 struct OptionSpec {
   std::string name;
-  std::string type;           // "int", "real", "bool", "choice", "ints", "technique"
+  // "int", "real", "bool", "choice", "ints", "technique", "techniques"
+  std::string type;
   std::string default_value;  // canonical text
   std::string range;          // "0 to 1099511627776", "softmax | relu"
   std::string help;
@@ -47,6 +48,30 @@ struct OptionSpec {
 struct TechniqueSpec {
   std::string technique;
   Options options;
+};
+
+// The techniques of a stack's layers: one for all layers, or one for each.
+//
+// As text they stand one behind the other with `/` between them, as the numbers of a list do. A
+// count before `*` repeats what follows, a technique or several in parentheses:
+//
+//   longformer[window=32]/longformer[window=64]      two layers, the windows of which grow
+//   10*dense/2*routing                               routing in the last 2 of 12 layers
+//   16*(strided/fixed)                               32 layers by turns
+struct TechniqueList {
+  static constexpr int64_t kMaxSize = 1000;
+
+  std::vector<TechniqueSpec> specs;
+
+  // Returns the technique of a layer, counted from 0. The list begins anew behind its end.
+  const TechniqueSpec& Of(int64_t layer) const {
+    return specs[static_cast<size_t>(layer) % specs.size()];
+  }
+  // Returns InvalidArgument, with the number of techniques and the allowed ones, unless there is
+  // one technique or one of the counts. `option` is the list's name, and `of` says what has the
+  // counts: "layers=2".
+  absl::Status CheckCount(absl::string_view option, absl::string_view of,
+                          const std::vector<int64_t>& counts) const;
 };
 
 // Collects an options struct's fields. The pointers must outlive the binder.
@@ -65,6 +90,9 @@ class OptionBinder {
   // put its options into canonical form.
   void Technique(absl::string_view name, TechniqueSpec* value, absl::string_view range,
                  const std::function<absl::Status(TechniqueSpec*)>& check, absl::string_view help);
+  // An option whose value is a list of such techniques. `check` is called for each of them.
+  void Techniques(absl::string_view name, TechniqueList* value, absl::string_view range,
+                  const std::function<absl::Status(TechniqueSpec*)>& check, absl::string_view help);
   template <class Enum>
   void Choice(absl::string_view name, Enum* value,
               const std::vector<std::pair<std::string, Enum>>& choices, absl::string_view help) {
@@ -118,6 +146,9 @@ std::string ToString(const TechniqueSpec& spec);
 std::string ToString(const Options& options);  // "dilation=1,window=256"
 // Returns "longformer[dilation=1,window=256]", which can be the value of an option.
 std::string ToBracketedString(const TechniqueSpec& spec);
+
+// Returns the shortest text of the list: 16*(strided/fixed).
+std::string ToBracketedString(const TechniqueList& list);
 
 // Returns the known names nearest to `name` by edit distance, whatever the case of their letters,
 // best first, for "did you mean".

@@ -107,6 +107,91 @@ struct OuterOptions {
   }
 };
 
+// The options of a stack that is made with techniques which are "near" or "far".
+struct StackOptions {
+  TechniqueList inner = {{{"near", {}}}};
+  void Describe(OptionBinder& bind) {
+    const auto check = [](TechniqueSpec* spec) {
+      spec->options.erase("default");
+      return spec->technique == "near" || spec->technique == "far"
+                 ? absl::OkStatus()
+                 : absl::NotFoundError(absl::StrCat("no ", spec->technique));
+    };
+    bind.Techniques("inner", &inner, "near or far", check, "what is inside");
+  }
+};
+
+TEST(Options, AListOfTechniquesHasCountsAndPatterns) {
+  const auto inner = [](absl::string_view text) {
+    const auto parsed = ParseOptions<StackOptions>({{"inner", std::string(text)}});
+    EXPECT_TRUE(parsed.ok()) << parsed.status();
+    return parsed->inner;
+  };
+  EXPECT_EQ(ToBracketedString(StackOptions().inner), "near");
+  EXPECT_EQ(inner("near/far[a=1/2]/near").specs.size(), 3u);
+  EXPECT_EQ(inner("near/far[a=1/2]/near").Of(1).options.at("a"), "1/2");
+  EXPECT_EQ(inner("far").Of(7).technique, "far");
+  EXPECT_EQ(inner("3*near/2*far").specs.size(), 5u);
+  EXPECT_EQ(inner("3*near/2*far").Of(3).technique, "far");
+  EXPECT_EQ(inner("2*(near/2*far[b=x[c=1],default=3])/near").specs.size(), 7u);
+  EXPECT_EQ(inner("2*(near/2*far)/near").Of(4).technique, "far");
+  EXPECT_EQ(inner("(near/far)").specs.size(), 2u);
+}
+
+TEST(Options, AListOfTechniquesHasOneCanonicalText) {
+  const auto canonical = [](absl::string_view text) {
+    return ToBracketedString(ParseOptions<StackOptions>({{"inner", std::string(text)}})->inner);
+  };
+  for (const char* text : {"near", "2*near", "near/far", "3*near/2*far", "16*(near/far)",
+                           "4*(3*near/far[a=1])", "near/2*far/near", "far[a=1/2]/far[a=2*x/(y)]"}) {
+    EXPECT_EQ(canonical(text), text);
+  }
+  EXPECT_EQ(canonical("near/near/near"), "3*near");
+  EXPECT_EQ(canonical("1*(near)"), "near");
+  EXPECT_EQ(canonical("near/far/near/far"), "2*(near/far)");
+  EXPECT_EQ(canonical("2*(near/2*far)/2*(near/far/far)"), "4*(near/2*far)");
+  EXPECT_EQ(canonical("far[default=1]/near/far"), "far/near/far");
+}
+
+TEST(Options, AListOfTechniquesThatIsWrongIsRefused) {
+  const auto error = [](absl::string_view text) {
+    return std::string(
+        ParseOptions<StackOptions>({{"inner", std::string(text)}}).status().message());
+  };
+  for (const char* text : {"",
+                           "/",
+                           "near/",
+                           "/near",
+                           "0*near",
+                           "-1*near",
+                           "*near",
+                           "2*",
+                           "near*2",
+                           "2*2*near",
+                           "(near",
+                           "near)",
+                           "2*(near",
+                           "2*()",
+                           "(near)(far)",
+                           "2*((near/far)/near)",
+                           "1001*near",
+                           "500*(near/far/near)",
+                           "near[a=1",
+                           "near]",
+                           "999999999999*near"}) {
+    EXPECT_THAT(error(text), HasSubstr("allowed are near or far")) << text;
+  }
+  EXPECT_THAT(error("near/farther"), HasSubstr("no farther"));
+}
+
+TEST(Options, AListThatIsTooLongOrTooShortNamesBothCounts) {
+  const TechniqueList list = {{{"near", {}}, {"far", {}}, {"near", {}}}};
+  EXPECT_TRUE(list.CheckCount("inner", "layers=3", {3}).ok());
+  EXPECT_TRUE(StackOptions().inner.CheckCount("inner", "layers=3", {3}).ok());
+  EXPECT_EQ(list.CheckCount("inner", "layers=2", {2, 4}).message(),
+            "option inner names 3 techniques; allowed with layers=2 are 1 or 2 or 4");
+}
+
 TEST(Options, ATechniqueHasItsOptionsInBrackets) {
   const auto inner = [](absl::string_view text) {
     return ParseOptions<OuterOptions>({{"inner", std::string(text)}})->inner;

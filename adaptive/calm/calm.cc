@@ -8,16 +8,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/calm/confidence_rule.h"
-#include "adaptive/depth_adaptive/exit_probabilities.h"
-#include "adaptive/depth_adaptive/exit_stack_definition.h"
-#include "memory/transformer_xl/double_rows.h"
+#include "core/layers/double_rows.h"
+#include "core/layers/exits/exit_probabilities.h"
+#include "core/layers/exits/exit_stack_definition.h"
 
 namespace tfb::calm {
 namespace {
 
-using depth_adaptive::ExitScore;
-using transformer_xl::ParameterSpec;
-using transformer_xl::Rows;
+using layers::ExitScore;
+using layers::ParameterSpec;
+using layers::Rows;
 
 const bool registered = RegisterTechnique<Calm>();
 
@@ -32,7 +32,7 @@ TechniqueInfo Info() {
   info.budget_option = "threshold";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.selection = depth_adaptive::kExits;
+  info.selection = layers::kExits;
   return info;
 }
 
@@ -45,8 +45,8 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
   }
   std::vector<ParameterSpec> specs;
   for (int64_t n = 1; options.confidence == Confidence::kClassifier && n < options.layers; ++n) {
-    specs.push_back({depth_adaptive::ExitPrefix(n - 1) + ".confidence.w", {width}, 0, deviation});
-    specs.push_back({depth_adaptive::ExitPrefix(n - 1) + ".confidence.b", {1}, 0, 0});
+    specs.push_back({layers::ExitPrefix(n - 1) + ".confidence.w", {width}, 0, deviation});
+    specs.push_back({layers::ExitPrefix(n - 1) + ".confidence.b", {1}, 0, 0});
   }
   return specs;
 }
@@ -64,14 +64,14 @@ double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
 
 // The confidences of one sequence in float64, with bounds of the error of a layer's: its states
 // have an error of `state_error` of the largest channel.
-class DefinedConfidence : public depth_adaptive::DefinedRule {
+class DefinedConfidence : public layers::DefinedRule {
  public:
   DefinedConfidence(const Problem& problem, const CalmOptions& options,
                     const NamedTensors& parameters)
       : tokens_(problem.query_tokens),
         options_(options),
         parameters_(parameters),
-        state_error_(depth_adaptive::StateError(problem.dtype)) {
+        state_error_(layers::StateError(problem.dtype)) {
     if (options.confidence == Confidence::kSoftmax) distribution_.emplace(parameters);
   }
 
@@ -100,8 +100,8 @@ class DefinedConfidence : public depth_adaptive::DefinedRule {
   }
 
   ExitScore Softmax(int64_t n, const double* h, int64_t channels) const {
-    const depth_adaptive::ExitProbabilities p =
-        distribution_->Of(depth_adaptive::ExitNorm(n, options_.layers), h, channels, state_error_);
+    const layers::ExitProbabilities p =
+        distribution_->Of(layers::ExitNorm(n, options_.layers), h, channels, state_error_);
     return {p.ascending.back() - p.ascending[p.ascending.size() - 2], 2 * p.error};
   }
 
@@ -122,7 +122,7 @@ class DefinedConfidence : public depth_adaptive::DefinedRule {
 
   // A sigmoid is nowhere steeper than 1/4.
   ExitScore Classifier(int64_t n, const double* h, int64_t channels) const {
-    const std::string prefix = depth_adaptive::ExitPrefix(n - 1) + ".confidence.";
+    const std::string prefix = layers::ExitPrefix(n - 1) + ".confidence.";
     const ConstTensorView w = parameters_.at(prefix + "w").view();
     double z = parameters_.at(prefix + "b").view().Get(0), magnitude = 0;
     for (int64_t c = 0; c < channels; ++c) {
@@ -136,7 +136,7 @@ class DefinedConfidence : public depth_adaptive::DefinedRule {
   const CalmOptions& options_;
   const NamedTensors& parameters_;
   double state_error_;
-  std::optional<depth_adaptive::ExitDistribution> distribution_;  // of the softmax
+  std::optional<layers::ExitDistribution> distribution_;  // of the softmax
 };
 
 }  // namespace
@@ -145,35 +145,35 @@ Calm::Calm() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem,
                                           const CalmOptions& options) const {
-  return depth_adaptive::ExitStackInputs(problem, options);
+  return layers::ExitStackInputs(problem, options);
 }
 std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem,
                                              const CalmOptions& options) const {
-  return depth_adaptive::ExitStackOutputs(problem, options, /*has_probabilities=*/false);
+  return layers::ExitStackOutputs(problem, options, /*has_probabilities=*/false);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
                                                        const CalmOptions& options, Device device,
                                                        uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckRelativeStack("calm", problem, options));
-  return depth_adaptive::ExitStackLayer::Create(
-      problem, options, device, seed, std::make_unique<ConfidenceRule>(device, problem, options),
-      ConfidenceParameters(problem, options));
+  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("calm", problem, options));
+  return layers::ExitStackLayer::Create(problem, options, device, seed,
+                                        std::make_unique<ConfidenceRule>(device, problem, options),
+                                        ConfidenceParameters(problem, options));
 }
 
 absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckRelativeStack("calm", problem, options));
+  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("calm", problem, options));
   std::vector<ParameterSpec> specs =
-      depth_adaptive::ExitStackParameters(transformer_xl::ShapeOf(problem, options).sizes);
+      layers::ExitStackParameters(layers::ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(specs, parameters));
+  TFB_RETURN_IF_ERROR(layers::CheckParameters(specs, parameters));
   const auto rule = [&](int64_t) {
     return std::make_unique<DefinedConfidence>(problem, options, parameters);
   };
-  TFB_ASSIGN_OR_RETURN(*outputs, depth_adaptive::DefineExitStack(problem, options, parameters,
-                                                                 inputs, request, rule));
+  TFB_ASSIGN_OR_RETURN(
+      *outputs, layers::DefineExitStack(problem, options, parameters, inputs, request, rule));
   return absl::OkStatus();
 }
 

@@ -4,7 +4,7 @@
 //   exit_t = min { n : c^n_t >= lambda_t },  N where there is none
 //   out_t  = LN_n(h^n_t),  n = exit_t                logits of the next token: output out_t
 //
-// in the stack of adaptive/depth_adaptive/exit_stack.h. The confidence c^n, n = 1 .. N - 1:
+// in the stack of core/layers/exits/exit_stack.h. The confidence c^n, n = 1 .. N - 1:
 //
 //   softmax      the largest probability minus the next, of softmax(output LN_n(h^n_t))
 //   saturation   cos(h^n_t, h^(n-1)_t), not used after layer 1
@@ -42,12 +42,12 @@
 
 #include "absl/status/statusor.h"
 #include "adaptive/calm/calm_cuda.h"
-#include "adaptive/depth_adaptive/exit_stack.h"
+#include "core/layers/exits/exit_stack.h"
 #include "core/technique.h"
 
 namespace tfb::calm {
 
-struct CalmOptions : depth_adaptive::ExitStackOptions {
+struct CalmOptions : layers::ExitStackOptions {
   enum class Schedule { kConstant, kDecaying, kT5x };
 
   Confidence confidence = Confidence::kSoftmax;
@@ -72,7 +72,7 @@ struct CalmOptions : depth_adaptive::ExitStackOptions {
                 "how the threshold goes with the token's place");
     bind.Real("temperature", &temperature, 0, 1000, "how fast it decays over the sequence");
     bind.Int("vocabulary", &vocabulary, 2, 65536, "tokens that softmax chooses from");
-    depth_adaptive::ExitStackOptions::Describe(bind);
+    layers::ExitStackOptions::Describe(bind);
   }
 };
 

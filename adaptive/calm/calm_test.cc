@@ -14,9 +14,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/calm/confidence_rule.h"
-#include "adaptive/depth_adaptive/exit_probabilities.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/layers/exits/exit_probabilities.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -90,7 +90,7 @@ NamedTensors TruncatedModel(const Problem& problem, const NamedTensors& inputs,
   auto states = RunTechnique(transformer_xl::TransformerXl(), unrounded, ViewsOf(x),
                              {options, device, 1, &own, 2});
   EXPECT_TRUE(states.ok()) << states.status();
-  const std::string norm = depth_adaptive::ExitNorm(layers, of_layers);
+  const std::string norm = layers::ExitNorm(layers, of_layers);
   const LayerNorm exit = LayerNorm::Create(Device::kCpu, parameters.at(norm + ".gamma").view(),
                                            parameters.at(norm + ".beta").view())
                              .value();
@@ -367,12 +367,12 @@ class RowRule {
         nullptr};
     const int32_t place = 0;
     uint8_t leaves = 2;
-    const depth_adaptive::ExitRows rows = {layer,
-                                           TensorView(state.data(), DType::kF32, {1, 2}),
-                                           TensorView(before.data(), DType::kF32, {1, 2}),
-                                           &place,
-                                           1,
-                                           0};
+    const layers::ExitRows rows = {layer,
+                                   TensorView(state.data(), DType::kF32, {1, 2}),
+                                   TensorView(before.data(), DType::kF32, {1, 2}),
+                                   &place,
+                                   1,
+                                   0};
     EXPECT_TRUE(rule.Decide(rows, &leaves, execution).ok());
     EXPECT_LE(leaves, 1);
     return leaves == 1;
@@ -512,9 +512,9 @@ TEST_F(CalmT5xTest, ThresholdsDecayAsTheAuthorsDo) {
 
 TEST_F(CalmT5xTest, ProbabilitiesInFloat64AreTheAuthors) {
   const Tensor states = golden_.at("state").CloneAs(DType::kF64);
-  const depth_adaptive::ExitDistribution distribution(golden_);
+  const layers::ExitDistribution distribution(golden_);
   for (int64_t t = 0; t < tokens_; ++t) {
-    const depth_adaptive::ExitProbabilities p =
+    const layers::ExitProbabilities p =
         distribution.Of("exit1.norm", states.view().At<double>(t), 12, 0);
     EXPECT_NEAR(p.ascending[29], golden_.at("softmax_max").span<double>()[t], 1e-12);
     EXPECT_NEAR(p.ascending[29] - p.ascending[28], golden_.at("softmax_diff").span<double>()[t],

@@ -11,14 +11,14 @@
 namespace tfb::calm {
 namespace {
 
-using depth_adaptive::ExitRows;
+using layers::ExitRows;
 
 constexpr int64_t kLanes = 16;  // sums side by side, as many as the widest vector has lanes
 constexpr int64_t kRowsOfTask = 16;
 
 // Returns the largest probability minus the next; overwrites the row of logits.
 float SoftmaxResponse(int64_t vocabulary, float* logits) {
-  const depth_adaptive::SoftmaxTop top = depth_adaptive::TopOf(vocabulary, logits);
+  const layers::SoftmaxTop top = layers::TopOf(vocabulary, logits);
   return (1 - top.next) / top.sum;
 }
 
@@ -82,7 +82,7 @@ absl::Status ConfidenceRule::Setup(const NamedTensors& parameters) {
   biases_.clear();
   if (options_.confidence != Confidence::kClassifier) return absl::OkStatus();
   for (int64_t n = 1; n < options_.layers; ++n) {
-    const std::string prefix = depth_adaptive::ExitPrefix(n - 1) + ".confidence.";
+    const std::string prefix = layers::ExitPrefix(n - 1) + ".confidence.";
     TFB_ASSIGN_OR_RETURN(DeviceArray<float> w,
                          CopyFloats(device_, parameters.at(prefix + "w").view()));
     weights_.push_back(std::move(w));

@@ -8,9 +8,9 @@
 
 #include "absl/status/status.h"
 #include "adaptive/calm/calm.h"
-#include "adaptive/depth_adaptive/exit_logits.h"
-#include "adaptive/depth_adaptive/exit_stack.h"
 #include "core/cuda/device_array.h"
+#include "core/layers/exits/exit_logits.h"
+#include "core/layers/exits/exit_stack.h"
 #include "core/workspace.h"
 
 namespace tfb::calm {
@@ -19,7 +19,7 @@ namespace tfb::calm {
 Threshold ThresholdOf(const CalmOptions& options, int64_t tokens);
 float ThresholdAt(const Threshold& threshold, int64_t t);
 
-class ConfidenceRule : public depth_adaptive::ExitRule {
+class ConfidenceRule : public layers::ExitRule {
  public:
   ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options);
 
@@ -27,28 +27,28 @@ class ConfidenceRule : public depth_adaptive::ExitRule {
   size_t workspace_bytes(int64_t rows, int threads) const override;
   double flops(int64_t layers) const override;
   bool never_leaves() const override { return options_.threshold > 1; }
-  absl::Status Decide(const depth_adaptive::ExitRows& rows, uint8_t* leaves,
+  absl::Status Decide(const layers::ExitRows& rows, uint8_t* leaves,
                       const Execution& execution) override;
 
  private:
   struct Scratch {
-    float* confidences;                             // [rows]
-    depth_adaptive::ExitLogits::Scratch of_logits;  // of softmax
+    float* confidences;                     // [rows]
+    layers::ExitLogits::Scratch of_logits;  // of softmax
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
   bool has_logits() const { return options_.confidence == Confidence::kSoftmax; }
-  void ConfidencesOnCpu(const depth_adaptive::ExitRows& rows, const Scratch& scratch,
+  void ConfidencesOnCpu(const layers::ExitRows& rows, const Scratch& scratch,
                         const Execution& execution) const;
   // Computes the confidences of rows first to first + count - 1.
-  void Classify(const depth_adaptive::ExitRows& rows, int64_t first, int64_t count,
+  void Classify(const layers::ExitRows& rows, int64_t first, int64_t count,
                 float* confidences) const;
-  absl::Status DecideOnCuda(const depth_adaptive::ExitRows& rows, const Scratch& scratch,
-                            uint8_t* leaves, const Execution& execution) const;
+  absl::Status DecideOnCuda(const layers::ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
+                            const Execution& execution) const;
 
   Device device_;
   int64_t width_;
   CalmOptions options_;
-  depth_adaptive::ExitLogits logits_;
+  layers::ExitLogits logits_;
   Threshold threshold_;
   std::vector<DeviceArray<float>> weights_;  // w of the classifiers
   std::vector<float> biases_;

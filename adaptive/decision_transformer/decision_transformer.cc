@@ -11,11 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "adaptive/decision_transformer/decision_transformer_functors.h"
 #include "attention/encoder_decoder/encoder_decoder.h"
-#include "attention/multi_head/projected_attention.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/for_each.h"
 #include "core/definition.h"
+#include "core/layers/attention/projected_attention.h"
+#include "core/layers/layer_definitions.h"
 #include "core/layers/layer_norm.h"
+#include "core/layers/layer_parameters.h"
 #include "core/layers/matmul.h"
 #include "core/workspace.h"
 
@@ -80,22 +82,18 @@ View OfModality(const View& tokens, int64_t m, int64_t count) {
 }
 
 // Returns the specs of all parameters but the GPT's.
-std::vector<multi_head::ParameterSpec> ParameterSpecs(const Problem& problem,
-                                                      const DecisionTransformerOptions& options) {
+std::vector<layers::ParameterSpec> ParameterSpecs(const Problem& problem,
+                                                  const DecisionTransformerOptions& options) {
   const int64_t width = problem.model_dim();
-  std::vector<multi_head::ParameterSpec> all;
+  std::vector<layers::ParameterSpec> all;
   const auto add = [&all](const std::string& name, int64_t in, int64_t out) {
-    const double deviation = 1 / std::sqrt(static_cast<double>(in));
-    all.push_back({name + ".w", {in, out}, 0, deviation});
-    all.push_back({name + ".b", {out}, 0, deviation});
+    all.push_back(layers::MatrixSpec(name + ".w", in, out));
+    all.push_back({name + ".b", {out}, 0, all.back().deviation});
   };
   for (const Modality& m : ModalitiesOf(problem, options)) add(m.embed, m.channels, width);
   for (const Head& head : HeadsOf(problem, options)) add(head.name, width, head.channels);
   all.push_back({"embed.timestep", {options.max_timestep, width}, 0, 1});
-  if (options.embed_norm) {
-    all.push_back({"embed.norm.gamma", {width}, 1, 0});
-    all.push_back({"embed.norm.beta", {width}, 0, 0});
-  }
+  if (options.embed_norm) layers::AddSpecs(layers::NormSpecs("embed.norm", width), &all);
   return all;
 }
 
@@ -120,9 +118,9 @@ class DecisionTransformerLayer : public Layer {
         problem, std::move(inputs), std::move(outputs), options, device));
     TFB_ASSIGN_OR_RETURN(layer->gpt_, encoder_decoder::EncoderDecoder().Create(
                                           problem, OptionsOfGpt(options), device, seed));
-    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(ParameterSpecs(problem, options), "", seed,
-                                                   &layer->parameters_));
-    multi_head::AddInnerParameters(*layer->gpt_, "", &layer->parameters_);
+    TFB_RETURN_IF_ERROR(
+        layers::DrawParameters(ParameterSpecs(problem, options), seed, &layer->parameters_));
+    layers::AddInnerParameters(*layer->gpt_, "", &layer->parameters_);
     return layer;
   }
 
@@ -166,8 +164,7 @@ class DecisionTransformerLayer : public Layer {
     }
     TFB_ASSIGN_OR_RETURN(timesteps_, CopyFloats(device_, Parameter("embed.timestep")));
     if (options_.embed_norm) {
-      TFB_ASSIGN_OR_RETURN(norm_, LayerNorm::Create(device_, Parameter("embed.norm.gamma"),
-                                                    Parameter("embed.norm.beta")));
+      TFB_ASSIGN_OR_RETURN(norm_, layers::MakeLayerNorm(device_, parameters_, "embed.norm"));
     }
     NamedTensors of_gpt;
     for (const auto& [name, tensor] : gpt_->parameters()) {
@@ -358,14 +355,9 @@ class Network {
   }
 
   void Normalize(std::vector<double>* token) const {
-    const DoubleTensor gamma = Parameter("embed.norm.gamma"), beta = Parameter("embed.norm.beta");
-    const double n = static_cast<double>(token->size());
-    double mean = 0, variance = 0;
-    for (const double x : *token) mean += x / n;
-    for (const double x : *token) variance += (x - mean) * (x - mean) / n;
-    for (size_t c = 0; c < token->size(); ++c) {
-      (*token)[c] = gamma.at(c) * ((*token)[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
-    }
+    layers::DefineNormOfRow(Parameter("embed.norm.gamma").data(),
+                            Parameter("embed.norm.beta").data(),
+                            static_cast<int64_t>(token->size()), token->data());
   }
 
   const Problem& problem_;

@@ -85,7 +85,7 @@ double ClassifierRule::flops(int64_t layers) const {
   return width + 2 * width * classes / static_cast<double>(options_.segment);
 }
 
-absl::Status ClassifierRule::Decide(const ExitRows& rows, uint8_t* leaves,
+absl::Status ClassifierRule::Decide(const layers::ExitRows& rows, uint8_t* leaves,
                                     const Execution& execution) {
   if (Is(Classifier::kFixed)) return Fill(rows, rows.layer >= options_.exit, leaves, execution);
   const bool geometric = Is(Classifier::kGeometric);
@@ -120,7 +120,7 @@ absl::Status ClassifierRule::Decide(const ExitRows& rows, uint8_t* leaves,
       KernelsOn<DepthAdaptiveKernels>(runtime->target()).obey(arguments, execution.stream));
 }
 
-absl::Status ClassifierRule::Classify(const ExitRows& rows, const Execution& execution) {
+absl::Status ClassifierRule::Classify(const layers::ExitRows& rows, const Execution& execution) {
   const bool sequence = Is(Classifier::kSequence);
   if (sequence) {
     known_ = rows.first_position == known_from_;
@@ -149,7 +149,7 @@ absl::Status ClassifierRule::Classify(const ExitRows& rows, const Execution& exe
       KernelsOn<DepthAdaptiveKernels>(runtime->target()).classify(arguments, execution.stream));
 }
 
-void ClassifierRule::ClassifyOnCpu(const ExitRows& rows, int64_t count, float* scores,
+void ClassifierRule::ClassifyOnCpu(const layers::ExitRows& rows, int64_t count, float* scores,
                                    int32_t* exits, const Execution& execution) const {
   const int64_t width = problem_.model_dim(), segments = rows.rows() / count;
   const size_t thread_bytes = workspace_bytes(0, 1);
@@ -230,7 +230,7 @@ absl::Status ClassifierRule::WriteGeometric(int64_t n, const ConstTensorView& st
   return absl::OkStatus();
 }
 
-absl::Status ClassifierRule::Fill(const ExitRows& rows, bool leave, uint8_t* leaves,
+absl::Status ClassifierRule::Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,
                                   const Execution& execution) const {
   if (device_ == Device::kCpu) {
     std::fill_n(leaves, rows.rows(), leave ? 1 : 0);

@@ -9,8 +9,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "adaptive/depth_adaptive/depth_adaptive.h"
-#include "adaptive/depth_adaptive/exit_stack.h"
 #include "core/cuda/device_array.h"
+#include "core/layers/exits/exit_stack.h"
 
 namespace tfb::depth_adaptive {
 
@@ -19,7 +19,7 @@ std::string ClassifierPrefix(const DepthAdaptiveOptions& options);
 // Tells whether the classifier has probabilities of leaving after each layer.
 bool HasProbabilities(const DepthAdaptiveOptions& options);
 
-class ClassifierRule : public ExitRule {
+class ClassifierRule : public layers::ExitRule {
  public:
   // Allocates the memory for up to `rows` rows.
   static absl::StatusOr<std::unique_ptr<ClassifierRule>> Create(
@@ -32,7 +32,8 @@ class ClassifierRule : public ExitRule {
   bool never_leaves() const override {
     return Is(Classifier::kFixed) && options_.exit >= options_.layers;
   }
-  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
+  absl::Status Decide(const layers::ExitRows& rows, uint8_t* leaves,
+                      const Execution& execution) override;
   bool has_probabilities() const override { return HasProbabilities(options_); }
   absl::Status WriteProbabilities(int64_t n, const ConstTensorView& state,
                                   const TensorView& probabilities,
@@ -47,8 +48,8 @@ class ClassifierRule : public ExitRule {
 
   // Computes, after layer 1 and from all rows, the scores and exits of the tokens, or those of the
   // next segment.
-  absl::Status Classify(const ExitRows& rows, const Execution& execution);
-  void ClassifyOnCpu(const ExitRows& rows, int64_t count, float* scores, int32_t* exits,
+  absl::Status Classify(const layers::ExitRows& rows, const Execution& execution);
+  void ClassifyOnCpu(const layers::ExitRows& rows, int64_t count, float* scores, int32_t* exits,
                      const Execution& execution) const;
   // Calls body(r, z) with the logit of chi^n of each row r of `state`.
   template <class Body>
@@ -60,7 +61,7 @@ class ClassifierRule : public ExitRule {
   // Parts what is left of the probability, which lies at layer N, between layer n and those above.
   absl::Status WriteGeometric(int64_t n, const ConstTensorView& state,
                               const TensorView& probabilities, const Execution& execution) const;
-  absl::Status Fill(const ExitRows& rows, bool leave, uint8_t* leaves,
+  absl::Status Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,
                     const Execution& execution) const;
 
   Device device_;

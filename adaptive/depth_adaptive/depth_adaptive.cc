@@ -10,15 +10,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/depth_adaptive/classifier_rule.h"
-#include "adaptive/depth_adaptive/exit_probabilities.h"
-#include "adaptive/depth_adaptive/exit_stack_definition.h"
 #include "adaptive/depth_adaptive/max_probability_rule.h"
-#include "memory/transformer_xl/double_rows.h"
+#include "core/layers/double_rows.h"
+#include "core/layers/exits/exit_probabilities.h"
+#include "core/layers/exits/exit_stack_definition.h"
 
 namespace tfb::depth_adaptive {
 namespace {
 
-using transformer_xl::Rows;
+using layers::Rows;
 
 using Classifier = DepthAdaptiveOptions::Classifier;
 
@@ -35,12 +35,12 @@ TechniqueInfo Info() {
   info.budget_option = "level";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.selection = kExits;
+  info.selection = layers::kExits;
   return info;
 }
 
-std::vector<transformer_xl::ParameterSpec> ClassifierParameters(
-    const Problem& problem, const DepthAdaptiveOptions& options) {
+std::vector<layers::ParameterSpec> ClassifierParameters(const Problem& problem,
+                                                        const DepthAdaptiveOptions& options) {
   if (options.classifier == Classifier::kFixed) return {};
   const int64_t width = problem.model_dim(), layers = options.layers;
   const double deviation = 2 / std::sqrt(static_cast<double>(width));
@@ -55,7 +55,7 @@ std::vector<transformer_xl::ParameterSpec> ClassifierParameters(
 }
 
 absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& options) {
-  return transformer_xl::CheckRelativeStack("depth_adaptive", problem, options);
+  return layers::CheckRelativeStack("depth_adaptive", problem, options);
 }
 
 // ---- The definition ----
@@ -64,12 +64,12 @@ absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& op
 constexpr char kProbabilityScale[] = "exit_probabilities.scale";
 
 // The decisions about one sequence in float64, and its probabilities.
-class DefinedClassifier : public DefinedRule {
+class DefinedClassifier : public layers::DefinedRule {
  public:
   // Where `outputs` have the probabilities, it writes those of this batch row.
   DefinedClassifier(const DepthAdaptiveOptions& options, const NamedTensors& parameters,
                     DType dtype, NamedTensors* outputs, int64_t row)
-      : options_(options), state_error_(StateError(dtype)), outputs_(outputs), row_(row) {
+      : options_(options), state_error_(layers::StateError(dtype)), outputs_(outputs), row_(row) {
     if (options.classifier == Classifier::kFixed) return;
     if (options.classifier == Classifier::kConfidence) {
       distribution_.emplace(parameters);
@@ -100,21 +100,23 @@ class DefinedClassifier : public DefinedRule {
     }
   }
 
-  ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows&) override {
+  layers::ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows&) override {
     switch (options_.classifier) {
       case Classifier::kFixed:
         return {n >= options_.exit ? 1.0 : -1.0, 0};
       case Classifier::kGeometric: {
-        const ExitScore z = Logit(n - 1, StateOf(after, t));  // above 0 where chi is above 1/2
+        const layers::ExitScore z =
+            Logit(n - 1, StateOf(after, t));  // above 0 where chi is above 1/2
         return {z.value > 0 ? z.value : std::min(z.value, -DBL_MIN), z.error};
       }
       case Classifier::kConfidence: {
-        const ExitProbabilities p = distribution_->Of(ExitNorm(n, options_.layers), after[t],
-                                                      after.channels(), state_error_);
+        const layers::ExitProbabilities p = distribution_->Of(
+            layers::ExitNorm(n, options_.layers), after[t], after.channels(), state_error_);
         return {p.ascending.back() - ConfidenceThreshold(options_, n), p.error};
       }
       default:
-        return ClassifiedState(t) == nullptr ? ExitScore{-1, 0} : AtMost(n, *ClassifiedState(t));
+        return ClassifiedState(t) == nullptr ? layers::ExitScore{-1, 0}
+                                             : AtMost(n, *ClassifiedState(t));
     }
   }
 
@@ -129,8 +131,8 @@ class DefinedClassifier : public DefinedRule {
     return segment == 0 ? nullptr : &states_[segment - 1];
   }
 
-  ExitScore Logit(int64_t n, const std::vector<double>& state) const {
-    ExitScore z = {bias_[n], 0};
+  layers::ExitScore Logit(int64_t n, const std::vector<double>& state) const {
+    layers::ExitScore z = {bias_[n], 0};
     double magnitude = 0, largest = 0;
     for (size_t c = 0; c < state.size(); ++c) {
       z.value += weights_[n][c] * state[c];
@@ -142,10 +144,10 @@ class DefinedClassifier : public DefinedRule {
   }
 
   // Returns a score of at least 0 where the largest logit is one of the first n.
-  ExitScore AtMost(int64_t n, const std::vector<double>& state) const {
+  layers::ExitScore AtMost(int64_t n, const std::vector<double>& state) const {
     double first = -DBL_MAX, rest = -DBL_MAX, error = 0;
     for (int64_t m = 0; m < options_.layers; ++m) {
-      const ExitScore z = Logit(m, state);
+      const layers::ExitScore z = Logit(m, state);
       double& largest = m < n ? first : rest;
       largest = std::max(largest, z.value);
       error = std::max(error, z.error);
@@ -172,13 +174,13 @@ class DefinedClassifier : public DefinedRule {
   // which is largest with chi = S = 1.
   void ReadGeometric(int64_t n, int64_t t, const Rows& after) {
     if (n == 1) rest_.resize(after.rows(), {1, 0});
-    ExitScore& rest = rest_[t];
+    layers::ExitScore& rest = rest_[t];
     if (n == options_.layers) {
       Write(n, t, rest.value);
       WriteScale(t, rest.error / std::exp(1.0));
       return;
     }
-    const ExitScore z = Logit(n - 1, StateOf(after, t));
+    const layers::ExitScore z = Logit(n - 1, StateOf(after, t));
     const double chi = 1 / (1 + std::exp(-z.value));
     Write(n, t, chi * rest.value);
     rest.value *= 1 - chi;
@@ -194,7 +196,7 @@ class DefinedClassifier : public DefinedRule {
       q.back() = sum = 1;
     } else {
       for (int64_t n = 0; n < options_.layers; ++n) {
-        const ExitScore z = Logit(n, *state);
+        const layers::ExitScore z = Logit(n, *state);
         error = std::max(error, z.error);
         q[n] = z.value;
       }
@@ -206,24 +208,24 @@ class DefinedClassifier : public DefinedRule {
   }
 
   void Write(int64_t n, int64_t t, double q) {
-    *outputs_->at(kExitProbabilities).view().MutableAt<double>(row_, t, n - 1) = q;
+    *outputs_->at(layers::kExitProbabilities).view().MutableAt<double>(row_, t, n - 1) = q;
   }
   // The error is in units of the bound of outputs in f32 (see Technique::Define).
   void WriteScale(int64_t t, double error) {
     *outputs_->at(kProbabilityScale).view().MutableAt<double>(row_, t) =
-        error / StateError(DType::kF32);
+        error / layers::StateError(DType::kF32);
   }
 
   const DepthAdaptiveOptions& options_;
   double state_error_;
   NamedTensors* outputs_;
   int64_t row_;
-  std::optional<ExitDistribution> distribution_;  // with classifier=confidence
-  std::vector<std::vector<double>> weights_;      // of each class
+  std::optional<layers::ExitDistribution> distribution_;  // with classifier=confidence
+  std::vector<std::vector<double>> weights_;              // of each class
   std::vector<double> bias_;
   std::vector<std::vector<double>> states_;  // h^1 of tokens, or its means over segments
   // Of the geometric classifier: prod (1 - chi) of each token, and the largest error of a logit.
-  std::vector<ExitScore> rest_;
+  std::vector<layers::ExitScore> rest_;
 };
 
 }  // namespace
@@ -237,11 +239,11 @@ DepthAdaptive::DepthAdaptive() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> DepthAdaptive::ReadTensors(const Problem& problem,
                                                    const DepthAdaptiveOptions& options) const {
-  return ExitStackInputs(problem, options);
+  return layers::ExitStackInputs(problem, options);
 }
 std::vector<TensorSpec> DepthAdaptive::WrittenTensors(const Problem& problem,
                                                       const DepthAdaptiveOptions& options) const {
-  return ExitStackOutputs(problem, options, HasProbabilities(options));
+  return layers::ExitStackOutputs(problem, options, HasProbabilities(options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& problem,
@@ -249,14 +251,14 @@ absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& p
                                                                 Device device,
                                                                 uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  std::unique_ptr<ExitRule> rule;
+  std::unique_ptr<layers::ExitRule> rule;
   if (options.classifier == Classifier::kConfidence) {
     rule = std::make_unique<MaxProbabilityRule>(device, problem, options);
   } else {
     TFB_ASSIGN_OR_RETURN(rule, ClassifierRule::Create(device, problem, options));
   }
-  return ExitStackLayer::Create(problem, options, device, seed, std::move(rule),
-                                ClassifierParameters(problem, options));
+  return layers::ExitStackLayer::Create(problem, options, device, seed, std::move(rule),
+                                        ClassifierParameters(problem, options));
 }
 
 absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdaptiveOptions& options,
@@ -264,23 +266,23 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
                                        const DefinitionRequest& request,
                                        NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  std::vector<transformer_xl::ParameterSpec> specs =
-      ExitStackParameters(transformer_xl::ShapeOf(problem, options).sizes);
-  for (transformer_xl::ParameterSpec& spec : ClassifierParameters(problem, options))
-    specs.push_back(spec);
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(specs, parameters));
+  std::vector<layers::ParameterSpec> specs =
+      layers::ExitStackParameters(layers::ShapeOf(problem, options).sizes);
+  for (layers::ParameterSpec& spec : ClassifierParameters(problem, options)) specs.push_back(spec);
+  TFB_RETURN_IF_ERROR(layers::CheckParameters(specs, parameters));
   NamedTensors probabilities;
   if (HasProbabilities(options)) {
     const int64_t batch = problem.batch, tokens = problem.query_tokens;
-    probabilities[kExitProbabilities] = Tensor(DType::kF64, {batch, tokens, options.layers});
+    probabilities[layers::kExitProbabilities] =
+        Tensor(DType::kF64, {batch, tokens, options.layers});
     probabilities[kProbabilityScale] = Tensor(DType::kF64, {batch, tokens});
   }
   const auto rule = [&](int64_t b) {
     return std::make_unique<DefinedClassifier>(options, parameters, problem.dtype, &probabilities,
                                                b);
   };
-  TFB_ASSIGN_OR_RETURN(*outputs,
-                       DefineExitStack(problem, options, parameters, inputs, request, rule));
+  TFB_ASSIGN_OR_RETURN(
+      *outputs, layers::DefineExitStack(problem, options, parameters, inputs, request, rule));
   outputs->merge(std::move(probabilities));
   return absl::OkStatus();
 }

@@ -3,7 +3,7 @@
 //
 //   out_t = LN_n(h^n_t),  n = exit_t                 logits of the next token: output out_t
 //
-// in the stack of exit_stack.h, where exit_t is, for layers 1 .. N,
+// in the stack of core/layers/exits/exit_stack.h, where exit_t is, for layers 1 .. N,
 //
 //   sequence      argmax_n softmax(W s + b)_n        s the mean of h^1 over the segment before; N in
 //                                                    the first segment
@@ -43,12 +43,12 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "adaptive/depth_adaptive/exit_stack.h"
+#include "core/layers/exits/exit_stack.h"
 #include "core/technique.h"
 
 namespace tfb::depth_adaptive {
 
-struct DepthAdaptiveOptions : ExitStackOptions {
+struct DepthAdaptiveOptions : layers::ExitStackOptions {
   static constexpr int64_t kNeverReached = 1001;
   enum class Classifier { kSequence, kMultinomial, kGeometric, kConfidence, kFixed };
   enum class Oracle { kLikelihood, kCorrectness };
@@ -78,7 +78,7 @@ struct DepthAdaptiveOptions : ExitStackOptions {
               "of confidence: tau_1/tau_2/..., in thousandths; the last is that of all further "
               "layers, and none reaches 1001");
     bind.Int("vocabulary", &vocabulary, 2, 65536, "of confidence: tokens that there are");
-    ExitStackOptions::Describe(bind);
+    layers::ExitStackOptions::Describe(bind);
   }
 };
 

@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "adaptive/depth_adaptive/oracle.h"
+#include "core/layers/stack/segmented_layer.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "core/thread_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "memory/transformer_xl/segmented_layer.h"
 #include "memory/transformer_xl/stack_testing.h"
 
 namespace tfb::depth_adaptive {
@@ -192,7 +192,7 @@ NamedTensors WithProbabilities(const Problem& problem, const Options& options) {
   parameters.at("output").span<float>()[0] = 1;
   const double odds[] = {1, 3, 9};
   for (int n = 0; n < 3; ++n) {
-    const std::string norm = ExitNorm(n + 1, 4);
+    const std::string norm = layers::ExitNorm(n + 1, 4);
     Fill(parameters.at(norm + ".gamma").view(), 0);
     parameters.at(norm + ".beta").span<float>()[0] = static_cast<float>(std::log(odds[n]));
   }
@@ -501,12 +501,11 @@ TEST(DepthAdaptive, MemoriesOfTokensThatHaveLeftAreTheCopiedStates) {
     const NamedTensors found = RunIt(problem, inputs, parameters, options, device);
     const ConstTensorView memories = found.at("memories").view();
     ASSERT_EQ(memories.shape(), (Shape{2, 3, 23, 16}));
-    EXPECT_EQ(MaxDifference(transformer_xl::OfLayer(memories, 0),
-                            Slice(inputs.at("x").view(), 1, 17, 23)),
+    EXPECT_EQ(MaxDifference(layers::OfLayer(memories, 0), Slice(inputs.at("x").view(), 1, 17, 23)),
               0);
     for (int64_t t = 17; t < 40; ++t) {
       const auto of_token = [&](int64_t n) {
-        return Slice(transformer_xl::OfLayer(memories, n), 1, t - 17, 1);
+        return Slice(layers::OfLayer(memories, n), 1, t - 17, 1);
       };
       EXPECT_EQ(MaxDifference(of_token(1), of_token(2)) == 0, t % 2 == 0) << t;
       EXPECT_GT(MaxDifference(of_token(0), of_token(1)), 0) << t;

@@ -14,10 +14,10 @@ size_t MaxProbabilityRule::workspace_bytes(int64_t rows, int threads) const {
          logits_.workspace_bytes(rows, threads);
 }
 
-absl::Status MaxProbabilityRule::Decide(const ExitRows& rows, uint8_t* leaves,
+absl::Status MaxProbabilityRule::Decide(const layers::ExitRows& rows, uint8_t* leaves,
                                         const Execution& execution) {
   Workspace workspace(execution.workspace);
-  const ExitLogits::Scratch scratch = logits_.LayOut(rows.rows(), workspace);
+  const layers::ExitLogits::Scratch scratch = logits_.LayOut(rows.rows(), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(logits_.Run(rows, scratch, rest));
@@ -33,7 +33,8 @@ absl::Status MaxProbabilityRule::Decide(const ExitRows& rows, uint8_t* leaves,
   rest.pool->ParallelFor((rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
     const int64_t end = std::min((task + 1) * kRowsOfTask, rows.rows());
     for (int64_t r = task * kRowsOfTask; r < end; ++r) {
-      const SoftmaxTop top = TopOf(options_.vocabulary, scratch.logits + r * logits_.row_floats());
+      const layers::SoftmaxTop top =
+          layers::TopOf(options_.vocabulary, scratch.logits + r * logits_.row_floats());
       leaves[r] = 1 / top.sum >= threshold ? 1 : 0;  // false where the sum is NaN
     }
   });

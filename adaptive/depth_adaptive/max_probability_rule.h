@@ -8,12 +8,12 @@
 
 #include "absl/status/status.h"
 #include "adaptive/depth_adaptive/depth_adaptive.h"
-#include "adaptive/depth_adaptive/exit_logits.h"
-#include "adaptive/depth_adaptive/exit_stack.h"
+#include "core/layers/exits/exit_logits.h"
+#include "core/layers/exits/exit_stack.h"
 
 namespace tfb::depth_adaptive {
 
-class MaxProbabilityRule : public ExitRule {
+class MaxProbabilityRule : public layers::ExitRule {
  public:
   MaxProbabilityRule(Device device, const Problem& problem, const DepthAdaptiveOptions& options)
       : device_(device),
@@ -27,12 +27,13 @@ class MaxProbabilityRule : public ExitRule {
   double flops(int64_t layers) const override {
     return static_cast<double>(layers) * logits_.flops();
   }
-  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
+  absl::Status Decide(const layers::ExitRows& rows, uint8_t* leaves,
+                      const Execution& execution) override;
 
  private:
   Device device_;
   DepthAdaptiveOptions options_;
-  ExitLogits logits_;
+  layers::ExitLogits logits_;
 };
 
 }  // namespace tfb::depth_adaptive

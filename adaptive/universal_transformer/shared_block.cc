@@ -41,15 +41,11 @@ absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& pr
                                                 const UniversalTransformerOptions& options,
                                                 const NamedTensors& parameters) {
   const auto parameter = [&](const std::string& name) {
-    const auto found = parameters.find(name);
-    return found == parameters.end() ? ConstTensorView() : ConstTensorView(found->second.view());
+    return layers::FindParameter(parameters, name);
   };
   const auto floats = [&](const std::string& name) -> absl::StatusOr<DeviceArray<float>> {
     if (parameter(name).empty()) return DeviceArray<float>();
     return CopyFloats(device, parameter(name));
-  };
-  const auto norm = [&](const std::string& name) {
-    return LayerNorm::Create(device, parameter(name + ".gamma"), parameter(name + ".beta"));
   };
   SharedBlock block;
   const ConstTensorView w_q = parameter("attention.w_q"), w_k = parameter("attention.w_k"),
@@ -67,21 +63,21 @@ absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& pr
                                             biases.empty() ? ConstTensorView() : bias));
   TFB_ASSIGN_OR_RETURN(block.output, PackedMatrix::Create(device, parameter("attention.w_o"),
                                                           parameter("attention.b_o")));
-  TFB_ASSIGN_OR_RETURN(block.attention_norm, norm("attention_norm"));
+  TFB_ASSIGN_OR_RETURN(block.attention_norm,
+                       layers::MakeLayerNorm(device, parameters, "attention_norm"));
   TFB_ASSIGN_OR_RETURN(block.first_kernel, floats("ff.k1"));
   TFB_ASSIGN_OR_RETURN(block.first,
                        PackedMatrix::Create(device, parameter("ff.w1"), parameter("ff.b1")));
   TFB_ASSIGN_OR_RETURN(block.second_kernel, floats("ff.k2"));
   TFB_ASSIGN_OR_RETURN(block.second,
                        PackedMatrix::Create(device, parameter("ff.w2"), parameter("ff.b2")));
-  TFB_ASSIGN_OR_RETURN(block.transition_norm, norm("ff_norm"));
+  TFB_ASSIGN_OR_RETURN(block.transition_norm, layers::MakeLayerNorm(device, parameters, "ff_norm"));
   TFB_ASSIGN_OR_RETURN(block.halting_weight, floats("halting.w"));
   TFB_ASSIGN_OR_RETURN(block.halting_bias, floats("halting.b"));
 
-  TFB_ASSIGN_OR_RETURN(
-      const multi_head::Encodings encodings,
-      universal::PositionsAndTimes(options.encoding, problem.query_tokens, options.steps,
-                                   problem.model_dim(), parameters));
+  TFB_ASSIGN_OR_RETURN(const layers::Encodings encodings,
+                       layers::PositionsAndTimes(options.encoding, problem.query_tokens,
+                                                 options.steps, problem.model_dim(), parameters));
   TFB_ASSIGN_OR_RETURN(block.positions, CopyFloats(device, encodings.positions.view()));
   TFB_ASSIGN_OR_RETURN(block.times, CopyFloats(device, encodings.times.view()));
   TFB_ASSIGN_OR_RETURN(

@@ -13,14 +13,14 @@
 #include "adaptive/universal_transformer/listed_steps.h"
 #include "adaptive/universal_transformer/shared_block.h"
 #include "adaptive/universal_transformer/universal_transformer_definition.h"
-#include "attention/multi_head/projected_attention.h"
 #include "core/cuda/device_array.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/status.h"
 
 namespace tfb::universal_transformer {
 namespace {
 
-using multi_head::ParameterSpec;
+using layers::ParameterSpec;
 
 const bool registered = RegisterTechnique<UniversalTransformer>();
 
@@ -56,30 +56,24 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const UniversalTransformerOptions& options) {
   const UniversalSizes s(problem, options);
   const auto deviation = [](int64_t in) { return 1 / std::sqrt(static_cast<double>(in)); };
-  std::vector<ParameterSpec> specs = multi_head::ProjectionSpecs(problem, options.bias);
-  for (ParameterSpec& spec : specs) spec.name = "attention." + spec.name;
+  std::vector<ParameterSpec> specs =
+      layers::WithPrefix("attention.", layers::ProjectionSpecs(problem, options.bias));
   const auto add = [&](const std::string& name, const Shape& shape, double mean, double of) {
     specs.push_back({name, shape, mean, of});
   };
   for (const char* name : {"attention_norm", "ff_norm"}) {
-    add(absl::StrCat(name, ".gamma"), {s.width}, 1, 0);
-    add(absl::StrCat(name, ".beta"), {s.width}, 0, 0);
+    layers::AddSpecs(layers::NormSpecs(name, s.width), &specs);
   }
   if (options.convolves()) {
     add("ff.k1", {kFirstKernel, s.width}, 0, deviation(kFirstKernel));
     add("ff.k2", {kSecondKernel, s.inner}, 0, deviation(kSecondKernel));
   }
-  add("ff.w1", {s.width, s.inner}, 0, deviation(s.width));
-  add("ff.b1", {s.inner}, 0, deviation(s.width));
-  add("ff.w2", {s.inner, s.width}, 0, deviation(s.inner));
-  add("ff.b2", {s.width}, 0, deviation(s.inner));
+  layers::AddSpecs(layers::FeedForwardSpecs("ff", s.width, s.inner), &specs);
   if (options.halts()) {
     add("halting.w", {s.width}, 0, deviation(s.width));
     add("halting.b", {1}, 1, 0);
   }
-  const std::vector<ParameterSpec> of_time =
-      universal::TimeParameters(options.encoding, options.steps, s.width);
-  specs.insert(specs.end(), of_time.begin(), of_time.end());
+  layers::AddSpecs(layers::TimeParameters(options.encoding, options.steps, s.width), &specs);
   return specs;
 }
 
@@ -97,7 +91,7 @@ class UniversalTransformerLayer : public Layer {
   }
 
   absl::Status Draw(uint64_t seed) {
-    return multi_head::DrawParameters(ParameterSpecs(problem(), options_), "", seed, &parameters_);
+    return layers::DrawParameters(ParameterSpecs(problem(), options_), seed, &parameters_);
   }
 
   size_t workspace_bytes(int threads) const override { return runner_->workspace_bytes(threads); }

@@ -59,9 +59,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/layers/attention/position_time.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
-#include "positional/universal/position_time.h"
 
 namespace tfb::universal_transformer {
 
@@ -83,7 +83,7 @@ struct UniversalTransformerOptions {
   bool remainder_at_limit = true;
   Transition transition = Transition::kFeedForward;
   int64_t feed_forward_dim = 0;
-  universal::PositionTime encoding;
+  layers::PositionTime encoding;
   bool bias = false;
 
   bool halts() const { return halting == Halting::kAct; }

@@ -8,10 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
 #include "core/definition.h"
+#include "core/layers/attention/position_time.h"
+#include "core/layers/attention/projected_attention.h"
+#include "core/layers/layer_definitions.h"
 #include "core/status.h"
-#include "positional/universal/position_time.h"
 
 namespace tfb::universal_transformer {
 namespace {
@@ -158,7 +159,7 @@ class Network {
                                                 Token(static_cast<int64_t>(r))));
     }
     NamedTensors attended;
-    TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
+    TFB_RETURN_IF_ERROR(layers::DefineProjectedAttention(
         problem_, {"dense", {}}, parameters_, "attention.", {hidden.view(), {}, key_mask_},
         request_.OfPart(), &attended));
     const DoubleTensor mixed(attended.at("out").view());
@@ -233,15 +234,8 @@ class Network {
   }
 
   void Normalize(const std::string& name, std::vector<double>* row) const {
-    const DoubleTensor &gamma = Value(name + ".gamma"), &beta = Value(name + ".beta");
-    const double count = static_cast<double>(row->size());
-    double mean = 0, variance = 0;
-    for (const double value : *row) mean += value / count;
-    for (const double value : *row) variance += (value - mean) * (value - mean) / count;
-    for (size_t c = 0; c < row->size(); ++c) {
-      double& value = (*row)[c];
-      value = gamma.at(c) * (value - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
-    }
+    layers::DefineNormOfRow(Value(name + ".gamma").data(), Value(name + ".beta").data(),
+                            static_cast<int64_t>(row->size()), row->data());
   }
 
   const Problem& problem_;
@@ -252,7 +246,7 @@ class Network {
   ConstTensorView key_mask_;
   KeyMask is_token_;
   DoubleTensor x_;
-  universal::DefinedPositionTime encoding_;
+  layers::DefinedPositionTime encoding_;
   ConstTensorView computed_;
   Rows state_, shown_, shown_inner_, output_;
   std::vector<double> total_, ponder_;

@@ -7,9 +7,10 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "core/definition.h"
 #include "core/layers/feed_forward.h"
+#include "core/layers/layer_definitions.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
 #include "core/status.h"
@@ -18,7 +19,7 @@
 namespace tfb::encoder_decoder {
 namespace {
 
-using multi_head::ParameterSpec;
+using layers::ParameterSpec;
 
 using Part = EncoderDecoderOptions::Part;
 using BlockKind = EncoderDecoderOptions::BlockKind;
@@ -38,11 +39,14 @@ TechniqueInfo Info() {
 }
 
 absl::Status CheckProblem(const Problem& problem, const EncoderDecoderOptions& options) {
-  const bool self_only = options.part == Part::kEncoder;
-  if (!self_only || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
-                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+  if (options.part == Part::kEncoder && problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
+                     problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+  }
+  std::vector<int64_t> counts = {options.layers};
+  if (options.part == Part::kBoth) counts.push_back(2 * options.layers);
+  return options.inner.CheckCount("inner", absl::StrCat("layers=", options.layers), counts);
 }
 
 Activation ActivationOf(const EncoderDecoderOptions& options) {
@@ -58,7 +62,8 @@ struct AttentionPlace {
   Problem problem;
   TechniqueSpec inner;
   bool cross;
-  multi_head::FurtherInputs further;
+  layers::FurtherInputs further;
+  layers::FurtherOutputs choices;
 };
 // The names of one layer, whose feed-forward sublayer is the last.
 struct LayerPlace {
@@ -82,14 +87,18 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
     const std::string of_stack = options.part == Part::kBoth ? name + "." : "";
     StackPlace result;
     result.on_memory = on_memory;
+    // A list of both stacks' techniques begins with the encoder's.
+    const bool is_second = decodes && options.part == Part::kBoth;
+    const int64_t before = is_second ? options.layers : 0;
     for (int64_t n = 0; n < options.layers; ++n) {
       const std::string layer = absl::StrCat(name, n, ".");
       LayerPlace place;
       const std::string attention = layer + (decodes ? "self" : "attention");
-      place.attention.push_back(
-          {attention, self, options.inner, false,
-           multi_head::FurtherInputsOf(options.inner, self, {of_stack, attention + "."})});
-      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true, {}});
+      const TechniqueSpec& inner = options.inner.Of(before + n);
+      place.attention.push_back({attention, self, inner, false,
+                                 layers::FurtherInputsOf(inner, self, {of_stack, attention + "."}),
+                                 layers::FurtherOutputs(inner, self, attention + ".")});
+      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true, {}, {}});
       place.ff = layer + "ff";
       result.layers.push_back(std::move(place));
     }
@@ -103,19 +112,6 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
   return stacks;
 }
 
-std::vector<ParameterSpec> NormSpecs(const std::string& name, int64_t width) {
-  return {{name + ".gamma", {width}, 1, 0}, {name + ".beta", {width}, 0, 0}};
-}
-
-std::vector<ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
-  const double of_width = 1 / std::sqrt(static_cast<double>(width));
-  const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
-  return {{"w1", {width, inner}, 0, of_width},
-          {"b1", {inner}, 0, of_width},
-          {"w2", {inner, width}, 0, of_inner},
-          {"b2", {width}, 0, of_inner}};
-}
-
 // Returns the specs of all parameters but those of the inner techniques.
 std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const EncoderDecoderOptions& options) {
@@ -126,7 +122,9 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
   std::vector<ParameterSpec> all;
   const auto add = [&](const std::string& prefix, const std::vector<ParameterSpec>& specs) {
     for (ParameterSpec spec : specs) {
-      if (spec.name == "w_o" || spec.name == "w2") spec.deviation *= residual_scale;
+      if (spec.name == "w_o" || absl::EndsWith(spec.name, ".ff.w2")) {
+        spec.deviation *= residual_scale;
+      }
       spec.name = prefix + spec.name;
       all.push_back(std::move(spec));
     }
@@ -135,13 +133,14 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& attention : layer.attention) {
         add(attention.name + ".",
-            multi_head::ProjectionSpecs(attention.problem, options.bias, attention.inner));
-        add("", NormSpecs(attention.name + "_norm", width));
+            layers::ProjectionSpecs(attention.problem, options.bias, attention.inner));
+        add("", layers::NormSpecs(attention.name + "_norm", width));
       }
-      add(layer.ff + ".", FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)));
-      add("", NormSpecs(layer.ff + "_norm", width));
+      add("", layers::FeedForwardSpecs(layer.ff, width,
+                                       FeedForwardDim(options.feed_forward_dim, width)));
+      add("", layers::NormSpecs(layer.ff + "_norm", width));
     }
-    if (!stack.final_norm.empty()) add("", NormSpecs(stack.final_norm, width));
+    if (!stack.final_norm.empty()) add("", layers::NormSpecs(stack.final_norm, width));
   }
   return all;
 }
@@ -152,12 +151,13 @@ class EncoderDecoderLayer : public Layer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
                                                        const EncoderDecoderOptions& options,
                                                        Device device, uint64_t seed) {
     std::unique_ptr<EncoderDecoderLayer> layer(
-        new EncoderDecoderLayer(problem, std::move(inputs), options, device));
-    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(ParameterSpecs(problem, options), "", seed,
-                                                   &layer->parameters_));
+        new EncoderDecoderLayer(problem, std::move(inputs), std::move(outputs), options, device));
+    TFB_RETURN_IF_ERROR(
+        layers::DrawParameters(ParameterSpecs(problem, options), seed, &layer->parameters_));
     for (StackPlace& place : StacksOf(problem, options)) {
       Stack& stack = layer->stacks_.emplace_back();
       for (const LayerPlace& layer_place : place.layers) {
@@ -167,14 +167,13 @@ class EncoderDecoderLayer : public Layer {
           const bool gives_x = problem.dtype == DType::kF32;
           TFB_ASSIGN_OR_RETURN(
               std::unique_ptr<Layer> inner,
-              multi_head::CreateInner(attention.inner, attention.problem, device,
-                                      RandomStream(seed, attention.name).Bits(0), gives_x));
-          multi_head::AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
-          block.attention.push_back(
-              {attention,
-               multi_head::ProjectedAttention(device, attention.problem, attention.cross,
-                                              std::move(inner)),
-               {}});
+              layers::CreateInner(attention.inner, attention.problem, device,
+                                  RandomStream(seed, attention.name).Bits(0), gives_x));
+          layers::AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
+          block.attention.push_back({attention,
+                                     layers::ProjectedAttention(device, attention.problem,
+                                                                attention.cross, std::move(inner)),
+                                     {}});
         }
       }
       stack.place = std::move(place);
@@ -230,7 +229,7 @@ class EncoderDecoderLayer : public Layer {
   // input, which the layers below compute.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     const auto norm = [this](const std::string& name) {
-      return LayerNorm::Create(device_, Parameter(name + ".gamma"), Parameter(name + ".beta"));
+      return layers::MakeLayerNorm(device_, parameters_, name);
     };
     for (Stack& stack : stacks_) {
       for (size_t n = 0; n < stack.blocks.size(); ++n) {
@@ -239,31 +238,25 @@ class EncoderDecoderLayer : public Layer {
           TFB_ASSIGN_OR_RETURN(one.norm, norm(one.place.name + "_norm"));
         }
         const std::string& ff = stack.place.layers[n].ff;
-        TFB_ASSIGN_OR_RETURN(
-            PackedMatrix first,
-            PackedMatrix::Create(device_, Parameter(ff + ".w1"), Parameter(ff + ".b1")));
-        TFB_ASSIGN_OR_RETURN(
-            PackedMatrix second,
-            PackedMatrix::Create(device_, Parameter(ff + ".w2"), Parameter(ff + ".b2")));
-        block.feed_forward =
-            FeedForward(std::move(first), std::move(second), ActivationOf(options_));
+        TFB_ASSIGN_OR_RETURN(block.feed_forward, layers::MakeFeedForward(device_, parameters_, ff,
+                                                                         ActivationOf(options_)));
         TFB_ASSIGN_OR_RETURN(block.feed_forward_norm, norm(ff + "_norm"));
       }
       if (stack.place.final_norm.empty()) continue;
       TFB_ASSIGN_OR_RETURN(stack.final_norm, norm(stack.place.final_norm));
     }
-    return RunStacks(inputs, {}, /*sets_up=*/true, execution);
+    return RunStacks(inputs, {{"out", {}}}, /*sets_up=*/true, execution);
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    return RunStacks(inputs, outputs.Get("out"), /*sets_up=*/false, execution);
+    return RunStacks(inputs, outputs, /*sets_up=*/false, execution);
   }
 
  private:
   struct Attention {
     AttentionPlace place;
-    multi_head::ProjectedAttention attention;
+    layers::ProjectedAttention attention;
     LayerNorm norm;
   };
   struct Block {
@@ -289,23 +282,21 @@ class EncoderDecoderLayer : public Layer {
     ConstTensorView memory;
     ConstTensorView self_mask;
     ConstTensorView cross_mask;
-    const Inputs* inputs = nullptr;  // the layer's
+    const Inputs* inputs = nullptr;    // the layer's
+    const Outputs* outputs = nullptr;  // the layer's; without views in Setup
     bool sets_up;
     Execution execution;
   };
 
   EncoderDecoderLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                      const EncoderDecoderOptions& options, Device device)
-      : Layer(problem, std::move(inputs), HiddenOutputs(problem)),
-        options_(options),
-        device_(device) {}
+                      std::vector<TensorSpec> outputs, const EncoderDecoderOptions& options,
+                      Device device)
+      : Layer(problem, std::move(inputs), std::move(outputs)), options_(options), device_(device) {}
 
   int64_t inner_dim() const {
     return FeedForwardDim(options_.feed_forward_dim, problem().model_dim());
   }
   bool pre_norm() const { return options_.block != BlockKind::kPostNorm; }
-  ConstTensorView Parameter(const std::string& name) const { return parameters_.at(name).view(); }
-
   Scratch LayOut(Workspace& workspace) const {
     const Problem& p = problem();
     const auto take = [&](int64_t tokens) {
@@ -322,8 +313,7 @@ class EncoderDecoderLayer : public Layer {
     return scratch;
   }
 
-  // `out` is empty in Setup.
-  absl::Status RunStacks(const Inputs& inputs, const TensorView& out, bool sets_up,
+  absl::Status RunStacks(const Inputs& inputs, const Outputs& outputs, bool sets_up,
                          const Execution& execution) {
     Workspace workspace(execution.workspace);
     const Scratch scratch = LayOut(workspace);
@@ -333,6 +323,7 @@ class EncoderDecoderLayer : public Layer {
     walk.execution.workspace = workspace.Rest();
     walk.memory = inputs.Get("memory");
     walk.inputs = &inputs;
+    walk.outputs = &outputs;
     for (Stack& stack : stacks_) {
       const bool on_memory = stack.place.on_memory;
       walk.state = on_memory ? scratch.memory : scratch.state;
@@ -344,7 +335,7 @@ class EncoderDecoderLayer : public Layer {
       walk.self_mask = masks_self ? inputs.Get("key_mask") : ConstTensorView();
       walk.cross_mask = inputs.Get("key_mask");
       TFB_RETURN_IF_ERROR(RunStack(stack, on_memory ? inputs.Get("memory") : inputs.Get("x"),
-                                   on_memory ? walk.state : out, walk));
+                                   on_memory ? walk.state : outputs.Get("out"), walk));
       if (on_memory) walk.memory = walk.state;
     }
     return absl::OkStatus();
@@ -380,14 +371,15 @@ class EncoderDecoderLayer : public Layer {
     return normalises ? stack.final_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
   }
 
-  static multi_head::ProjectedAttention::Call CallOf(Attention& one, const ConstTensorView& from,
-                                                     const ConstTensorView& residual,
-                                                     const TensorView& to, const Walk& walk) {
+  static layers::ProjectedAttention::Call CallOf(Attention& one, const ConstTensorView& from,
+                                                 const ConstTensorView& residual,
+                                                 const TensorView& to, const Walk& walk) {
     const bool cross = one.place.cross;
     return {{from, cross ? walk.memory : ConstTensorView(),
              cross ? walk.cross_mask : walk.self_mask, &one.place.further.From(*walk.inputs)},
             residual,
-            to};
+            to,
+            &one.place.choices.From(*walk.outputs)};
   }
 
   absl::Status SetUpAttention(Attention& one, const ConstTensorView& input, const Walk& walk) {
@@ -420,8 +412,10 @@ class EncoderDecoderLayer : public Layer {
 // Evaluates the formulas of the header on hidden states, f64 [batch, tokens, model_dim].
 class Network {
  public:
-  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters, ThreadPool* pool)
-      : options_(options), parameters_(parameters), pool_(pool) {}
+  // It adds the choices of attention to `outputs`.
+  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters,
+          const DefinitionRequest& request, NamedTensors* outputs)
+      : options_(options), parameters_(parameters), request_(request), outputs_(outputs) {}
 
   // `mask` is the mask of self-attention, `memory_mask` that of attention to the memory; `inputs`
   // are the network's.
@@ -430,20 +424,28 @@ class Network {
                                  const ConstTensorView& memory_mask, const Inputs& inputs) const {
     Tensor h(DType::kF64, x.shape());
     CopyElements(x, h.view());
-    DefinitionRequest request;
-    request.pool = pool_;
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& place : layer.attention) {
         const bool pre_norm = options_.block != BlockKind::kPostNorm;
         const Tensor input = pre_norm ? Norm(h, place.name + "_norm") : h.Clone();
-        multi_head::FurtherInputs further = place.further;
-        NamedTensors attended;
-        TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
-            place.problem, place.inner, parameters_, place.name + ".",
+        layers::FurtherInputs further = place.further;
+        const std::string prefix = place.name + ".";
+        // What the layer chose in this attention, where it may be followed.
+        NamedTensors computed, attended;
+        DefinitionRequest request = request_.OfPart();
+        if (request_.computed != nullptr) {
+          computed = layers::WithoutPrefix(*request_.computed, prefix);
+          request.computed = &computed;
+        }
+        TFB_RETURN_IF_ERROR(layers::DefineProjectedAttention(
+            place.problem, place.inner, parameters_, prefix,
             {input.view(), place.cross ? memory : ConstTensorView(),
              place.cross ? memory_mask : mask, &further.From(inputs)},
             request, &attended));
         h = Plus(h, attended.at("out"));
+        for (auto& [name, tensor] : attended) {
+          if (name != "out") (*outputs_)[prefix + name] = std::move(tensor);
+        }
         if (!pre_norm) h = Norm(h, place.name + "_norm");
       }
       if (options_.block == BlockKind::kPostNorm) {
@@ -456,10 +458,6 @@ class Network {
   }
 
  private:
-  DoubleTensor Parameter(const std::string& name) const {
-    return DoubleTensor(parameters_.at(name).view());
-  }
-
   static Tensor Plus(const Tensor& a, const Tensor& b) {
     Tensor sum = a.Clone();
     for (int64_t n = 0; n < sum.num_elements(); ++n) sum.span<double>()[n] += b.span<double>()[n];
@@ -467,50 +465,16 @@ class Network {
   }
 
   Tensor Norm(const Tensor& h, const std::string& name) const {
-    const DoubleTensor gamma = Parameter(name + ".gamma"), beta = Parameter(name + ".beta");
-    const int64_t width = gamma.size();
-    const double n = static_cast<double>(width);
-    Tensor result = h.Clone();
-    for (int64_t first = 0; first < h.num_elements(); first += width) {
-      double* row = result.span<double>().data() + first;
-      double mean = 0, variance = 0;
-      for (int64_t c = 0; c < width; ++c) mean += row[c] / n;
-      for (int64_t c = 0; c < width; ++c) variance += (row[c] - mean) * (row[c] - mean) / n;
-      for (int64_t c = 0; c < width; ++c) {
-        row[c] = gamma.at(c) * (row[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
-      }
-    }
-    return result;
+    return layers::DefineNorm(parameters_, name, h);
   }
-
-  double Activated(double x) const {
-    switch (ActivationOf(options_)) {
-      case Activation::kGelu:
-        return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
-      case Activation::kGeluTanh:
-        return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
-      case Activation::kGeluSigmoid:
-        return x / (1 + std::exp(-1.702 * x));
-      default:
-        return x < 0 ? 0 : x;
-    }
-  }
-
   Tensor FeedForwardOf(const Tensor& h, const std::string& name) const {
-    const DoubleTensor w1 = Parameter(name + ".w1"), b1 = Parameter(name + ".b1");
-    const DoubleTensor w2 = Parameter(name + ".w2"), b2 = Parameter(name + ".b2");
-    const int64_t rows = h.num_elements() / b2.size();
-    std::vector<double> inner = Affine(h.span<double>().data(), rows, w1, b1, pool_);
-    for (double& value : inner) value = Activated(value);
-    const std::vector<double> y = Affine(inner.data(), rows, w2, b2, pool_);
-    Tensor result(DType::kF64, h.shape());
-    std::copy(y.begin(), y.end(), result.span<double>().begin());
-    return result;
+    return layers::DefineFeedForward(parameters_, name, ActivationOf(options_), h, request_.pool);
   }
 
   const EncoderDecoderOptions& options_;
   const NamedTensors& parameters_;
-  ThreadPool* pool_;
+  const DefinitionRequest& request_;
+  NamedTensors* outputs_;
 };
 
 }  // namespace
@@ -533,11 +497,23 @@ std::vector<TensorSpec> EncoderDecoder::ReadTensors(const Problem& problem,
   return tensors;
 }
 
+std::vector<TensorSpec> EncoderDecoder::WrittenTensors(const Problem& problem,
+                                                       const EncoderDecoderOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+  for (const StackPlace& stack : StacksOf(problem, options)) {
+    for (const LayerPlace& layer : stack.layers) {
+      for (const AttentionPlace& attention : layer.attention) attention.choices.AddTo(&tensors);
+    }
+  }
+  return tensors;
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> EncoderDecoder::MakeLayer(
     const Problem& problem, const EncoderDecoderOptions& options, Device device,
     uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  return EncoderDecoderLayer::Create(problem, ReadTensors(problem, options), options, device, seed);
+  return EncoderDecoderLayer::Create(problem, ReadTensors(problem, options),
+                                     WrittenTensors(problem, options), options, device, seed);
 }
 
 absl::Status EncoderDecoder::Definition(const Problem& problem,
@@ -546,7 +522,7 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
                                         const DefinitionRequest& request,
                                         NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  const Network network(options, parameters, request.pool);
+  const Network network(options, parameters, request, outputs);
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor encoded;
   for (const StackPlace& stack : StacksOf(problem, options)) {
@@ -563,7 +539,7 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
 
 absl::StatusOr<TechniqueSpec> EncoderDecoder::Counterpart(const Problem& problem,
                                                           const Options& options) const {
-  return multi_head::WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
+  return layers::WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
 }
 
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options) {

@@ -26,10 +26,25 @@
 // Transformer is `both`, causal. key_mask [batch, kv_tokens] hides padded keys of the memory in all
 // attention that reads it, or of x where there is no memory.
 //
-// `inner` is the attention in all self-attention, any technique on q, k, v; attention to the memory
-// is dense. What `inner` reads beside these and key_mask are inputs of the network, such as
-// Longformer's global_mask, which all layers read; with part=both they are encoder.global_mask and
-// decoder.global_mask. Noise and choices to follow are each attention's own: encoder0.attention.u.
+// `inner` is the attention in self-attention, any technique on q, k, v; attention to the memory is
+// dense. It is one technique for all layers, or a list with one for each layer of a stack
+// (TechniqueList in core/options.h):
+//
+//   longformer[window=32]/longformer[window=64]   windows that grow from layer to layer: Beltagy et
+//                                                 al., arXiv:2004.05150v2, section 4.1
+//   strided[combine=interleaved]/strided[combine=interleaved,layer=1]
+//                                                 the Sparse Transformer's factors by turns; 16*(...)
+//                                                 of it is a stack of 32 layers
+//   10*dense/2*routing                            routing in the last layers
+//   linformer[k=128]/linformer[k=64]              fewer slots in later layers
+//
+// With part=both the list is that of either stack, or has the encoder's layers and then the
+// decoder's: 6*longformer/6*dense is the attention of Longformer-Encoder-Decoder (its section 7).
+// What `inner` reads beside q, k, v and key_mask are inputs of the network, such as Longformer's
+// global_mask, which all layers of a stack that have such an input read; with part=both they are
+// encoder.global_mask and decoder.global_mask. Noise and choices are each attention's own:
+// encoder0.attention.u is an input, and routing's choice encoder0.attention.members an input to
+// follow and an optional output.
 // In 16-bit problems each attention rounds as multi_head does; all else is fp32 between the
 // network's input and output. Embeddings, dropout and the output projection are left to the caller.
 //
@@ -49,8 +64,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
 #include "core/layers/activation.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
 
@@ -66,7 +81,7 @@ struct EncoderDecoderOptions {
   int64_t layers = 2;
   int64_t feed_forward_dim = 0;
   Activation activation = Activation::kNone;  // the default activation of the block
-  TechniqueSpec inner = {"dense", {}};
+  TechniqueList inner = {{{"dense", {}}}};
   bool bias = true;
 
   void Describe(OptionBinder& bind) {
@@ -94,7 +109,7 @@ struct EncoderDecoderOptions {
                  {"gelu_tanh", Activation::kGeluTanh},
                  {"gelu_sigmoid", Activation::kGeluSigmoid}},
                 "of the feed-forward sublayers; auto is gelu_sigmoid for block=sparse, else relu");
-    multi_head::BindInner(bind, &inner);
+    layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "attention's projections add biases");
   }
 
@@ -110,7 +125,8 @@ struct EncoderDecoderOptions {
 // ff_norm, with .gamma and .beta [model_dim]; encoder_norm and decoder_norm where there is a final
 // norm. Matrices and biases are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
 //
-// The counterpart is the same network with the inner technique's counterpart inside.
+// It returns InvalidArgument where `inner` has another number of techniques. The counterpart is the
+// same network with the inner techniques' counterparts inside.
 class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
  public:
   EncoderDecoder();
@@ -126,6 +142,8 @@ class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const EncoderDecoderOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const EncoderDecoderOptions& options) const override;
 };
 
 // Returns how many numbers the parameters above have, without those of `inner`. For an encoder with

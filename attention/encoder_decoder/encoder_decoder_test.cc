@@ -10,6 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "core/allocations.h"
 #include "core/random.h"
 #include "core/run_allocations.h"
@@ -239,6 +242,177 @@ TEST(EncoderDecoder, NoiseOfTheTechniqueInsideIsEachLayersOwn) {
   for (const char* name : {"encoder0.attention.g", "encoder1.attention.g"}) {
     ExpectMatters(problem, options, inputs, name, others.at(name).Clone());
   }
+}
+
+// ---- A technique for each layer ----
+
+// Returns the parameters of layer n, under the names that they have in a stack of one layer.
+NamedTensors OfOneLayer(const NamedTensors& parameters, int64_t n) {
+  const std::string prefix = absl::StrCat("encoder", n, ".");
+  NamedTensors result;
+  for (const auto& [name, tensor] : parameters) {
+    if (absl::StartsWith(name, prefix)) {
+      result["encoder0." + name.substr(prefix.size())] = tensor.Clone();
+    }
+  }
+  return result;
+}
+
+TEST(EncoderDecoder, AListOfTechniquesIsTheirStacksOfOneLayerOneOnTheOtherBitByBit) {
+  const std::vector<std::vector<std::string>> lists = {
+      {"longformer[window=4]", "longformer[window=12]"},
+      {"strided[stride=4]", "fixed[stride=8]", "dense"},
+      {"strided[combine=interleaved,stride=4]", "strided[combine=interleaved,layer=1,stride=4]"},
+      {"performer[features=16]", "longformer[window=4]"}};
+  const Problem problem = Make(40, 40, /*causal=*/true);
+  for (const std::vector<std::string>& list : lists) {
+    const Options options = {{"inner", absl::StrJoin(list, "/")},
+                             {"layers", absl::StrCat(list.size())}};
+    const NamedTensors parameters = Parameters(problem, options), inputs = Random(problem);
+    for (const Device device : kHostDevices) {
+      NamedTensors h;
+      h["x"] = inputs.at("x").Clone();
+      for (size_t n = 0; n < list.size(); ++n) {
+        h["x"] = RunOwn(problem, h, {{"inner", list[n]}, {"layers", "1"}},
+                        OfOneLayer(parameters, static_cast<int64_t>(n)), device);
+      }
+      const Tensor out = RunOwn(problem, inputs, options, parameters, device);
+      EXPECT_EQ(MaxDifference(out.view(), h.at("x").view()), 0)
+          << ToString(options) << " " << Name(device);
+    }
+    ExpectMatchesDefinition(problem, options);
+  }
+}
+
+TEST(EncoderDecoder, AListOfEqualTechniquesIsTheOneTechniqueBitByBit) {
+  const Problem problem = Make(40, 40, /*causal=*/true);
+  for (const char* inner : {"longformer[window=4]", "performer[features=16]"}) {
+    const Options one = {{"inner", inner}, {"layers", "3"}};
+    const Options list = {{"inner", absl::StrCat("3*", inner)}, {"layers", "3"}};
+    const NamedTensors parameters = Parameters(problem, one), of_list = Parameters(problem, list);
+    ASSERT_EQ(parameters.size(), of_list.size());
+    for (const auto& [name, tensor] : parameters) {
+      EXPECT_EQ(MaxDifference(tensor.view(), of_list.at(name).view()), 0) << name;
+    }
+    const NamedTensors inputs = Random(problem);
+    for (const Device device : kHostDevices) {
+      EXPECT_EQ(MaxDifference(RunOwn(problem, inputs, one, parameters, device).view(),
+                              RunOwn(problem, inputs, list, parameters, device).view()),
+                0)
+          << inner << " " << Name(device);
+    }
+    const auto layer = EncoderDecoder().Create(problem, list, Device::kCpu, 1).value();
+    const auto same = EncoderDecoder().Create(problem, one, Device::kCpu, 1).value();
+    EXPECT_EQ(layer->cost().flops, same->cost().flops);
+    EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(inputs)).value(), 0);
+  }
+}
+
+TEST(EncoderDecoder, ParametersHaveTheShapesOfTheirLayersTechnique) {
+  const Problem problem = Make(40, 40);
+  const Options options = {{"inner", "linformer[k=16]/linformer[k=8]/performer[features=24]"},
+                           {"layers", "3"}};
+  const NamedTensors parameters = Parameters(problem, options);
+  for (const auto& [prefix, inner] : std::map<std::string, std::string>{
+           {"encoder0.attention.inner.", "linformer[k=16]"},
+           {"encoder1.attention.inner.", "linformer[k=8]"},
+           {"encoder2.attention.inner.", "performer[features=24]"}}) {
+    const Options alone = {{"inner", inner}, {"layers", "1"}};
+    for (const auto& [name, tensor] : Parameters(problem, alone)) {
+      if (!absl::StartsWith(name, "encoder0.attention.inner.")) continue;
+      const std::string of_list = prefix + name.substr(prefix.size());
+      ASSERT_EQ(parameters.count(of_list), 1u) << of_list;
+      EXPECT_EQ(parameters.at(of_list).shape(), tensor.shape()) << of_list;
+    }
+  }
+  ExpectMatchesDefinition(problem, options);
+}
+
+TEST(EncoderDecoder, OnlyTheLayersWhoseTechniqueReadsAMaskReadIt) {
+  const Problem problem = Make(40, 40);
+  const Options options = {
+      {"inner", "dense/longformer[window=4,max_globals=2]/hard[sample=gumbel]"}, {"layers", "3"}};
+  EXPECT_THAT(InputNames(problem, options),
+              ElementsAre("x", "key_mask", "global_mask", "encoder2.attention.g"));
+  NamedTensors inputs = Random(problem, options);
+  Tensor& mask = inputs["global_mask"] = Tensor(DType::kU8, {2, 40});
+  Fill(mask.view(), 0);
+  for (const int64_t token : {3, 29}) Fill(Slice(mask.view(), 1, token, 1), 1);
+  ExpectMatters(problem, options, inputs, "global_mask", {});
+  ExpectMatters(problem, options, inputs, "encoder2.attention.g",
+                Random(problem, options, 6).at("encoder2.attention.g").Clone());
+}
+
+TEST(EncoderDecoder, ChoicesOfEachAttentionAreOutputsThatCanBeFollowed) {
+  const Problem problem = Make(40, 40);
+  const Options options = {{"inner", "dense/routing[clusters=4]/routing[clusters=2]"},
+                           {"layers", "3"}};
+  const std::vector<TensorSpec> written = EncoderDecoder().OutputSpecs(problem, options).value();
+  ASSERT_EQ(written.size(), 3u);
+  EXPECT_EQ(written[1].name, "encoder1.attention.members");
+  EXPECT_EQ(written[2].name, "encoder2.attention.members");
+  EXPECT_TRUE(written[1].optional && written[2].optional);
+  NamedTensors inputs = Random(problem, options);
+  const NamedTensors parameters = Parameters(problem, options);
+  for (const Device device : kHostDevices) {
+    const RunRequest request = {options, device, 1, &parameters, 2};
+    const NamedTensors run =
+        RunTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request).value();
+    DefinitionRequest definition;
+    definition.computed = &run;
+    const NamedTensors defined =
+        DefineTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request, definition).value();
+    EXPECT_LE(MaxDifference(run.at("out").view(), defined.at("out").view()),
+              Bound(defined.at("out").view()))
+        << Name(device);
+    NamedTensors following;
+    following["x"] = inputs.at("x").Clone();
+    for (const char* name : {"encoder1.attention.members", "encoder2.attention.members"}) {
+      EXPECT_EQ(MaxDifference(run.at(name).view(), defined.at(name).view()), 0)
+          << name << " " << Name(device);
+      following[name] = run.at(name).Clone();
+    }
+    const NamedTensors again =
+        RunTechnique(EncoderDecoder(), problem, ViewsOf(following), request).value();
+    EXPECT_EQ(MaxDifference(again.at("out").view(), run.at("out").view()), 0) << Name(device);
+  }
+}
+
+TEST(EncoderDecoder, AListOfBothStacksBeginsWithTheEncoders) {
+  const Problem problem = Make(40, 70, /*causal=*/true);
+  const Options led = {{"inner", "2*longformer[window=4,max_globals=2]/2*dense"}, {"part", "both"}};
+  EXPECT_THAT(InputNames(problem, led),
+              ElementsAre("x", "memory", "key_mask", "encoder.global_mask"));
+  ExpectMatchesDefinition(problem, led);
+  // Its decoder is that of a list of dense attention alone, and its encoder is not.
+  const NamedTensors inputs = Random(problem, led), parameters = Parameters(problem, led);
+  const Options dense = {{"part", "both"}};
+  EXPECT_GT(MaxDifference(RunOwn(problem, inputs, led, parameters).view(),
+                          RunOwn(problem, inputs, dense, parameters).view()),
+            1e-2);
+  const Options either = {{"inner", "dense/dense[scale=0.3]"}, {"part", "both"}};
+  const Options written = {{"inner", "2*(dense/dense[scale=0.3])"}, {"part", "both"}};
+  EXPECT_EQ(MaxDifference(RunOwn(problem, inputs, either, parameters).view(),
+                          RunOwn(problem, inputs, written, parameters).view()),
+            0);
+}
+
+TEST(EncoderDecoder, AListOfAnotherLengthNamesBothCounts) {
+  const auto error = [](const Options& options) {
+    const auto layer = EncoderDecoder().Create(Make(40, 40), options, Device::kCpu, 1);
+    return layer.ok() ? "ok" : std::string(layer.status().message());
+  };
+  EXPECT_EQ(error({{"inner", "3*dense"}, {"layers", "2"}}),
+            "option inner names 3 techniques; allowed with layers=2 are 1 or 2");
+  EXPECT_EQ(error({{"inner", "dense/dense"}, {"layers", "12"}, {"part", "both"}}),
+            "option inner names 2 techniques; allowed with layers=12 are 1 or 12 or 24");
+  EXPECT_EQ(error({{"inner", "4*dense"}, {"part", "decoder"}}),
+            "option inner names 4 techniques; allowed with layers=2 are 1 or 2");
+  EXPECT_EQ(error({{"inner", "dense/hard"}}), "ok");
+  EXPECT_THAT(error({{"inner", "dense/longformer[dilation=1/2/3]"}}),
+              HasSubstr("dilation has 3 entries"));
+  // The tensors can be asked for, too, before a layer is made.
+  EXPECT_TRUE(EncoderDecoder().InputSpecs(Make(40, 40), {{"inner", "3*dense"}}).ok());
 }
 
 TEST(EncoderDecoder, PaddedTokensAreHiddenWhereverTheyAreKeys) {
@@ -490,6 +664,11 @@ TEST(EncoderDecoder, TheCounterpartHasDenseAttentionInside) {
                          .value()),
             "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward_dim=0,final_norm="
             "auto,inner=dense,layers=2,part=encoder");
+  const auto inner = [](const char* list) {
+    return EncoderDecoder().Counterpart(Make(40, 40), {{"inner", list}})->options.at("inner");
+  };
+  EXPECT_EQ(inner("longformer[window=8]/performer"), "dense");
+  EXPECT_EQ(inner("2*performer"), "dense");
 }
 
 TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {

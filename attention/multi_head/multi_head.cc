@@ -32,7 +32,7 @@ absl::Status CheckProblem(const Problem& problem, const MultiHeadOptions& option
                    problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
 }
 
-AttentionInputs InputsOf(const Inputs& inputs, FurtherInputs& further) {
+layers::AttentionInputs InputsOf(const Inputs& inputs, layers::FurtherInputs& further) {
   return {inputs.Get("x"), inputs.Get("memory"), inputs.Get("key_mask"), &further.From(inputs)};
 }
 
@@ -44,11 +44,12 @@ class MultiHeadLayer : public Layer {
                                                        const MultiHeadOptions& options,
                                                        Device device, uint64_t seed) {
     NamedTensors parameters;
-    TFB_RETURN_IF_ERROR(DrawParameters(ProjectionSpecs(problem, options.bias, options.inner), "",
-                                       seed, &parameters));
-    TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
-                         CreateInner(options.inner, problem, device, seed, /*gives_x=*/true));
-    AddInnerParameters(*inner, "inner.", &parameters);
+    TFB_RETURN_IF_ERROR(layers::DrawParameters(
+        layers::ProjectionSpecs(problem, options.bias, options.inner), seed, &parameters));
+    TFB_ASSIGN_OR_RETURN(
+        std::unique_ptr<Layer> inner,
+        layers::CreateInner(options.inner, problem, device, seed, /*gives_x=*/true));
+    layers::AddInnerParameters(*inner, "inner.", &parameters);
     std::unique_ptr<MultiHeadLayer> layer(new MultiHeadLayer(
         problem, std::move(inputs), std::move(outputs), options, device, std::move(inner)));
     layer->parameters_ = std::move(parameters);
@@ -87,12 +88,12 @@ class MultiHeadLayer : public Layer {
                  std::unique_ptr<Layer> inner)
       : Layer(problem, std::move(inputs), std::move(outputs)),
         device_(device),
-        further_(FurtherInputsOf(options.inner, problem)),
+        further_(layers::FurtherInputsOf(options.inner, problem)),
         attention_(device, problem, options.cross, std::move(inner)) {}
 
   Device device_;
-  FurtherInputs further_;
-  ProjectedAttention attention_;
+  layers::FurtherInputs further_;
+  layers::ProjectedAttention attention_;
 };
 
 }  // namespace
@@ -107,14 +108,14 @@ std::vector<TensorSpec> MultiHead::ReadTensors(const Problem& problem,
         {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
   }
   tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
-  FurtherInputsOf(options.inner, problem).AddTo(&tensors);
+  layers::FurtherInputsOf(options.inner, problem).AddTo(&tensors);
   return tensors;
 }
 
 std::vector<TensorSpec> MultiHead::WrittenTensors(const Problem& problem,
                                                   const MultiHeadOptions& options) const {
   std::vector<TensorSpec> tensors = HiddenOutputs(problem);
-  for (TensorSpec& spec : FurtherOutputsOf(options.inner, problem)) {
+  for (TensorSpec& spec : layers::FurtherOutputsOf(options.inner, problem)) {
     tensors.push_back(std::move(spec));
   }
   return tensors;
@@ -132,14 +133,14 @@ absl::Status MultiHead::Definition(const Problem& problem, const MultiHeadOption
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  FurtherInputs further = FurtherInputsOf(options.inner, problem);
-  return DefineProjectedAttention(problem, options.inner, parameters, "", InputsOf(inputs, further),
-                                  request, outputs);
+  layers::FurtherInputs further = layers::FurtherInputsOf(options.inner, problem);
+  return layers::DefineProjectedAttention(problem, options.inner, parameters, "",
+                                          InputsOf(inputs, further), request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> MultiHead::Counterpart(const Problem& problem,
                                                      const Options& options) const {
-  return WithCounterpartInside<MultiHeadOptions>(*this, problem, options);
+  return layers::WithCounterpartInside<MultiHeadOptions>(*this, problem, options);
 }
 
 }  // namespace tfb::multi_head

@@ -28,7 +28,7 @@
 
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/technique.h"
 
 namespace tfb::multi_head {
@@ -39,7 +39,7 @@ struct MultiHeadOptions {
   bool bias = false;
 
   void Describe(OptionBinder& bind) {
-    BindInner(bind, &inner);
+    layers::BindInner(bind, &inner);
     bind.Bool("cross", &cross,
               "keys and values come from a second input, memory [batch, kv_tokens, model_dim]");
     bind.Bool("bias", &bias, "projections add biases");

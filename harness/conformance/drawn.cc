@@ -12,6 +12,27 @@
 
 namespace tfb::conformance {
 
+namespace {
+
+// Returns lists for a stack of kLayersOfLists layers: the usual technique in both, and in the first
+// before one that differs from it in a number or a choice of true and false.
+std::vector<std::string> ListsToTry(const OptionSpec& option) {
+  const std::string& usual = option.default_value;
+  std::vector<std::string> lists = {absl::StrCat(kLayersOfLists, "*", usual)};
+  const auto technique = Registry::Global().Find(usual);
+  if (!technique.ok()) return lists;
+  for (const OptionSpec& inside : (*technique)->info().options) {
+    if (inside.type != "bool" && inside.type != "real") continue;
+    const char* value = inside.type == "real"            ? "0.5"
+                        : inside.default_value == "true" ? "false"
+                                                         : "true";
+    lists.push_back(absl::StrCat(usual, "/", usual, "[", inside.name, "=", value, "]"));
+  }
+  return lists;
+}
+
+}  // namespace
+
 Range RangeOf(const OptionSpec& option) {
   Range range;
   const std::vector<absl::string_view> ends = absl::StrSplit(option.range, " to ");
@@ -52,7 +73,8 @@ std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, b
     }
     return texts;
   }
-  return {};  // the technique's own tests cover lists
+  if (option.type == "techniques") return ListsToTry(option);
+  return {};  // the technique's own tests cover lists of numbers
 }
 
 int64_t FromEnvironment(const char* name, int64_t otherwise) {
@@ -95,6 +117,7 @@ Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_
     const std::vector<std::string> values = ValuesToTry(option, tokens, /*few=*/false);
     if (values.empty() || Below(5, random) >= 2) continue;
     options[option.name] = values[Below(static_cast<int64_t>(values.size()), random)];
+    if (option.type == "techniques") options["layers"] = absl::StrCat(kLayersOfLists);
   }
   return options;
 }

@@ -19,9 +19,12 @@ struct Range {
 // Parses the range "0 to 128" as two numbers.
 Range RangeOf(const OptionSpec& option);
 
+// The layers of the stacks whose lists of techniques are tried.
+constexpr int64_t kLayersOfLists = 2;
 // Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
 // ends of its range as far as they are of the sequence's order, and numbers around the sequence's
-// length. With `few` it leaves out the numbers between these. Lists have none.
+// length. With `few` it leaves out the numbers between these. Lists of numbers have none; lists of
+// techniques are for a stack with layers=kLayersOfLists.
 std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few);
 
 // Returns the number of an environment variable, or `otherwise`.
@@ -33,7 +36,7 @@ int64_t Below(int64_t bound, std::mt19937_64* random);
 // Draws a problem: sizes around those of tiles and far from them, heads in groups, other keys than
 // the queries' tokens; now and then 16 bits.
 Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random);
-// Draws values of two in five options, lists not among them.
+// Draws values of two in five options, lists of numbers not among them.
 Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random);
 
 }  // namespace tfb::conformance

@@ -31,6 +31,7 @@ void EveryOptionAtItsEndsAndBeyondTheSequence(const Subject& subject, const Prob
     for (const std::string& value : ValuesToTry(option, problem.query_tokens, few)) {
       Subject varied = subject;
       varied.options[option.name] = value;
+      if (option.type == "techniques") varied.options["layers"] = absl::StrCat(kLayersOfLists);
       SCOPED_TRACE(absl::StrCat("options ", Describe(varied.options)));
       const auto layer = varied.technique->Create(problem, varied.options, varied.device, kSeed);
       if (!layer.ok() && IsRefusal(layer.status())) {

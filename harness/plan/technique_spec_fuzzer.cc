@@ -29,6 +29,7 @@ struct FuzzedOptions {
   Kind kind = Kind::kSoft;
   std::vector<int64_t> sizes = {1, 2};
   tfb::TechniqueSpec inner = {"leaf", {}};
+  tfb::TechniqueList layers = {{{"leaf", {}}}};
 
   void Describe(tfb::OptionBinder& bind) {
     bind.Int("window", &window, 0, 1 << 20, "", {16, 64});
@@ -36,17 +37,16 @@ struct FuzzedOptions {
     bind.Bool("flag", &flag, "");
     bind.Choice("kind", &kind, {{"soft", Kind::kSoft}, {"hard", Kind::kHard}}, "");
     bind.Ints("sizes", &sizes, 1, 9, "");
-    bind.Technique(
-        "inner", &inner, "a technique",
-        [](tfb::TechniqueSpec* spec) -> absl::Status {
-          if (spec->technique == "leaf") return absl::OkStatus();
-          const auto found = tfb::Registry::Global().Find(spec->technique);
-          if (!found.ok()) return found.status();
-          auto canonical = (*found)->Canonical(spec->options);
-          if (canonical.ok()) spec->options = *std::move(canonical);
-          return canonical.status();
-        },
-        "");
+    const auto check = [](tfb::TechniqueSpec* spec) -> absl::Status {
+      if (spec->technique == "leaf") return absl::OkStatus();
+      const auto found = tfb::Registry::Global().Find(spec->technique);
+      if (!found.ok()) return found.status();
+      auto canonical = (*found)->Canonical(spec->options);
+      if (canonical.ok()) spec->options = *std::move(canonical);
+      return canonical.status();
+    };
+    bind.Technique("inner", &inner, "a technique", check, "");
+    bind.Techniques("layers", &layers, "techniques", check, "");
   }
 };
 

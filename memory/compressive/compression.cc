@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "core/layers/copy_rows.h"
+#include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/compressive/row_operations.h"
-#include "memory/transformer_xl/stack.h"
 
 namespace tfb::compressive {
 namespace {
@@ -40,7 +40,7 @@ absl::StatusOr<Compression> Compression::Create(Device device, const Compressive
   compression.device_ = device;
   compression.options_ = options;
   if (!options.convolves()) return compression;
-  const std::string layer = transformer_xl::LayerPrefix(n);
+  const std::string layer = layers::LayerPrefix(n);
   const Tensor& w = parameters.at(layer + ConvolutionPrefix(options) + "w");
   const int64_t rate = w.dim(0), width = w.dim(1);
   const ConstTensorView matrix(w.raw(), DType::kF32, {rate * width, width});

@@ -10,17 +10,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/stack/decoder_layer.h"
+#include "core/layers/stack/segmented_layer.h"
 #include "memory/compressive/compressive_attention.h"
 #include "memory/compressive/memory_queues.h"
-#include "memory/transformer_xl/decoder_layer.h"
-#include "memory/transformer_xl/segmented_layer.h"
 
 namespace tfb::compressive {
 namespace {
 
 using Function = CompressiveOptions::Function;
-using transformer_xl::kMemories;
-using transformer_xl::OfLayer;
+using layers::kMemories;
+using layers::OfLayer;
 
 constexpr char kCompressed[] = "compressed";
 constexpr char kWaitingUse[] = "waiting_use";
@@ -98,7 +98,7 @@ absl::Status CheckGiven(const CompressiveOptions& options) {
       options.compressed_memory, " are 0 to ", options.compressed_memory));
 }
 
-class CompressiveLayer : public transformer_xl::SegmentedLayer {
+class CompressiveLayer : public layers::SegmentedLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const CompressiveOptions& options,
@@ -106,8 +106,8 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
                                                        Device device, uint64_t seed) {
     auto layer = std::unique_ptr<CompressiveLayer>(
         new CompressiveLayer(problem, options, std::move(outputs), device));
-    TFB_ASSIGN_OR_RETURN(layer->parameters_, transformer_xl::DrawParameters(
-                                                 CompressiveParameters(problem, options), seed));
+    TFB_RETURN_IF_ERROR(
+        layers::DrawParameters(CompressiveParameters(problem, options), seed, &layer->parameters_));
     const int64_t longest = layer->max_segment_tokens();
     for (int64_t n = 0; n < options.layers; ++n) {
       TFB_ASSIGN_OR_RETURN(CompressiveAttention attention,
@@ -132,8 +132,8 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
     const double convolution =
         options_.convolves() ? 2 * static_cast<double>(options_.compression) * width * width : 0;
     Cost cost;
-    cost.flops = transformer_xl::StackFlops(
-        sizes_, batch * static_cast<double>(problem().query_tokens), batch * walk.pairs);
+    cost.flops = layers::StackFlops(sizes_, batch * static_cast<double>(problem().query_tokens),
+                                    batch * walk.pairs);
     *cost.flops += batch * layers * walk.rows * (4 * width * width + convolution);
     *cost.flops += batch * layers * walk.uses * 4 * width;
     cost.bytes = TensorBytes();
@@ -158,41 +158,35 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
         {"keys_per_token",
          WalkSequence().pairs / static_cast<double>(std::max<int64_t>(tokens, 1))},
         {"reach_tokens", static_cast<double>(Reach())}};
-    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    if (device() == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device()) ? 1 : 0;
     return statistics;
   }
 
-  absl::Status Reset() override {
+ protected:
+  void Forget() override {
     for (CompressiveAttention& attention : attentions_) attention.Reset();
     next_token_ = queues_.first_token();
     next_segment_ = 0;
-    return absl::OkStatus();
   }
 
- protected:
-  absl::Status DoSetup(const Inputs&, const Execution& execution) override {
-    const transformer_xl_relative::DistanceRange range = {0, queues_.max_distance(),
-                                                          options_.max_distance};
-    const Tensor sinusoids = transformer_xl_relative::SinusoidsOf(range, problem().model_dim());
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    const layers::DistanceRange range = {0, queues_.max_distance(), options_.max_distance};
+    const Tensor sinusoids = layers::SinusoidsOf(range, problem().model_dim());
     layers_.clear();
     for (int64_t n = 0; n < options_.layers; ++n) {
       TFB_RETURN_IF_ERROR(attentions_[n].Setup(parameters_, n, range, sinusoids.view(), execution));
-      TFB_ASSIGN_OR_RETURN(transformer_xl::DecoderLayer layer,
-                           transformer_xl::DecoderLayer::Create(device_, parameters_, n));
+      TFB_ASSIGN_OR_RETURN(layers::DecoderLayer layer,
+                           layers::DecoderLayer::Create(device(), parameters_, n));
       layers_.push_back(std::move(layer));
     }
-    if (options_.final_norm) {
-      TFB_ASSIGN_OR_RETURN(final_norm_,
-                           transformer_xl::DecoderLayer::CreateFinalNorm(device_, parameters_));
-    }
-    return Reset();
+    return layers::SegmentedLayer::DoSetup(inputs, execution);
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
     TFB_RETURN_IF_ERROR(KeepEarlier(inputs, outputs, execution));
     run_outputs_ = &outputs;
-    const absl::Status status = transformer_xl::SegmentedLayer::DoRun(inputs, outputs, execution);
+    const absl::Status status = layers::SegmentedLayer::DoRun(inputs, outputs, execution);
     run_outputs_ = nullptr;
     TFB_RETURN_IF_ERROR(status);
     const TensorView use = outputs.Get(kWaitingUse);
@@ -201,8 +195,6 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
     }
     return absl::OkStatus();
   }
-
-  bool IsAtBeginning() const override { return next_segment_ == 0; }
 
   absl::Status Recall(int64_t n, const ConstTensorView& rows, const Execution& execution) override {
     return attentions_[n].RecallTokens(norm(n), rows, execution);
@@ -223,13 +215,13 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
     return absl::OkStatus();
   }
 
-  void BeginSegment(int64_t tokens) override {
-    segment_.Set(next_token_, tokens);
-    next_token_ += tokens;
+  void BeginSegment(const Segment& segment) override {
+    segment_.Set(next_token_, segment.tokens);
+    next_token_ += segment.tokens;
     ++next_segment_;
   }
 
-  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
+  absl::Status RunLayer(int64_t n, const layers::DecoderLayer::Call& call,
                         const Execution& execution) override {
     return layers_[n].Run(
         options_.pre_norm, call,
@@ -242,24 +234,24 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
         execution);
   }
 
-  const LayerNorm* final_norm() const override {
-    return options_.final_norm ? &final_norm_ : nullptr;
-  }
-
   size_t layer_workspace_bytes(int threads) const override {
     const size_t content = content_.has_value() ? content_->workspace_bytes(threads) : 0;
-    return transformer_xl::DecoderLayer::workspace_bytes(
-        device_, sizes_, problem().batch * max_segment_tokens(), options_.pre_norm,
+    return layers::DecoderLayer::workspace_bytes(
+        device(), sizes_, problem().batch * max_segment_tokens(), options_.pre_norm,
         attentions_[0].workspace_bytes(content, threads), threads);
   }
 
  private:
   CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
                    std::vector<TensorSpec> outputs, Device device)
-      : transformer_xl::SegmentedLayer(device, problem, std::move(outputs), options.layers,
-                                       options.segment, {}, GivenQueues(problem, options)),
+      : layers::SegmentedLayer(device, problem,
+                               {options.layers,
+                                options.segment,
+                                options.final_norm,
+                                std::move(outputs),
+                                {},
+                                GivenQueues(problem, options)}),
         options_(options),
-        device_(device),
         sizes_(CompressiveSizes(problem, options)),
         queues_(options, max_segment_tokens()),
         segment_(device, queues_, options.memory, max_segment_tokens()) {}
@@ -327,7 +319,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
     copy.from = rows;
     copy.to = to;
     copy.rows = rows.dim(1);
-    return CopyRows(device_, copy, execution);
+    return CopyRows(device(), copy, execution);
   }
 
   // Counts over one sequence and layer.
@@ -380,14 +372,12 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
   }
 
   CompressiveOptions options_;
-  Device device_;
-  transformer_xl::StackSizes sizes_;
+  layers::StackSizes sizes_;
   MemoryQueues queues_;
   CompressiveSegment segment_;
   std::vector<CompressiveAttention> attentions_;
   std::optional<ContentAttention> content_;  // used where rows are compressed
-  std::vector<transformer_xl::DecoderLayer> layers_;
-  LayerNorm final_norm_;
+  std::vector<layers::DecoderLayer> layers_;
   const Outputs* run_outputs_ = nullptr;  // set during a Run
   int64_t next_token_ = 0;                // token number, as the queues count
   int64_t next_segment_ = 0;
@@ -395,9 +385,8 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
 
 }  // namespace
 
-transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
-                                            const CompressiveOptions& options) {
-  transformer_xl::StackSizes sizes;
+layers::StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options) {
+  layers::StackSizes sizes;
   sizes.layers = options.layers;
   sizes.heads = problem.query_heads;
   sizes.head_dim = problem.head_dim;
@@ -413,7 +402,7 @@ transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
 }
 
 absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options) {
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(layers::CheckSelfAttention("compressive", problem));
   TFB_RETURN_IF_ERROR(CheckGiven(options));
   const bool whole_blocks = options.eviction == CompressiveOptions::Eviction::kWholeBlocks;
   if (!whole_blocks || options.memory >= options.compression - 1) return absl::OkStatus();
@@ -428,13 +417,13 @@ std::string ConvolutionPrefix(const CompressiveOptions& options) {
   return options.function == Function::kConvolution ? "convolution." : "dilated_convolution.";
 }
 
-std::vector<transformer_xl::ParameterSpec> CompressiveParameters(
-    const Problem& problem, const CompressiveOptions& options) {
-  const transformer_xl::StackSizes sizes = CompressiveSizes(problem, options);
-  std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
+std::vector<layers::ParameterSpec> CompressiveParameters(const Problem& problem,
+                                                         const CompressiveOptions& options) {
+  const layers::StackSizes sizes = CompressiveSizes(problem, options);
+  std::vector<layers::ParameterSpec> specs = layers::StackParameters(sizes);
   const int64_t width = sizes.width(), rate = options.compression;
   for (int64_t n = 0; n < sizes.layers && options.convolves(); ++n) {
-    const std::string convolution = transformer_xl::LayerPrefix(n) + ConvolutionPrefix(options);
+    const std::string convolution = layers::LayerPrefix(n) + ConvolutionPrefix(options);
     const Shape matrices = {rate, width, width};
     specs.push_back(
         {convolution + "w", matrices, 0, 1 / std::sqrt(static_cast<double>(rate * width))});
@@ -463,7 +452,7 @@ std::vector<TensorSpec> Compressive::ReadTensors(const Problem& problem,
 
 std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
                                                     const CompressiveOptions& options) const {
-  std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(p);
+  std::vector<TensorSpec> outputs = layers::SegmentedOutputs(p);
   for (TensorSpec& spec : FinalQueues(p, options)) outputs.push_back(std::move(spec));
   if (options.compressed_memory == 0) return outputs;
   const int64_t segments = SegmentsOf(p, options);

@@ -69,8 +69,8 @@
 #include "absl/types/span.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/layers/final_norm.h"
+#include "core/layers/stack/stack_sizes.h"
 #include "core/technique.h"
-#include "memory/transformer_xl/stack.h"
 
 namespace tfb::compressive {
 
@@ -197,14 +197,13 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
 
 // ---- Functions that layer and definition share ----
 
-transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
-                                            const CompressiveOptions& options);
+layers::StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options);
 // Returns InvalidArgument where the problem or the options cannot exist.
 absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options);
 // Returns "convolution." or "dilated_convolution."; call it only for a function that convolves.
 std::string ConvolutionPrefix(const CompressiveOptions& options);
-std::vector<transformer_xl::ParameterSpec> CompressiveParameters(const Problem& problem,
-                                                                 const CompressiveOptions& options);
+std::vector<layers::ParameterSpec> CompressiveParameters(const Problem& problem,
+                                                         const CompressiveOptions& options);
 // Returns the number of segments of a Run.
 int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
 // Returns the most compressed rows that one segment can give.

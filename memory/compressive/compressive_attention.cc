@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/layers/copy_rows.h"
+#include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
-#include "memory/transformer_xl/stack.h"
 
 namespace tfb::compressive {
 namespace {
@@ -119,21 +119,21 @@ Problem CompressiveAttention::LargestCall() const {
 }
 
 absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t n,
-                                         const transformer_xl_relative::DistanceRange& range,
+                                         const layers::DistanceRange& range,
                                          const ConstTensorView& sinusoids,
                                          const Execution& execution) {
   range_ = range;
-  const transformer_xl::StackSizes sizes = CompressiveSizes(problem_, options_);
-  const transformer_xl::RelativeAttention::Parameters own =
-      transformer_xl::RelativeAttention::ParametersOf(parameters, sizes, n);
+  const layers::StackSizes sizes = CompressiveSizes(problem_, options_);
+  const layers::RelativeAttention::Parameters own =
+      layers::RelativeAttention::ParametersOf(parameters, sizes, n);
   TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {own.w_q, own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(keys_and_values_, PackedMatrix::Create(device_, {own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, own.w_o));
   TFB_ASSIGN_OR_RETURN(compression_, Compression::Create(device_, options_, parameters, n));
   TFB_ASSIGN_OR_RETURN(const Tensor distances,
                        KeysOfDistances(parameters, n, sinusoids, execution.pool));
-  positions_ = transformer_xl_relative::RelativePositions::FromTable(
-      distances.view(), own.positions.u, own.positions.v, range, /*here=*/0);
+  positions_ = layers::RelativePositions::FromTable(distances.view(), own.positions.u,
+                                                    own.positions.v, range, /*here=*/0);
   ScoreRule rule;
   positions_.AddTo(&rule);
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
@@ -152,10 +152,9 @@ absl::StatusOr<Tensor> CompressiveAttention::KeysOfDistances(const NamedTensors&
                                                              int64_t n,
                                                              const ConstTensorView& sinusoids,
                                                              ThreadPool* pool) const {
-  const std::string layer = transformer_xl::LayerPrefix(n);
+  const std::string layer = layers::LayerPrefix(n);
   if (!options_.learned_positions) {
-    return transformer_xl_relative::ProjectSinusoids(sinusoids, parameters.at(layer + "w_r").view(),
-                                                     pool);
+    return layers::ProjectSinusoids(sinusoids, parameters.at(layer + "w_r").view(), pool);
   }
   const ConstTensorView learned = parameters.at(layer + "relative_keys").view();
   TFB_ASSIGN_OR_RETURN(Tensor table,
@@ -165,9 +164,8 @@ absl::StatusOr<Tensor> CompressiveAttention::KeysOfDistances(const NamedTensors&
   return table;
 }
 
-absl::Status CompressiveAttention::SetupUse(
-    const transformer_xl_relative::RelativePositions::Parameters& parameters,
-    const ConstTensorView& distances) {
+absl::Status CompressiveAttention::SetupUse(const layers::RelativePositions::Parameters& parameters,
+                                            const ConstTensorView& distances) {
   const int64_t heads = problem_.query_heads, e = problem_.head_dim;
   Tensor biases(DType::kF32, {distances.dim(0), heads});
   for (int64_t d = 0; d < distances.dim(0); ++d) {

@@ -1,6 +1,6 @@
 // One layer's attention with two memories, and its treatment of the rows that leave the first.
 //
-// Keys and values of tokens are kept in a ring, as in memory/transformer_xl/relative_attention.h, and
+// Keys and values of tokens are kept in a ring, as in core/layers/attention/relative_attention.h, and
 // those of compressed rows in another: both are projected once. The two are calls of one engine, which
 // differ in where the queries stand among the keys, and their outputs are merged by log-sum-exp. The
 // rows themselves, as they enter the layer, are kept until they are compressed.
@@ -15,6 +15,7 @@
 #include "core/cuda/device_array.h"
 #include "core/flash/flash_engine.h"
 #include "core/flash/key_value_cache.h"
+#include "core/layers/attention/relative_attention.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/matmul.h"
 #include "core/problem.h"
@@ -25,7 +26,6 @@
 #include "memory/compressive/compression.h"
 #include "memory/compressive/memory_queues.h"
 #include "memory/compressive/row_operations.h"
-#include "memory/transformer_xl/relative_attention.h"
 
 namespace tfb::compressive {
 
@@ -71,15 +71,13 @@ class CompressiveSegment {
   int64_t end() const { return begin_ + own_.tokens(); }
   int64_t tokens() const { return own_.tokens(); }
   bool is_first() const { return begin_ == queues_.first_token(); }
-  const transformer_xl::SegmentView& own() const {
-    return own_;
-  }                                              // keys of the memory and the segment
-  const RunView& rows() const { return rows_; }  // keys of the compressed memory
+  const layers::SegmentView& own() const { return own_; }  // keys of the memory and the segment
+  const RunView& rows() const { return rows_; }            // keys of the compressed memory
 
  private:
   MemoryQueues queues_;
   int64_t begin_ = 0;
-  transformer_xl::SegmentView own_;
+  layers::SegmentView own_;
   RunView rows_;
 };
 
@@ -121,8 +119,7 @@ class CompressiveAttention {
                                                      int64_t longest);
   // Packs the parameters of layer n and, unless positions are learned, projects `sinusoids`, those
   // of the range. Begins a new stream.
-  absl::Status Setup(const NamedTensors& parameters, int64_t n,
-                     const transformer_xl_relative::DistanceRange& range,
+  absl::Status Setup(const NamedTensors& parameters, int64_t n, const layers::DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
   void Reset();
 
@@ -189,7 +186,7 @@ class CompressiveAttention {
   bool chooses() const { return options_.function == CompressiveOptions::Function::kMostUsed; }
   int64_t max_old() const { return queues_.max_blocks() * queues_.rate(); }
 
-  absl::Status SetupUse(const transformer_xl_relative::RelativePositions::Parameters& parameters,
+  absl::Status SetupUse(const layers::RelativePositions::Parameters& parameters,
                         const ConstTensorView& distances);
   // Returns the vectors of all distances of the range, f32 [distances, model_dim].
   absl::StatusOr<Tensor> KeysOfDistances(const NamedTensors& parameters, int64_t n,
@@ -239,7 +236,7 @@ class CompressiveAttention {
   PackedMatrix keys_and_values_;  // W of the keys and values of compressed rows
   PackedMatrix output_;
   Compression compression_;
-  transformer_xl_relative::RelativePositions positions_;  // the engine's rule points to it
+  layers::RelativePositions positions_;  // the engine's rule points to it
   FlashEngine engine_;
   KeyValueCache tokens_;
   KeyValueCache rows_;
@@ -249,7 +246,7 @@ class CompressiveAttention {
   DeviceArray<float> zeros_;   // [model_dim], with start_zero
   // Used with most_used: the vectors r of all distances, v . r of each head, u.
   DeviceArray<float> distances_, distance_biases_, u_;
-  transformer_xl_relative::DistanceRange range_;
+  layers::DistanceRange range_;
 };
 
 }  // namespace tfb::compressive

@@ -9,13 +9,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
+#include "core/layers/stack/stack_definition.h"
 #include "memory/compressive/compressive.h"
-#include "memory/transformer_xl/stack_definition.h"
 
 namespace tfb::compressive {
 namespace {
 
-using transformer_xl::Rows;
+using layers::Rows;
 
 using Eviction = CompressiveOptions::Eviction;
 using Function = CompressiveOptions::Function;
@@ -87,8 +87,8 @@ Queues FirstQueues(const CompressiveOptions& options, const Inputs& inputs, int6
 // One layer of one sequence.
 class LayerMemory {
  public:
-  LayerMemory(const transformer_xl::StackDefinition& stack, const CompressiveOptions& options,
-              int64_t n, double tolerance, Queues queues)
+  LayerMemory(const layers::StackDefinition& stack, const CompressiveOptions& options, int64_t n,
+              double tolerance, Queues queues)
       : stack_(stack),
         options_(options),
         n_(n),
@@ -179,7 +179,7 @@ class LayerMemory {
   }
 
   Rows Convolve(const Rows& old) const {
-    const std::string prefix = transformer_xl::LayerPrefix(n_) + ConvolutionPrefix(options_);
+    const std::string prefix = layers::LayerPrefix(n_) + ConvolutionPrefix(options_);
     const int64_t c = options_.compression, d = old.channels();
     const std::vector<double> w = stack_.Vector(prefix + "w"), b = stack_.Vector(prefix + "b");
     Rows y = Rows(old.rows() / c, d).PlusEach(b);
@@ -234,7 +234,7 @@ class LayerMemory {
       return rows;
     }
     const std::vector<double> w =
-        stack_.Vector(transformer_xl::LayerPrefix(n_) + ConvolutionPrefix(options_) + "w");
+        stack_.Vector(layers::LayerPrefix(n_) + ConvolutionPrefix(options_) + "w");
     ForEachOf(stack_.pool(), rows.rows(), [&](int64_t j) {
       for (int64_t out = 0; out < d; ++out) {
         rows[j][out] = Dot(compressed[j / c], &w[(j % c * d + out) * d], d);
@@ -265,7 +265,7 @@ class LayerMemory {
     return context;
   }
 
-  const transformer_xl::StackDefinition& stack_;
+  const layers::StackDefinition& stack_;
   const CompressiveOptions& options_;
   int64_t n_;
   double tolerance_;
@@ -331,15 +331,14 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request) {
   TFB_RETURN_IF_ERROR(CheckCompressive(problem, options));
-  TFB_RETURN_IF_ERROR(
-      transformer_xl::CheckParameters(CompressiveParameters(problem, options), parameters));
+  TFB_RETURN_IF_ERROR(layers::CheckParameters(CompressiveParameters(problem, options), parameters));
   const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
   if (tokens != problem.query_tokens) {
     return absl::InvalidArgumentError(
         absl::StrCat("segments have ", tokens, " tokens; allowed are ", problem.query_tokens));
   }
-  const transformer_xl::StackDefinition stack(CompressiveSizes(problem, options), parameters,
-                                              options.max_distance, request.pool);
+  const layers::StackDefinition stack(CompressiveSizes(problem, options), parameters,
+                                      options.max_distance, request.pool);
   const int64_t count = static_cast<int64_t>(segments.size());
   const int64_t longest =
       segments.empty() ? 0 : *std::max_element(segments.begin(), segments.end());
@@ -393,10 +392,9 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
       return result;
     };
     Rows context(0, problem.model_dim());
-    const Rows out =
-        stack.Forward(transformer_xl::SequenceOf(x, b), options.pre_norm, attention, &context);
-    transformer_xl::StoreSequence(out, b, outputs["out"].view());
-    transformer_xl::StoreSequence(context, b, outputs["context"].view());
+    const Rows out = stack.Forward(layers::SequenceOf(x, b), options.pre_norm, attention, &context);
+    layers::StoreSequence(out, b, outputs["out"].view());
+    layers::StoreSequence(context, b, outputs["context"].view());
   }
   return outputs;
 }

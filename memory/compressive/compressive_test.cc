@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "core/flash/key_value_cache.h"
+#include "core/layers/attention/relative_positions.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
-#include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb::compressive {
 namespace {
@@ -393,10 +393,9 @@ TEST(Compressive, LearnedVectorsThatAreTheProjectedSinusoidsChangeNoBit) {
   const StackOutcome sinusoids = EvaluateStack(Compressive(), problem, options, parameters, x);
   ThreadPool pool(1);
   for (const std::string layer : {"layer0.", "layer1."}) {
-    const Tensor r = transformer_xl_relative::SinusoidsOf({0, 26, 0}, problem.model_dim());
-    const Tensor table = transformer_xl_relative::ProjectSinusoids(
-                             r.view(), parameters.at(layer + "w_r").view(), &pool)
-                             .value();
+    const Tensor r = layers::SinusoidsOf({0, 26, 0}, problem.model_dim());
+    const Tensor table =
+        layers::ProjectSinusoids(r.view(), parameters.at(layer + "w_r").view(), &pool).value();
     parameters.erase(layer + "w_r");
     Tensor& learned = parameters[layer + "relative_keys"] = Tensor(DType::kF32, {27, 2, 8});
     std::copy_n(table.span<float>().data(), table.num_elements(), learned.span<float>().data());

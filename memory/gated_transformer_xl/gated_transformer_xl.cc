@@ -11,15 +11,15 @@
 #include "absl/strings/str_cat.h"
 #include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
+#include "core/layers/stack/relative_stack.h"
+#include "core/layers/stack/stack_definition.h"
 #include "core/workspace.h"
-#include "memory/transformer_xl/relative_stack.h"
-#include "memory/transformer_xl/stack_definition.h"
 
 namespace tfb::gated_transformer_xl {
 namespace {
 
-using transformer_xl::LayerPrefix;
-using transformer_xl::Rows;
+using layers::LayerPrefix;
+using layers::Rows;
 
 using GateOption = GatedTransformerXlOptions::Gate;
 
@@ -43,7 +43,7 @@ absl::Status CheckProblem(const Problem& problem, const GatedTransformerXlOption
   if (options.gate_biases && options.gate != GateOption::kGru) {
     return absl::InvalidArgumentError("option gate_biases is true; allowed is that with gate=gru");
   }
-  return transformer_xl::CheckRelativeStack("gated_transformer_xl", problem, options);
+  return layers::CheckRelativeStack("gated_transformer_xl", problem, options);
 }
 
 // ---- Parameters ----
@@ -65,14 +65,14 @@ std::vector<std::string> GateMatrices(GateOption gate) {
 }
 bool HasBias(GateOption gate) { return gate != GateOption::kInput && gate != GateOption::kSum; }
 
-std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::StackSizes& sizes,
-                                                        const GatedTransformerXlOptions& options) {
-  std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
+std::vector<layers::ParameterSpec> ParametersOf(const layers::StackSizes& sizes,
+                                                const GatedTransformerXlOptions& options) {
+  std::vector<layers::ParameterSpec> specs = layers::StackParameters(sizes);
   for (int64_t n = 0; n < sizes.layers; ++n) {
     for (const char* gate : kGateNames) {
       const std::string prefix = LayerPrefix(n) + gate;
       for (const std::string& matrix : GateMatrices(options.gate)) {
-        specs.push_back(transformer_xl::MatrixSpec(prefix + matrix, sizes.width(), sizes.width()));
+        specs.push_back(layers::MatrixSpec(prefix + matrix, sizes.width(), sizes.width()));
       }
       if (HasBias(options.gate)) {
         specs.push_back({prefix + "b_g", {sizes.width()}, options.gate_bias, 0});
@@ -86,13 +86,12 @@ std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::St
   return specs;
 }
 
-std::vector<TensorSpec> OutputsOf(const Problem& problem,
-                                  const GatedTransformerXlOptions& options) {
-  std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(problem);
-  for (TensorSpec& spec : transformer_xl::FinalMemories(problem, options)) {
-    outputs.push_back(std::move(spec));
-  }
-  return outputs;
+layers::RelativeStackShape ShapeOf(const Problem& problem,
+                                   const GatedTransformerXlOptions& options) {
+  layers::RelativeStackShape shape = layers::ShapeOf(problem, options);
+  shape.normalizes_memory = options.normalise_memory;
+  if (options.relu) shape.feed_forward_output = Activation::kRelu;
+  return shape;
 }
 
 // ---- The layer ----
@@ -115,7 +114,7 @@ std::optional<GateKind> KindOf(GateOption gate) {
   return std::nullopt;
 }
 
-class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
+class GatedTransformerXlLayer : public layers::RelativeStackLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const GatedTransformerXlOptions& options,
@@ -132,7 +131,7 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
     const double rows = static_cast<double>(problem().batch * problem().query_tokens);
     const double width = static_cast<double>(problem().model_dim());
     const double matrices = static_cast<double>(2 * GateMatrices(options_.gate).size());
-    Cost cost = transformer_xl::RelativeStackLayer::cost();
+    Cost cost = layers::RelativeStackLayer::cost();
     const double projections = options_.normalise_memory ? 0 : 2;
     *cost.flops +=
         2 * rows * static_cast<double>(options_.layers) * (matrices + projections) * width * width;
@@ -141,16 +140,11 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
 
   // Where the memory is not normalised a key depends on whether it is the segment's.
   int64_t split_tokens() const override {
-    return options_.normalise_memory ? transformer_xl::RelativeStackLayer::split_tokens()
+    return options_.normalise_memory ? layers::RelativeStackLayer::split_tokens()
                                      : max_segment_tokens();
   }
 
  protected:
-  bool normalizes_memory() const override { return options_.normalise_memory; }
-  Activation feed_forward_output() const override {
-    return options_.relu ? Activation::kRelu : Activation::kNone;
-  }
-
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     gates_.clear();
     for (int64_t n = 0; n < options_.layers && kind_.has_value(); ++n) {
@@ -168,10 +162,10 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
         gates_.push_back(std::move(gate));
       }
     }
-    return transformer_xl::RelativeStackLayer::DoSetup(inputs, execution);
+    return layers::RelativeStackLayer::DoSetup(inputs, execution);
   }
 
-  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
+  absl::Status RunLayer(int64_t n, const layers::DecoderLayer::Call& call,
                         const Execution& execution) override {
     Workspace workspace(execution.workspace);
     const Scratch scratch = LayOut(call.state.num_elements(), workspace);
@@ -179,19 +173,19 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
     const TensorView update(scratch.update, DType::kF32, call.state.shape());
     Execution rest = execution;
     rest.workspace = workspace.Rest();
-    const transformer_xl::DecoderLayer& own = layer(n);
+    const layers::DecoderLayer& own = layer(n);
 
     TFB_RETURN_IF_ERROR(own.attention_norm.Run(call.input, normalized, rest));
-    TFB_ASSIGN_OR_RETURN(const transformer_xl::RelativeAttention::Attended attended,
+    TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
                          attention(n).Attend(segment(), normalized, rest));
     if (!options_.normalise_memory) {
       TFB_RETURN_IF_ERROR(attention(n).Replace(call.input, attended.rest));
     }
     // Without gates the sum is part of the product, as its residual.
     const bool sums = !kind_.has_value();
-    TFB_RETURN_IF_ERROR(
-        attention(n).Project(attended.context, sums ? call.input : ConstTensorView(),
-                             sums ? call.state : update, attended.rest, feed_forward_output()));
+    TFB_RETURN_IF_ERROR(attention(n).Project(
+        attended.context, sums ? call.input : ConstTensorView(), sums ? call.state : update,
+        attended.rest, options_.relu ? Activation::kRelu : Activation::kNone));
     if (!sums) {
       TFB_RETURN_IF_ERROR(gates_[2 * n].Run(call.input, update, call.state, rest));
     }
@@ -212,9 +206,8 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
         kind_.has_value() ? Gate::workspace_bytes(device(), *kind_, max_rows(), width, threads) : 0;
     const size_t of_replacing =
         options_.normalise_memory ? 0 : attention(0).replace_workspace_bytes(threads);
-    return own + std::max(gates, transformer_xl::DecoderLayer::workspace_bytes(
-                                     device(), sizes(), max_rows(), /*pre_norm=*/false,
-                                     attention(0).workspace_bytes(threads, of_replacing), threads));
+    return own + std::max(gates, WorkspaceWith(attention(0).workspace_bytes(threads, of_replacing),
+                                               threads));
   }
 
  private:
@@ -225,9 +218,11 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
 
   GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
                           Device device)
-      : transformer_xl::RelativeStackLayer(problem, OutputsOf(problem, options),
-                                           transformer_xl::ShapeOf(problem, options), device, {},
-                                           transformer_xl::GivenMemories(problem, options)),
+      : layers::RelativeStackLayer(problem, ShapeOf(problem, options),
+                                   {layers::RelativeStackOutputs(problem, options),
+                                    {},
+                                    layers::GivenMemories(problem, options)},
+                                   device),
         options_(options),
         kind_(KindOf(options.gate)) {}
 
@@ -246,8 +241,7 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
 // Evaluates the formulas of the header, for one sequence.
 class GatedDefinition {
  public:
-  GatedDefinition(const transformer_xl::StackDefinition& stack,
-                  const GatedTransformerXlOptions& options)
+  GatedDefinition(const layers::StackDefinition& stack, const GatedTransformerXlOptions& options)
       : stack_(stack), options_(options) {}
 
   // Tells which token is the first that token p sees; given ones come before token 0.
@@ -257,8 +251,7 @@ class GatedDefinition {
   }
 
   // `context` receives the input of the last feed-forward network.
-  Rows Forward(const Rows& x, const transformer_xl::SequenceMemories& memories,
-               Rows* context) const {
+  Rows Forward(const Rows& x, const layers::SequenceMemories& memories, Rows* context) const {
     Rows h = x;
     for (int64_t n = 0; n < options_.layers; ++n) {
       memories.Keep(n, h);
@@ -349,7 +342,7 @@ class GatedDefinition {
     return g;
   }
 
-  const transformer_xl::StackDefinition& stack_;
+  const layers::StackDefinition& stack_;
   const GatedTransformerXlOptions& options_;
 };
 
@@ -360,14 +353,14 @@ GatedTransformerXl::GatedTransformerXl() : TechniqueOf(Info()) {}
 std::vector<TensorSpec> GatedTransformerXl::ReadTensors(
     const Problem& problem, const GatedTransformerXlOptions& options) const {
   std::vector<TensorSpec> inputs = HiddenInputs(problem);
-  for (TensorSpec& spec : transformer_xl::GivenMemories(problem, options)) {
+  for (TensorSpec& spec : layers::GivenMemories(problem, options)) {
     inputs.push_back(std::move(spec));
   }
   return inputs;
 }
 std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(
     const Problem& problem, const GatedTransformerXlOptions& options) const {
-  return OutputsOf(problem, options);
+  return layers::RelativeStackOutputs(problem, options);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
@@ -382,24 +375,20 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                             const NamedTensors& parameters, const Inputs& inputs,
                                             const DefinitionRequest& request,
                                             NamedTensors* outputs) const {
-  const transformer_xl::StackSizes sizes = transformer_xl::ShapeOf(problem, options).sizes;
+  const layers::StackSizes sizes = ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(ParametersOf(sizes, options), parameters));
-  const transformer_xl::StackDefinition stack(sizes, parameters, options.max_distance,
-                                              request.pool);
+  TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
+  const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
   const GatedDefinition definition(stack, options);
   const ConstTensorView x = inputs.Get("x");
-  transformer_xl::SequenceMemories::AddOutputs(transformer_xl::FinalMemories(problem, options),
-                                               outputs);
+  layers::SequenceMemories::AddOutputs(layers::FinalMemories(problem, options), outputs);
   for (const char* name : {"out", "context"}) (*outputs)[name] = Tensor(DType::kF64, x.shape());
   for (int64_t b = 0; b < problem.batch; ++b) {
     Rows context(0, problem.model_dim());
-    const transformer_xl::SequenceMemories memories(inputs.Get(transformer_xl::kMemories), outputs,
-                                                    b);
-    transformer_xl::StoreSequence(
-        definition.Forward(transformer_xl::SequenceOf(x, b), memories, &context), b,
-        (*outputs)["out"].view());
-    transformer_xl::StoreSequence(context, b, (*outputs)["context"].view());
+    const layers::SequenceMemories memories(inputs.Get(layers::kMemories), outputs, b);
+    layers::StoreSequence(definition.Forward(layers::SequenceOf(x, b), memories, &context), b,
+                          (*outputs)["out"].view());
+    layers::StoreSequence(context, b, (*outputs)["context"].view());
   }
   return absl::OkStatus();
 }

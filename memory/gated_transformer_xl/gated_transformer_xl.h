@@ -49,12 +49,12 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/layers/final_norm.h"
+#include "core/layers/stack/stack_options.h"
 #include "core/technique.h"
-#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb::gated_transformer_xl {
 
-struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
+struct GatedTransformerXlOptions : layers::RelativeStackOptions {
   enum class Gate { kGru, kInput, kOutput, kHighway, kSigmoidTanh, kSum };
 
   Gate gate = Gate::kGru;

@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/stack/decoder_layer.h"
+#include "core/layers/stack/relative_stack.h"
+#include "core/layers/stack/segmented_layer.h"
+#include "core/layers/stack/stack_sizes.h"
 #include "core/workspace.h"
 #include "memory/memorizing/memorizing_definition.h"
 #include "memory/memorizing/memory_store.h"
-#include "memory/transformer_xl/decoder_layer.h"
-#include "memory/transformer_xl/relative_stack.h"
-#include "memory/transformer_xl/segmented_layer.h"
-#include "memory/transformer_xl/stack.h"
 
 namespace tfb::memorizing {
 namespace {
@@ -42,21 +42,21 @@ absl::Status CheckProblem(const Problem& problem, const MemorizingOptions& optio
                                                    "; allowed with layers=", options.layers,
                                                    " are -1 to ", options.layers - 1));
   }
-  return transformer_xl::CheckRelativeStack("memorizing", problem, options);
+  return layers::CheckRelativeStack("memorizing", problem, options);
 }
 
 std::string StorePrefix(const MemorizingOptions& options) {
-  return absl::StrCat(transformer_xl::LayerPrefix(options.layer_with_store()), "memory.");
+  return absl::StrCat(layers::LayerPrefix(options.layer_with_store()), "memory.");
 }
 
-std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::StackSizes& sizes,
-                                                        const MemorizingOptions& options) {
-  std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
-  const std::string layer = transformer_xl::LayerPrefix(options.layer_with_store());
+std::vector<layers::ParameterSpec> ParametersOf(const layers::StackSizes& sizes,
+                                                const MemorizingOptions& options) {
+  std::vector<layers::ParameterSpec> specs = layers::StackParameters(sizes);
+  const std::string layer = layers::LayerPrefix(options.layer_with_store());
   const int64_t key_heads = options.one_key_value_head ? 1 : sizes.heads;
-  for (transformer_xl::ParameterSpec& spec : specs) {
+  for (layers::ParameterSpec& spec : specs) {
     if (spec.name == layer + "w_k" || spec.name == layer + "w_v") {
-      spec = transformer_xl::MatrixSpec(spec.name, sizes.width(), key_heads * sizes.head_dim);
+      spec = layers::MatrixSpec(spec.name, sizes.width(), key_heads * sizes.head_dim);
     }
   }
   if (options.store == 0) return specs;
@@ -103,20 +103,19 @@ std::vector<TensorSpec> Joined(std::vector<TensorSpec> specs,
 
 std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOptions& options) {
   return Joined(
-      transformer_xl::SegmentedOutputs(problem),
-      {transformer_xl::FinalMemories(problem, options),
-       StoreSpecs(problem, options, options.given_store + problem.query_tokens, /*optional=*/true),
+      layers::RelativeStackOutputs(problem, options),
+      {StoreSpecs(problem, options, options.given_store + problem.query_tokens, /*optional=*/true),
        RetrievedOutput(problem, options, problem.query_tokens)});
 }
 
 std::vector<TensorSpec> GivenInputs(const Problem& problem, const MemorizingOptions& options) {
-  return Joined(transformer_xl::GivenMemories(problem, options),
+  return Joined(layers::GivenMemories(problem, options),
                 {StoreSpecs(problem, options, options.given_store, /*optional=*/false)});
 }
 
 // ---- The layer ----
 
-class MemorizingLayer : public transformer_xl::RelativeStackLayer {
+class MemorizingLayer : public layers::RelativeStackLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const MemorizingOptions& options,
@@ -142,7 +141,7 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
       pairs += static_cast<double>(tokens * (stored + std::min(stored, options_.retrieved())));
       if (options_.null_key && options_.store > 0) pairs += static_cast<double>(2 * tokens);
     }
-    Cost cost = transformer_xl::RelativeStackLayer::cost();
+    Cost cost = layers::RelativeStackLayer::cost();
     const double width = static_cast<double>(problem().model_dim());
     const double batch = static_cast<double>(problem().batch);
     *cost.flops += 2 * pairs * batch * width;
@@ -156,7 +155,7 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
   // Returns the stack's statistics and also store_entries, the entries that the next segment finds,
   // and store_bytes.
   std::map<std::string, double> statistics() const override {
-    std::map<std::string, double> statistics = transformer_xl::RelativeStackLayer::statistics();
+    std::map<std::string, double> statistics = layers::RelativeStackLayer::statistics();
     statistics["store_bytes"] = static_cast<double>(store_.bytes());
     statistics["store_entries"] = static_cast<double>(store_.entries());
     return statistics;
@@ -164,16 +163,15 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
 
   // The tokens that a segment finds in the store depend on where it begins.
   int64_t split_tokens() const override {
-    return options_.store > 0 ? max_segment_tokens()
-                              : transformer_xl::RelativeStackLayer::split_tokens();
-  }
-
-  absl::Status Reset() override {
-    store_.Clear();
-    return transformer_xl::RelativeStackLayer::Reset();
+    return options_.store > 0 ? max_segment_tokens() : layers::RelativeStackLayer::split_tokens();
   }
 
  protected:
+  void Forget() override {
+    store_.Clear();
+    layers::RelativeStackLayer::Forget();
+  }
+
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     if (options_.store > 0) {
       const std::string prefix = StorePrefix(options_);
@@ -183,18 +181,15 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
       };
       TFB_RETURN_IF_ERROR(store_.Setup(
           {parameter("gate"), parameter("scale"), parameter("null_key"), parameter("null_value")}));
-      store_.Clear();
     }
-    return transformer_xl::RelativeStackLayer::DoSetup(inputs, execution);
+    return layers::RelativeStackLayer::DoSetup(inputs, execution);
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    TFB_RETURN_IF_ERROR(transformer_xl::RelativeStackLayer::DoRun(inputs, outputs, execution));
+    TFB_RETURN_IF_ERROR(layers::RelativeStackLayer::DoRun(inputs, outputs, execution));
     return store_.CopyTo(outputs.Get(kStoreKeys), outputs.Get(kStoreValues), execution);
   }
-
-  bool normalizes_memory() const override { return options_.pre_norm; }
 
   absl::Status RecallMore(const Inputs& inputs, const Execution& execution) override {
     const ConstTensorView keys = inputs.Get(kStoreKeys);
@@ -202,38 +197,48 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
     return store_.Recall(options_.given_store, keys, inputs.Get(kStoreValues), execution);
   }
 
-  void SetOutputs(const Outputs& outputs, int64_t begin) override {
-    retrieved_ = outputs.Get("retrieved");
-    first_retrieved_ = begin;
+  void BeginSegment(const Segment& segment) override {
+    layers::RelativeStackLayer::BeginSegment(segment);
+    retrieved_ = segment.outputs.Get("retrieved");
+    if (!retrieved_.empty()) retrieved_ = Slice(retrieved_, 2, segment.begin, segment.tokens);
   }
 
-  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
-                        const Execution& execution) override {
-    const bool reads = options_.store > 0 && n == options_.layer_with_store();
-    return layer(n).Run(
-        options_.pre_norm, call,
-        [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
-            const Execution& rest) {
-          return reads ? Attend(x, residual, y, rest)
-                       : attention(n).Append(segment(), x, residual, y, rest);
-        },
-        execution);
+  // Computes the attention. In the layer with the store it reads the store, and then writes it.
+  absl::Status Attend(int64_t n, const ConstTensorView& x, const ConstTensorView& residual,
+                      const TensorView& y, const Execution& execution) override {
+    if (options_.store == 0 || n != options_.layer_with_store()) {
+      return layers::RelativeStackLayer::Attend(n, x, residual, y, execution);
+    }
+    layers::RelativeAttention& own = attention(n);
+    Workspace workspace(execution.workspace);
+    const TensorView log_sum_exp = TakeLogSumExp(x.dim(1), workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
+                         own.Attend(segment(), x, rest, log_sum_exp));
+    TFB_RETURN_IF_ERROR(
+        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved_, attended.rest));
+    // Where heads share one of keys and values, all of the layer's are copies of it.
+    const int64_t key_heads = options_.one_key_value_head ? 1 : problem().query_heads;
+    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads),
+                                      Slice(attended.v, 1, 0, key_heads), attended.rest));
+    return own.Project(attended.context, residual, y, attended.rest);
   }
 
   size_t layer_workspace_bytes(int threads) const override {
     const size_t store_bytes = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
     const size_t of_scores = Workspace::Measure(
         [this](Workspace& workspace) { TakeLogSumExp(max_segment_tokens(), workspace); });
-    return of_scores + transformer_xl::DecoderLayer::workspace_bytes(
-                           device(), sizes(), max_rows(), options_.pre_norm,
-                           attention(0).workspace_bytes(threads, store_bytes), threads);
+    return of_scores + WorkspaceWith(attention(0).workspace_bytes(threads, store_bytes), threads);
   }
 
  private:
   MemorizingLayer(const Problem& problem, const MemorizingOptions& options, Device device)
-      : transformer_xl::RelativeStackLayer(
-            problem, OutputsOf(problem, options), transformer_xl::ShapeOf(problem, options), device,
-            RetrievedOutput(problem, options, kSegmentTokens), GivenInputs(problem, options)),
+      : layers::RelativeStackLayer(
+            problem, layers::ShapeOf(problem, options, options.pre_norm),
+            {OutputsOf(problem, options), RetrievedOutput(problem, options, kSegmentTokens),
+             GivenInputs(problem, options)},
+            device),
         options_(options) {}
 
   // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
@@ -254,31 +259,9 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
     return shape;
   }
 
-  // Computes the attention of the layer with the store. It reads the store, and then writes it.
-  absl::Status Attend(const ConstTensorView& x, const ConstTensorView& residual,
-                      const TensorView& y, const Execution& execution) {
-    transformer_xl::RelativeAttention& own = attention(options_.layer_with_store());
-    Workspace workspace(execution.workspace);
-    const TensorView log_sum_exp = TakeLogSumExp(x.dim(1), workspace);
-    Execution rest = execution;
-    rest.workspace = workspace.Rest();
-    TFB_ASSIGN_OR_RETURN(const transformer_xl::RelativeAttention::Attended attended,
-                         own.Attend(segment(), x, rest, log_sum_exp));
-    TensorView retrieved = retrieved_;
-    if (!retrieved.empty()) retrieved = Slice(retrieved, 2, first_retrieved_, x.dim(1));
-    TFB_RETURN_IF_ERROR(
-        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved, attended.rest));
-    // Where heads share one of keys and values, all of the layer's are copies of it.
-    const int64_t key_heads = options_.one_key_value_head ? 1 : problem().query_heads;
-    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads),
-                                      Slice(attended.v, 1, 0, key_heads), attended.rest));
-    return own.Project(attended.context, residual, y, attended.rest);
-  }
-
   MemorizingOptions options_;
   MemoryStore store_;     // empty, where the option is 0
-  TensorView retrieved_;  // the output of the whole call; empty where the caller does not want it
-  int64_t first_retrieved_ = 0;
+  TensorView retrieved_;  // of the segment; empty where the caller does not want it
 };
 
 }  // namespace
@@ -305,9 +288,9 @@ absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& prob
 absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
-  const transformer_xl::StackSizes sizes = transformer_xl::ShapeOf(problem, options).sizes;
+  const layers::StackSizes sizes = layers::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(ParametersOf(sizes, options), parameters));
+  TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
   *outputs = DefineMemorizing(problem, options, sizes, parameters, inputs, request);
   return absl::OkStatus();
 }

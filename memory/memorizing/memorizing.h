@@ -64,12 +64,12 @@
 
 #include "absl/status/statusor.h"
 #include "core/layers/final_norm.h"
+#include "core/layers/stack/stack_options.h"
 #include "core/technique.h"
-#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb::memorizing {
 
-struct MemorizingOptions : transformer_xl::RelativeStackOptions {
+struct MemorizingOptions : layers::RelativeStackOptions {
   enum class Selection { kExact, kBucketed };
   enum class Softmax { kSeparate, kJoint };
   static constexpr int64_t kMaxLayers = 32;

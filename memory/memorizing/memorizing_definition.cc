@@ -7,12 +7,12 @@
 
 #include "core/definition.h"
 #include "core/dtype.h"
-#include "memory/transformer_xl/stack_definition.h"
+#include "core/layers/stack/stack_definition.h"
 
 namespace tfb::memorizing {
 namespace {
 
-using transformer_xl::Rows;
+using layers::Rows;
 
 // Returns the error that a score q . k of unit vectors may have in an implementation, which
 // computes them from hidden states whose own errors are of this size: see the bounds of
@@ -56,9 +56,9 @@ std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
 class MemorizingDefinition {
  public:
   // `retrieved` and those of `computed`, unless null, are [batch, heads, tokens, k].
-  MemorizingDefinition(const transformer_xl::StackDefinition& stack,
-                       const MemorizingOptions& options, DType dtype, const Inputs& inputs,
-                       const NamedTensors* computed, NamedTensors* outputs)
+  MemorizingDefinition(const layers::StackDefinition& stack, const MemorizingOptions& options,
+                       DType dtype, const Inputs& inputs, const NamedTensors* computed,
+                       NamedTensors* outputs)
       : stack_(stack),
         options_(options),
         tolerance_(ScoreTolerance(dtype)),
@@ -172,7 +172,7 @@ class MemorizingDefinition {
     std::vector<double> null_key, null_value;  // empty: none; the key has unit length
   };
   Store StoreOf(int64_t n, int64_t h) const {
-    const std::string prefix = transformer_xl::LayerPrefix(n) + "memory.";
+    const std::string prefix = layers::LayerPrefix(n) + "memory.";
     const int64_t e = stack_.sizes().head_dim;
     Store store;
     if (!options_.joins()) store.gate = stack_.Vector(prefix + "gate")[h];
@@ -273,7 +273,7 @@ class MemorizingDefinition {
     return std::vector<int64_t>(begin, begin + options_.retrieved());
   }
 
-  const transformer_xl::StackDefinition& stack_;
+  const layers::StackDefinition& stack_;
   const MemorizingOptions& options_;
   double tolerance_;
   const Inputs& inputs_;
@@ -309,18 +309,16 @@ void AddOutputs(const Problem& problem, const MemorizingOptions& options, const 
 }  // namespace
 
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
-                              const transformer_xl::StackSizes& sizes,
-                              const NamedTensors& parameters, const Inputs& inputs,
-                              const DefinitionRequest& request) {
+                              const layers::StackSizes& sizes, const NamedTensors& parameters,
+                              const Inputs& inputs, const DefinitionRequest& request) {
   const ConstTensorView x = inputs.Get("x"), memories = inputs.Get("memories");
   NamedTensors outputs;
   AddOutputs(problem, options, x.shape(), &outputs);
-  const transformer_xl::StackDefinition stack(sizes, parameters, options.max_distance,
-                                              request.pool);
+  const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
   const MemorizingDefinition definition(stack, options, problem.dtype, inputs, request.computed,
                                         &outputs);
   for (int64_t b = 0; b < problem.batch; ++b) {
-    const transformer_xl::SequenceMemories memory(memories, &outputs, b);
+    const layers::SequenceMemories memory(memories, &outputs, b);
     const auto attention = [&](int64_t n, const Rows& h, const Rows& input) {
       memory.Keep(n, h);
       Rows given = memory.Given(n, h.channels());
@@ -330,10 +328,9 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
           n, input, [&](int64_t p) { return definition.FirstSeen(p); }, given);
     };
     Rows context(0, problem.model_dim());
-    const Rows out =
-        stack.Forward(transformer_xl::SequenceOf(x, b), options.pre_norm, attention, &context);
-    transformer_xl::StoreSequence(out, b, outputs["out"].view());
-    transformer_xl::StoreSequence(context, b, outputs["context"].view());
+    const Rows out = stack.Forward(layers::SequenceOf(x, b), options.pre_norm, attention, &context);
+    layers::StoreSequence(out, b, outputs["out"].view());
+    layers::StoreSequence(context, b, outputs["context"].view());
   }
   return outputs;
 }

@@ -2,10 +2,10 @@
 #ifndef TFB_MEMORY_MEMORIZING_MEMORIZING_DEFINITION_H_
 #define TFB_MEMORY_MEMORIZING_MEMORIZING_DEFINITION_H_
 
+#include "core/layers/stack/stack_sizes.h"
 #include "core/problem.h"
 #include "core/tensor.h"
 #include "memory/memorizing/memorizing.h"
-#include "memory/transformer_xl/stack.h"
 
 namespace tfb::memorizing {
 
@@ -13,9 +13,8 @@ namespace tfb::memorizing {
 // store_values. The parameters have been checked. Reads x and what is given of the inputs, and
 // `computed` and `pool` of the request.
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
-                              const transformer_xl::StackSizes& sizes,
-                              const NamedTensors& parameters, const Inputs& inputs,
-                              const DefinitionRequest& request);
+                              const layers::StackSizes& sizes, const NamedTensors& parameters,
+                              const Inputs& inputs, const DefinitionRequest& request);
 
 }  // namespace tfb::memorizing
 

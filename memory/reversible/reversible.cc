@@ -1,15 +1,14 @@
 #include "memory/reversible/reversible.h"
 
-#include <cmath>
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/multi_head/projected_attention.h"
-#include "core/definition.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/layer_definitions.h"
 #include "core/layers/matmul.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -50,11 +49,13 @@ absl::Status CheckF(TechniqueSpec* f) {
   return absl::OkStatus();
 }
 
-absl::Status CheckProblem(const Problem& problem) {
-  if (problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
-                                                 problem.kv_tokens, "; allowed is query_tokens, ",
-                                                 problem.query_tokens));
+absl::Status CheckProblem(const Problem& problem, const ReversibleOptions& options) {
+  if (problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
+                                                   problem.kv_tokens, "; allowed is query_tokens, ",
+                                                   problem.query_tokens));
+  }
+  return options.f.CheckCount("f", absl::StrCat("layers=", options.layers), {options.layers});
 }
 
 class ReversibleLayer : public Layer {
@@ -142,53 +143,6 @@ class ReversibleLayer : public Layer {
 
 // ---- The definition ----
 
-DoubleTensor Parameter(const ReversibleNetwork& network, const std::string& name) {
-  return DoubleTensor(network.parameters.at(name).view());
-}
-
-Tensor Normalized(const ReversibleNetwork& network, const std::string& name, const Tensor& x) {
-  const DoubleTensor gamma = Parameter(network, name + ".gamma");
-  const DoubleTensor beta = Parameter(network, name + ".beta");
-  const int64_t width = gamma.size();
-  const double n = static_cast<double>(width);
-  Tensor result = x.Clone();
-  for (int64_t first = 0; first < x.num_elements(); first += width) {
-    double* row = result.span<double>().data() + first;
-    double mean = 0, variance = 0;
-    for (int64_t c = 0; c < width; ++c) mean += row[c] / n;
-    for (int64_t c = 0; c < width; ++c) variance += (row[c] - mean) * (row[c] - mean) / n;
-    for (int64_t c = 0; c < width; ++c) {
-      row[c] = gamma.at(c) * (row[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
-    }
-  }
-  return result;
-}
-
-double Activated(Activation activation, double x) {
-  switch (activation) {
-    case Activation::kGelu:
-      return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
-    case Activation::kGeluTanh:
-      return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
-    case Activation::kGeluSigmoid:
-      return x / (1 + std::exp(-1.702 * x));
-    default:
-      return x < 0 ? 0 : x;
-  }
-}
-
-Tensor FeedForwardOf(const ReversibleNetwork& network, const std::string& name, const Tensor& x) {
-  const DoubleTensor w1 = Parameter(network, name + ".w1"), b1 = Parameter(network, name + ".b1");
-  const DoubleTensor w2 = Parameter(network, name + ".w2"), b2 = Parameter(network, name + ".b2");
-  const int64_t rows = x.num_elements() / b2.size();
-  std::vector<double> inner = Affine(x.span<double>().data(), rows, w1, b1, network.pool);
-  for (double& value : inner) value = Activated(network.options.activation, value);
-  const std::vector<double> y = Affine(inner.data(), rows, w2, b2, network.pool);
-  Tensor result(DType::kF64, x.shape());
-  std::copy(y.begin(), y.end(), result.span<double>().begin());
-  return result;
-}
-
 void AddTo(const Tensor& update, double sign, Tensor* stream) {
   for (int64_t n = 0; n < update.num_elements(); ++n) {
     stream->span<double>()[n] += sign * update.span<double>()[n];
@@ -199,8 +153,11 @@ void AddTo(const Tensor& update, double sign, Tensor* stream) {
 
 void ReversibleOptions::Describe(OptionBinder& bind) {
   bind.Int("layers", &layers, 1, 64, "reversible blocks");
-  bind.Technique("f", &f, "techniques on hidden states, as multi_head[inner=longformer]", CheckF,
-                 "the attention of the blocks, as a layer");
+  bind.Techniques(
+      "f", &f,
+      "techniques on hidden states, as multi_head[inner=longformer]; one for all blocks, "
+      "or one for each, as 2*multi_head/2*multi_head[inner=lsh]",
+      CheckF, "the attention, as a layer, of all blocks or block by block");
   DescribeFeedForwardDim(bind, &feed_forward_dim);
   bind.Choice("activation", &activation,
               {{"relu", Activation::kRelu},
@@ -220,24 +177,26 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
                                     const Tensor& x) {
   const std::string prefix = BlockPrefix(block);
   if (branch == Branch::kG) {
-    return FeedForwardOf(network, prefix + "g", Normalized(network, prefix + "g_norm", x));
+    return layers::DefineFeedForward(network.parameters, prefix + "g", network.options.activation,
+                                     layers::DefineNorm(network.parameters, prefix + "g_norm", x),
+                                     network.pool);
   }
   const DType dtype = network.problem.dtype;
   const auto rounded = [dtype](Tensor tensor) {
     return dtype == DType::kF32 ? std::move(tensor) : tensor.CloneAs(dtype);
   };
-  const Tensor normalized = rounded(Normalized(network, prefix + "f_norm", x));
-  const TechniqueSpec& f = network.options.f;
+  const Tensor normalized = rounded(layers::DefineNorm(network.parameters, prefix + "f_norm", x));
+  const TechniqueSpec& f = network.options.f.Of(block);
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
   DefinitionRequest request;
   request.pool = network.pool;
-  multi_head::FurtherInputs further = InputsOfF(network.options, network.problem, block);
+  layers::FurtherInputs further = InputsOfF(network.options, network.problem, block);
   Inputs inputs = further.From(network.inputs);
   inputs.Set("x", normalized.view());
   NamedTensors outputs;
-  TFB_RETURN_IF_ERROR(technique->Define(
-      network.problem, f.options, multi_head::WithoutPrefix(network.parameters, prefix + "f."),
-      inputs, request, &outputs));
+  TFB_RETURN_IF_ERROR(technique->Define(network.problem, f.options,
+                                        layers::WithoutPrefix(network.parameters, prefix + "f."),
+                                        inputs, request, &outputs));
   return rounded(std::move(outputs.at("out"))).CloneAs(DType::kF64);
 }
 
@@ -281,7 +240,7 @@ std::vector<TensorSpec> Reversible::WrittenTensors(const Problem& problem,
 absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& problem,
                                                              const ReversibleOptions& options,
                                                              Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   NamedTensors parameters;
   TFB_ASSIGN_OR_RETURN(ReversibleStack stack,
                        ReversibleStack::Create(problem, options, device, seed, &parameters));
@@ -293,7 +252,7 @@ absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& prob
 absl::Status Reversible::Definition(const Problem& problem, const ReversibleOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
   const ConstTensorView x = inputs.Get("x");
   Tensor first(DType::kF64, x.shape());
@@ -317,8 +276,7 @@ absl::Status Reversible::Definition(const Problem& problem, const ReversibleOpti
 absl::StatusOr<TechniqueSpec> Reversible::Counterpart(const Problem& problem,
                                                       const Options& options) const {
   TFB_ASSIGN_OR_RETURN(ReversibleOptions parsed, ParseOptions<ReversibleOptions>(options));
-  TFB_ASSIGN_OR_RETURN(const Technique* f, Registry::Global().Find(parsed.f.technique));
-  TFB_ASSIGN_OR_RETURN(parsed.f, f->Counterpart(problem, parsed.f.options));
+  TFB_ASSIGN_OR_RETURN(parsed.f, layers::CounterpartOf(problem, parsed.f));
   OptionBinder binder;
   parsed.Describe(binder);
   return TechniqueSpec{info().name, binder.Values()};

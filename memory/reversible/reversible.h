@@ -8,7 +8,8 @@
 //   F_n = f(LN(.)),         G_n = FF(LN(.)),   FF(h) = activation(h W_1 + b_1) W_2 + b_2
 //
 // f is any technique on hidden states whose output has its input's shape, by default multi-head
-// attention; LN as in core/layers/layer_norm.h. f applies causality and padding. What f reads
+// attention, one for all blocks or a list with one for each; LN as in core/layers/layer_norm.h. f
+// applies causality and padding. What f reads
 // beside x, such as key_mask and other masks, are inputs that all blocks read; noise and choices to
 // follow are each block's own, layerN.f.NAME. Each token's FF depends on that token alone, so that
 // it can be computed for one part of the tokens after the other (`chunks`), with the same bits,
@@ -53,7 +54,7 @@ struct ReversibleOptions {
   enum class Output { kConcatenate, kMean, kSum };
 
   int64_t layers = 2;
-  TechniqueSpec f = {"multi_head", {}};
+  TechniqueList f = {{{"multi_head", {}}}};
   int64_t feed_forward_dim = 0;
   Activation activation = Activation::kRelu;
   int64_t chunks = 1;
@@ -70,7 +71,8 @@ struct ReversibleOptions {
 // .b2; layerN.f_norm and layerN.g_norm with .gamma and .beta [model_dim]. Matrices and biases of g
 // are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
 //
-// The counterpart is the same network with f's counterpart inside.
+// It returns InvalidArgument where f has another number of techniques than 1 or `layers`. The
+// counterpart is the same network with f's counterpart inside.
 class Reversible : public TechniqueOf<ReversibleOptions> {
  public:
   Reversible();

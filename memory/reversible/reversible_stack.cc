@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/multi_head/projected_attention.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/layers/matmul.h"
 #include "core/random.h"
@@ -13,13 +13,13 @@
 namespace tfb::reversible {
 namespace {
 
-std::vector<multi_head::ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
-  const double of_width = 1 / std::sqrt(static_cast<double>(width));
-  const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
-  return {{"g.w1", {width, inner}, 0, of_width}, {"g.b1", {inner}, 0, of_width},
-          {"g.w2", {inner, width}, 0, of_inner}, {"g.b2", {width}, 0, of_inner},
-          {"f_norm.gamma", {width}, 1, 0},       {"f_norm.beta", {width}, 0, 0},
-          {"g_norm.gamma", {width}, 1, 0},       {"g_norm.beta", {width}, 0, 0}};
+std::vector<layers::ParameterSpec> BlockParameters(const std::string& prefix, int64_t width,
+                                                   int64_t inner) {
+  std::vector<layers::ParameterSpec> specs = layers::FeedForwardSpecs(prefix + "g", width, inner);
+  for (const char* norm : {"f_norm", "g_norm"}) {
+    layers::AddSpecs(layers::NormSpecs(prefix + norm, width), &specs);
+  }
+  return specs;
 }
 
 absl::Status OfF(const TechniqueSpec& f, const absl::Status& status) {
@@ -46,9 +46,10 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateF(const TechniqueSpec& f, const Pro
 
 std::string BlockPrefix(int64_t block) { return absl::StrCat("layer", block, "."); }
 
-multi_head::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
-                                    int64_t block) {
-  return multi_head::FurtherInputs(options.f, problem, {"x"}, {"", BlockPrefix(block) + "f."});
+layers::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
+                                int64_t block) {
+  return layers::FurtherInputs(options.f.Of(block), problem, {"x"},
+                               {"", BlockPrefix(block) + "f."});
 }
 
 absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
@@ -62,13 +63,13 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
   const int64_t width = problem.model_dim();
   for (int64_t n = 0; n < options.layers; ++n) {
     const std::string prefix = BlockPrefix(n);
-    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(
-        FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)), prefix, seed,
+    TFB_RETURN_IF_ERROR(layers::DrawParameters(
+        BlockParameters(prefix, width, FeedForwardDim(options.feed_forward_dim, width)), seed,
         parameters));
     Block& block = stack.blocks_.emplace_back();
-    TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f, problem, device,
+    TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f.Of(n), problem, device,
                                           RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
-    multi_head::AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
+    layers::AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
     block.further = InputsOfF(options, problem, n);
     for (const TensorSpec& spec : block.f->inputs()) block.f_inputs.Set(spec.name, {});
     block.f_outputs.Set("out", {});
@@ -81,22 +82,14 @@ absl::Status ReversibleStack::Setup(const NamedTensors& parameters, const Stream
   for (int64_t n = 0; n < blocks(); ++n) {
     Block& block = blocks_[n];
     const std::string prefix = BlockPrefix(n);
-    const auto parameter = [&](absl::string_view name) -> ConstTensorView {
-      return parameters.find(absl::StrCat(prefix, name))->second.view();
-    };
-    const auto norm = [&](const char* name) {
-      return LayerNorm::Create(device_, parameter(absl::StrCat(name, ".gamma")),
-                               parameter(absl::StrCat(name, ".beta")));
-    };
-    TFB_ASSIGN_OR_RETURN(block.f_norm, norm("f_norm"));
-    TFB_ASSIGN_OR_RETURN(block.g_norm, norm("g_norm"));
-    TFB_ASSIGN_OR_RETURN(PackedMatrix first,
-                         PackedMatrix::Create(device_, parameter("g.w1"), parameter("g.b1")));
-    TFB_ASSIGN_OR_RETURN(PackedMatrix second,
-                         PackedMatrix::Create(device_, parameter("g.w2"), parameter("g.b2")));
-    block.g = FeedForward(std::move(first), std::move(second), options_.activation);
+    TFB_ASSIGN_OR_RETURN(block.f_norm,
+                         layers::MakeLayerNorm(device_, parameters, prefix + "f_norm"));
+    TFB_ASSIGN_OR_RETURN(block.g_norm,
+                         layers::MakeLayerNorm(device_, parameters, prefix + "g_norm"));
+    TFB_ASSIGN_OR_RETURN(
+        block.g, layers::MakeFeedForward(device_, parameters, prefix + "g", options_.activation));
     TFB_RETURN_IF_ERROR(
-        block.f->SetParameters(multi_head::WithoutPrefix(parameters, absl::StrCat(prefix, "f."))));
+        block.f->SetParameters(layers::WithoutPrefix(parameters, absl::StrCat(prefix, "f."))));
     TFB_RETURN_IF_ERROR(AddF(block, 1, streams, inputs, /*sets_up=*/true, execution));
     TFB_RETURN_IF_ERROR(AddG(block, 1, streams, execution));
   }

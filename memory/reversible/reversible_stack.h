@@ -12,7 +12,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "attention/multi_head/further_inputs.h"
+#include "core/layers/attention/further_inputs.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
 #include "core/problem.h"
@@ -26,8 +26,8 @@ namespace tfb::reversible {
 // Returns what the names of a block's parameters begin with.
 std::string BlockPrefix(int64_t block);
 // Returns what the block's f reads beside x.
-multi_head::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
-                                    int64_t block);
+layers::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
+                                int64_t block);
 
 class ReversibleStack {
  public:
@@ -72,7 +72,7 @@ class ReversibleStack {
  private:
   struct Block {
     std::unique_ptr<Layer> f;
-    multi_head::FurtherInputs further;
+    layers::FurtherInputs further;
     Inputs f_inputs;  // the names are in here before a Run, which must not allocate
     Outputs f_outputs;
     LayerNorm f_norm;

@@ -170,6 +170,9 @@ TEST(Reversible, LayerEqualsDefinitionUnderEveryOption) {
   all.push_back({{"layers", "3"}, {"f", "multi_head[inner=longformer[window=8]]"}});
   all.push_back({{"f", "transformer_xl[layers=1,segment=8,memory=8]"}});
   all.push_back({{"f", "reversible[layers=1,output=mean]"}});
+  all.push_back(
+      {{"f",
+        "multi_head[inner=longformer[window=4]]/transformer_xl[layers=1,segment=8,memory=8]"}});
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const Problem problem = Problem::SelfAttention(2, 2, 37, 8, /*causal=*/true, dtype);
     const NamedTensors inputs = Random(problem);
@@ -256,6 +259,43 @@ TEST(Reversible, NoiseThatFReadsIsEachBlocksOwn) {
     Tensor after = ExpectMatchesDefinition(problem, inputs, options);
     EXPECT_GT(MaxDifference(after.view(), before.view()), 1e-2) << name;
     before = std::move(after);
+  }
+}
+
+TEST(Reversible, EachBlockHasItsOwnMemories) {
+  const Problem problem = Problem::SelfAttention(1, 2, 10, 4, /*causal=*/true);
+  const Options options = {
+      {"f", "transformer_xl[given_memory=4,layers=1]/transformer_xl[given_memory=6,layers=1]"}};
+  const std::vector<TensorSpec> inputs = Reversible().InputSpecs(problem, options).value();
+  ASSERT_EQ(inputs.size(), 4u);
+  EXPECT_EQ(inputs[2].name, "layer0.f.memories");
+  EXPECT_EQ(inputs[2].shape, (Shape{1, 1, 4, 8}));
+  EXPECT_EQ(inputs[3].name, "layer1.f.memories");
+  EXPECT_EQ(inputs[3].shape, (Shape{1, 1, 6, 8}));
+  ExpectMatchesDefinition(problem, Random(problem, 11, options), options);
+}
+
+TEST(Reversible, AListHasATechniqueForEachBlockBitByBit) {
+  const Problem problem = Problem::SelfAttention(2, 2, 37, 8, /*causal=*/true);
+  const std::vector<std::string> list = {"multi_head[inner=longformer[window=4]]",
+                                         "multi_head[bias=true]", "multi_head[bias=true]"};
+  const Options options = {{"layers", "3"}, {"f", absl::StrCat(list[0], "/2*", list[1])}};
+  const NamedTensors parameters = ParametersOf(problem, options);
+  for (const Device device : kHostDevices) {
+    HostStreams blocks = Draw(problem, 5);
+    HostStreams all = blocks.Clone();
+    for (size_t n = 0; n < list.size(); ++n) {
+      const std::string prefix = absl::StrCat("layer", n, ".");
+      NamedTensors of_block;
+      for (const auto& [name, tensor] : parameters) {
+        if (name.rfind(prefix, 0) == 0) {
+          of_block["layer0." + name.substr(prefix.size())] = tensor.Clone();
+        }
+      }
+      StackOnDevice(problem, {{"layers", "1"}, {"f", list[n]}}, device, &of_block).Forward(&blocks);
+    }
+    StackOnDevice(problem, options, device, &parameters).Forward(&all);
+    EXPECT_EQ(Difference(all, blocks), 0) << Name(device);
   }
 }
 
@@ -614,6 +654,8 @@ TEST(Reversible, AnFThatIsNoLayerOnHiddenStatesIsRefusedWithTheReason) {
   cross.kv_tokens = 12;
   EXPECT_THAT(message(cross, {}), HasSubstr("kv_tokens is 12; allowed is query_tokens, 10"));
   EXPECT_THAT(message(problem, {{"layers", "0"}}), HasSubstr("1 to 64"));
+  EXPECT_EQ(message(problem, {{"layers", "4"}, {"f", "3*multi_head"}}),
+            "option f names 3 techniques; allowed with layers=4 are 1 or 4");
 }
 
 TEST(Reversible, TheCounterpartHasThatOfFInside) {
@@ -624,6 +666,10 @@ TEST(Reversible, TheCounterpartHasThatOfFInside) {
                          .value()),
             "reversible:activation=relu,chunks=1,f=multi_head[bias=false,cross=false,inner=dense],"
             "feed_forward_dim=0,layers=3,output=concatenate");
+  const Options list = {{"f", "multi_head[inner=longformer[window=4]]/multi_head[bias=true]"}};
+  EXPECT_EQ(Reversible().Counterpart(problem, list)->options.at("f"),
+            "multi_head[bias=false,cross=false,inner=dense]/"
+            "multi_head[bias=true,cross=false,inner=dense]");
 }
 
 }  // namespace

@@ -7,11 +7,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "memory/transformer_xl/decoder_layer.h"
-#include "memory/transformer_xl/relative_stack.h"
-#include "memory/transformer_xl/segmented_layer.h"
-#include "memory/transformer_xl/stack.h"
-#include "memory/transformer_xl/stack_definition.h"
+#include "core/layers/stack/relative_stack.h"
+#include "core/layers/stack/segmented_layer.h"
+#include "core/layers/stack/stack_definition.h"
+#include "core/layers/stack/stack_sizes.h"
 
 namespace tfb::transformer_xl {
 namespace {
@@ -32,56 +31,12 @@ TechniqueInfo Info() {
   return info;
 }
 
-RelativeStackShape ShapeWithSpans(const Problem& problem, const TransformerXlOptions& options) {
-  RelativeStackShape shape = ShapeOf(problem, options);
+layers::RelativeStackShape ShapeWithSpans(const Problem& problem,
+                                          const TransformerXlOptions& options) {
+  layers::RelativeStackShape shape = layers::ShapeOf(problem, options, options.pre_norm);
   shape.sizes.span_ramp = options.span_ramp;
   return shape;
 }
-
-std::vector<TensorSpec> OutputsOf(const Problem& problem, const TransformerXlOptions& options) {
-  std::vector<TensorSpec> outputs = SegmentedOutputs(problem);
-  for (TensorSpec& spec : FinalMemories(problem, options)) outputs.push_back(std::move(spec));
-  return outputs;
-}
-
-// ---- The layer ----
-
-class TransformerXlLayer : public RelativeStackLayer {
- public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const TransformerXlOptions& options,
-                                                       Device device, uint64_t seed) {
-    auto layer =
-        std::unique_ptr<TransformerXlLayer>(new TransformerXlLayer(problem, options, device));
-    TFB_RETURN_IF_ERROR(layer->Initialize(StackParameters(layer->sizes()), seed));
-    return layer;
-  }
-
- protected:
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
-                        const Execution& execution) override {
-    return layer(n).Run(
-        pre_norm_, call,
-        [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
-            const Execution& rest) { return attention(n).Append(segment(), x, residual, y, rest); },
-        execution);
-  }
-
-  bool normalizes_memory() const override { return pre_norm_; }
-
-  size_t layer_workspace_bytes(int threads) const override {
-    return DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), pre_norm_,
-                                         attention(0).workspace_bytes(threads), threads);
-  }
-
- private:
-  TransformerXlLayer(const Problem& problem, const TransformerXlOptions& options, Device device)
-      : RelativeStackLayer(problem, OutputsOf(problem, options), ShapeWithSpans(problem, options),
-                           device, {}, GivenMemories(problem, options)),
-        pre_norm_(options.pre_norm) {}
-
-  bool pre_norm_;
-};
 
 }  // namespace
 
@@ -93,9 +48,9 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
                                                  const ConstTensorView& x,
                                                  absl::Span<const int64_t> begins, ThreadPool* pool,
                                                  const ConstTensorView& memories) {
-  const StackSizes sizes = ShapeWithSpans(problem, options).sizes;
-  TFB_RETURN_IF_ERROR(CheckRelativeStack("transformer_xl", problem, options));
-  TFB_RETURN_IF_ERROR(CheckParameters(StackParameters(sizes), parameters));
+  const layers::StackSizes sizes = ShapeWithSpans(problem, options).sizes;
+  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("transformer_xl", problem, options));
+  TFB_RETURN_IF_ERROR(layers::CheckParameters(layers::StackParameters(sizes), parameters));
   if (problem.query_tokens > 0 && (begins.empty() || begins[0] != 0)) {
     return absl::InvalidArgumentError("the first segment does not begin at token 0");
   }
@@ -104,22 +59,23 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
     const int64_t from = options.same_length ? p + 1 : *(next - 1);
     return std::max<int64_t>(options.given_memory + from - options.memory, 0);
   };
-  const StackDefinition stack(sizes, parameters, options.max_distance, pool);
+  const layers::StackDefinition stack(sizes, parameters, options.max_distance, pool);
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
-  SequenceMemories::AddOutputs(FinalMemories(problem, options), &outputs);
+  layers::SequenceMemories::AddOutputs(layers::FinalMemories(problem, options), &outputs);
   for (int64_t b = 0; b < problem.batch; ++b) {
-    const SequenceMemories memory(memories, &outputs, b);
-    const auto attention = [&](int64_t n, const Rows& h, const Rows& input) {
+    const layers::SequenceMemories memory(memories, &outputs, b);
+    const auto attention = [&](int64_t n, const layers::Rows& h, const layers::Rows& input) {
       memory.Keep(n, h);
-      const Rows given = memory.Given(n, h.channels());
+      const layers::Rows given = memory.Given(n, h.channels());
       return stack.Attention(n, input, first_seen,
                              options.pre_norm ? stack.AttentionNorm(n, given) : given);
     };
-    Rows context(0, problem.model_dim());
-    const Rows out = stack.Forward(SequenceOf(x, b), options.pre_norm, attention, &context);
-    StoreSequence(out, b, outputs["out"].view());
-    StoreSequence(context, b, outputs["context"].view());
+    layers::Rows context(0, problem.model_dim());
+    const layers::Rows out =
+        stack.Forward(layers::SequenceOf(x, b), options.pre_norm, attention, &context);
+    layers::StoreSequence(out, b, outputs["out"].view());
+    layers::StoreSequence(context, b, outputs["context"].view());
   }
   return outputs;
 }
@@ -130,19 +86,23 @@ absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& p
                                                                 const TransformerXlOptions& options,
                                                                 Device device,
                                                                 uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckRelativeStack("transformer_xl", problem, options));
-  return TransformerXlLayer::Create(problem, options, device, seed);
+  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("transformer_xl", problem, options));
+  return layers::RelativeStackLayer::Create(
+      problem, ShapeWithSpans(problem, options),
+      {layers::RelativeStackOutputs(problem, options), {}, layers::GivenMemories(problem, options)},
+      device, seed);
 }
 
 std::vector<TensorSpec> TransformerXl::ReadTensors(const Problem& problem,
                                                    const TransformerXlOptions& options) const {
   std::vector<TensorSpec> inputs = HiddenInputs(problem);
-  for (TensorSpec& spec : GivenMemories(problem, options)) inputs.push_back(std::move(spec));
+  for (TensorSpec& spec : layers::GivenMemories(problem, options))
+    inputs.push_back(std::move(spec));
   return inputs;
 }
 std::vector<TensorSpec> TransformerXl::WrittenTensors(const Problem& problem,
                                                       const TransformerXlOptions& options) const {
-  return OutputsOf(problem, options);
+  return layers::RelativeStackOutputs(problem, options);
 }
 
 absl::Status TransformerXl::Definition(const Problem& problem, const TransformerXlOptions& options,
@@ -151,8 +111,9 @@ absl::Status TransformerXl::Definition(const Problem& problem, const Transformer
                                        NamedTensors* outputs) const {
   std::vector<int64_t> begins;
   for (int64_t t = 0; t < problem.query_tokens; t += options.segment) begins.push_back(t);
-  TFB_ASSIGN_OR_RETURN(*outputs, DefineTransformerXl(problem, options, parameters, inputs.Get("x"),
-                                                     begins, request.pool, inputs.Get(kMemories)));
+  TFB_ASSIGN_OR_RETURN(*outputs,
+                       DefineTransformerXl(problem, options, parameters, inputs.Get("x"), begins,
+                                           request.pool, inputs.Get(layers::kMemories)));
   return absl::OkStatus();
 }
 

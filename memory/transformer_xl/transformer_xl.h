@@ -49,12 +49,12 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/layers/final_norm.h"
+#include "core/layers/stack/stack_options.h"
 #include "core/technique.h"
-#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb::transformer_xl {
 
-struct TransformerXlOptions : RelativeStackOptions {
+struct TransformerXlOptions : layers::RelativeStackOptions {
   bool pre_norm = false;
   double span_ramp = 0;
 

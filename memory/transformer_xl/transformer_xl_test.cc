@@ -20,12 +20,12 @@
 #include "core/allocations.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/runtime.h"
+#include "core/layers/attention/relative_attention.h"
+#include "core/layers/stack/segmented_layer.h"
+#include "core/layers/stack/stack_definition.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "memory/transformer_xl/relative_attention.h"
-#include "memory/transformer_xl/segmented_layer.h"
-#include "memory/transformer_xl/stack_definition.h"
 #include "memory/transformer_xl/stack_testing.h"
 
 namespace tfb::transformer_xl {
@@ -424,7 +424,7 @@ TEST(TransformerXl, MemoriesAreWhatWentIntoEachLayerForTheLastTokens) {
     const Tensor memories = xl.Run(1, "memories");
     const int64_t kept = std::min<int64_t>(memory, 40);
     ASSERT_EQ(memories.shape(), (Shape{2, 1, kept, 16}));
-    EXPECT_EQ(MaxDifference(OfLayer(ConstTensorView(memories.view()), 0),
+    EXPECT_EQ(MaxDifference(layers::OfLayer(ConstTensorView(memories.view()), 0),
                             Slice(xl.x().view(), 1, 40 - kept, kept)),
               0);
   }
@@ -492,8 +492,8 @@ TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
       const ConstTensorView from = pre ? out.view() : context.view();
       const ConstTensorView normalized = pre ? context.view() : out.view();
       for (int64_t b = 0; b < 2; ++b) {
-        const Rows expected =
-            SequenceOf(from, b).Normalized(std::vector<double>(16, 1), std::vector<double>(16, 0));
+        const layers::Rows expected = layers::SequenceOf(from, b).Normalized(
+            std::vector<double>(16, 1), std::vector<double>(16, 0));
         for (int64_t t = 0; t < 70; ++t) {
           for (int64_t c = 0; c < 16; ++c) {
             ASSERT_NEAR(*normalized.At<float>(b, t, c), expected[t][c], 2e-5) << t;
@@ -524,7 +524,7 @@ TEST(TransformerXl, TheFinalNormIsANormOfWhatTheStackWritesWithoutIt) {
       const std::vector<double> scale(gamma.span<float>().begin(), gamma.span<float>().end());
       const std::vector<double> shift(beta.span<float>().begin(), beta.span<float>().end());
       for (int64_t b = 0; b < 2; ++b) {
-        const Rows expected = SequenceOf(h.view(), b).Normalized(scale, shift);
+        const layers::Rows expected = layers::SequenceOf(h.view(), b).Normalized(scale, shift);
         for (int64_t t = 0; t < 70; ++t) {
           for (int64_t c = 0; c < 16; ++c) {
             ASSERT_NEAR(*out.view().At<float>(b, t, c), expected[t][c], 2e-5) << t;
@@ -635,25 +635,26 @@ class Weights {
   // Returns the logarithms of the weights, [64][64], appended in segments of 16.
   std::vector<double> Logarithms() {
     const Problem problem = CausalProblem(1, 1, 64, 64);
-    const MemoryReach reach{64, false, 16};
-    RelativeAttention attention = RelativeAttention::Create(Device::kCpu, problem, reach).value();
+    const layers::MemoryReach reach{64, false, 16};
+    layers::RelativeAttention attention =
+        layers::RelativeAttention::Create(Device::kCpu, problem, reach).value();
     Tensor workspace(DType::kU8, {static_cast<int64_t>(attention.workspace_bytes(1))});
     ThreadPool pool(1);
     Execution execution;
     execution.pool = &pool;
     execution.workspace =
         absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
-    const transformer_xl_relative::DistanceRange range = {0, reach.max_distance(), 0};
+    const layers::DistanceRange range = {0, reach.max_distance(), 0};
     EXPECT_TRUE(attention
                     .Setup({w_q.view(),
                             w_k.view(),
                             identity_.view(),
                             identity_.view(),
                             {w_r.view(), u.view(), v.view()}},
-                           range, transformer_xl_relative::SinusoidsOf(range, 64).view(), execution)
+                           range, layers::SinusoidsOf(range, 64).view(), execution)
                     .ok());
     Tensor out(DType::kF32, x_.shape());
-    SegmentView segment(Device::kCpu, reach);
+    layers::SegmentView segment(Device::kCpu, reach);
     for (int64_t t = 0; t < 64; t += 16) {
       segment.Set(t, 16);
       EXPECT_TRUE(attention

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/multi_head/encoded_attention.h"
 #include "core/definition.h"
+#include "core/layers/attention/encoded_attention.h"
 #include "core/status.h"
 
 namespace tfb::learned {
@@ -38,8 +38,8 @@ absl::Status CheckPositions(const Problem& problem, const LearnedOptions& option
       std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
 }
 
-multi_head::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& options) {
-  multi_head::EncodedAttentionPlan plan;
+layers::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& options) {
+  layers::EncodedAttentionPlan plan;
   plan.inner = options.inner;
   plan.bias = options.bias;
   plan.applications = options.layers;
@@ -48,12 +48,12 @@ multi_head::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOpt
 }
 
 // Returns the rows of the problem's tokens.
-absl::StatusOr<multi_head::Encodings> RowsOfTokens(const Problem& problem,
-                                                   const LearnedOptions& options,
-                                                   const NamedTensors& parameters) {
+absl::StatusOr<layers::Encodings> RowsOfTokens(const Problem& problem,
+                                               const LearnedOptions& options,
+                                               const NamedTensors& parameters) {
   const ConstTensorView rows = Slice(ConstTensorView(parameters.at("p").view()), 1,
                                      options.position_offset, problem.query_tokens);
-  multi_head::Encodings encodings;
+  layers::Encodings encodings;
   TFB_ASSIGN_OR_RETURN(encodings.positions, Tensor::Allocate(DType::kF32, rows.shape()));
   CopyElements(rows, encodings.positions.view());
   return encodings;
@@ -65,20 +65,20 @@ Learned::Learned() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem,
                                              const LearnedOptions& options) const {
-  return multi_head::EncodedAttentionInputs(problem, PlanOf(problem, options));
+  return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem,
                                                           const LearnedOptions& options,
                                                           Device device, uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckPositions(problem, options));
-  const multi_head::ParameterSpec tables = {
+  const layers::ParameterSpec tables = {
       "p", {options.tables(), options.max_tokens, problem.model_dim()}, 0, 0.02};
   const auto encode = [=](const NamedTensors& parameters) {
     return RowsOfTokens(problem, options, parameters);
   };
-  return multi_head::CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode,
-                                            device, seed);
+  return layers::CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode, device,
+                                        seed);
 }
 
 absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& options,
@@ -90,13 +90,13 @@ absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& o
     if (n > 0 && !options.per_layer) return 0.0;
     return tables.Row(n, options.position_offset + p)[c];
   };
-  return multi_head::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
-                                            inputs, request, outputs);
+  return layers::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
+                                        inputs, request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Learned::Counterpart(const Problem& problem,
                                                    const Options& options) const {
-  return multi_head::WithCounterpartInside<LearnedOptions>(*this, problem, options);
+  return layers::WithCounterpartInside<LearnedOptions>(*this, problem, options);
 }
 
 }  // namespace tfb::learned

@@ -24,7 +24,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/technique.h"
 
 namespace tfb::learned {
@@ -36,7 +36,7 @@ struct LearnedOptions {
   int64_t layers = 1;
   bool per_layer = false;
   int64_t position_offset = 0;
-  TechniqueSpec inner = {"dense", {}};
+  TechniqueList inner = {{{"dense", {}}}};
   bool bias = false;
 
   int64_t tables() const { return per_layer ? layers : 1; }
@@ -46,16 +46,16 @@ struct LearnedOptions {
     bind.Int("layers", &layers, 1, 16, "multi-head attention layers, one on the other");
     bind.Bool("per_layer", &per_layer, "each layer adds a table of its own; else only the first");
     bind.Int("position_offset", &position_offset, 0, kMaxPositions, "row of token 0");
-    multi_head::BindInner(bind, &inner);
+    layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
 };
 
 // Learned is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
-// the further inputs of `inner` (attention/multi_head/encoded_attention.h). Its parameters are p
+// the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are p
 // [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are
-// several layers. It returns InvalidArgument where a token is beyond the tables. The counterpart
-// has the inner technique's counterpart inside.
+// several layers. `inner` is one technique for all layers, or one for each. It returns InvalidArgument
+// where a token is beyond the tables. The counterpart has the inner techniques' counterparts inside.
 class Learned : public TechniqueOf<LearnedOptions> {
  public:
   Learned();

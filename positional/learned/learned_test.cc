@@ -49,7 +49,8 @@ std::string Error(const Problem& problem, const Options& options) {
 
 // Computes multi_head on x + p[table, t], with the parameters of one application.
 Tensor Reference(const Problem& problem, const Tensor& x, const Tensor& p, int64_t table,
-                 const NamedTensors& parameters, const std::string& prefix) {
+                 const NamedTensors& parameters, const std::string& prefix,
+                 const std::string& inner = "dense") {
   NamedTensors own, inputs;
   for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) {
     own[name] = parameters.at(prefix + name).Clone();
@@ -62,7 +63,7 @@ Tensor Reference(const Problem& problem, const Tensor& x, const Tensor& p, int64
       }
     }
   }
-  return RunOf(multi_head::MultiHead(), problem, ViewsOf(inputs), {}, own);
+  return RunOf(multi_head::MultiHead(), problem, ViewsOf(inputs), {{"inner", inner}}, own);
 }
 
 constexpr int64_t kNoTable = -1;
@@ -151,6 +152,45 @@ TEST(Learned, AStackIsOneMultiHeadAttentionOnTheOther) {
           << per_layer << ", " << Name(device);
     }
   }
+}
+
+TEST(Learned, AListHasATechniqueForEachLayer) {
+  const Problem problem = Self(2, 40, 8, /*causal=*/true);
+  const NamedTensors inputs = Random(problem);
+  const std::vector<std::string> list = {"longformer[window=4]", "longformer[window=12]", "dense"};
+  const Options options = {{"layers", "3"}, {"inner", list[0] + "/" + list[1] + "/" + list[2]}};
+  NamedTensors parameters = Parameters(problem, options);
+  for (float& value : parameters["p"].span<float>()) value *= 50;  // N(0, 1)
+  Tensor h = inputs.at("x").Clone();
+  for (int64_t n = 0; n < 3; ++n) {
+    h = Reference(problem, h, parameters.at("p"), n == 0 ? 0 : kNoTable, parameters,
+                  "application" + std::to_string(n) + ".", list[n]);
+  }
+  RunRequest request{options};
+  request.parameters = &parameters;
+  const auto defined = DefineTechnique(Learned(), problem, ViewsOf(inputs), request);
+  EXPECT_LE(MaxDifference(defined->at("out").view(), h.view()), Bound(h.view()));
+  for (const Device device : kHostDevices) {
+    const Tensor out = RunOf(Learned(), problem, ViewsOf(inputs), options, parameters, device);
+    EXPECT_LE(MaxDifference(out.view(), h.view()), Bound(h.view())) << Name(device);
+  }
+}
+
+TEST(Learned, AListOfEqualTechniquesIsTheOneTechniqueBitByBit) {
+  const Problem problem = Self(2, 40, 8, /*causal=*/true);
+  const NamedTensors inputs = Random(problem);
+  const Options one = {{"layers", "2"}, {"inner", "longformer[window=4]"}};
+  const Options list = {{"layers", "2"}, {"inner", "2*longformer[window=4]"}};
+  const NamedTensors parameters = Parameters(problem, one);
+  for (const Device device : kHostDevices) {
+    EXPECT_EQ(
+        MaxDifference(RunOf(Learned(), problem, ViewsOf(inputs), one, parameters, device).view(),
+                      RunOf(Learned(), problem, ViewsOf(inputs), list, parameters, device).view()),
+        0)
+        << Name(device);
+  }
+  EXPECT_EQ(Error(problem, {{"layers", "3"}, {"inner", "dense/dense"}}),
+            "option inner names 2 techniques; allowed with layers=3 are 1 or 3");
 }
 
 TEST(Learned, OnlyTheRowsOfItsPositionsAreRead) {

@@ -4,7 +4,8 @@
 #include <memory>
 #include <utility>
 
-#include "attention/multi_head/encoded_attention.h"
+#include "core/layers/attention/encoded_attention.h"
+#include "core/layers/layer_definitions.h"
 #include "core/status.h"
 
 namespace tfb::sinusoidal {
@@ -24,9 +25,9 @@ TechniqueInfo Info() {
   return info;
 }
 
-multi_head::EncodedAttentionPlan PlanOf(const Problem& problem, const SinusoidalOptions& options) {
-  multi_head::EncodedAttentionPlan plan;
-  plan.inner = options.inner;
+layers::EncodedAttentionPlan PlanOf(const Problem& problem, const SinusoidalOptions& options) {
+  layers::EncodedAttentionPlan plan;
+  plan.inner.specs = {options.inner};
   plan.bias = options.bias;
   if (options.embedding_scale == SinusoidalOptions::Scale::kSqrtModelDim) {
     plan.scale = std::sqrt(static_cast<double>(problem.model_dim()));
@@ -36,54 +37,41 @@ multi_head::EncodedAttentionPlan PlanOf(const Problem& problem, const Sinusoidal
 
 }  // namespace
 
-double DefineSinusoid(const SinusoidForm& form, int64_t channels, int64_t p, int64_t c) {
-  const int64_t sines = channels - channels / 2;
-  const bool interleaved = form.layout == SinusoidLayout::kInterleaved;
-  const bool is_sine = interleaved ? c % 2 == 0 : c < sines;
-  const int64_t j = interleaved ? c / 2 : c % sines;
-  double wavelengths = static_cast<double>(channels) / 2;
-  if (form.frequencies == SinusoidFrequencies::kInclusive) {
-    wavelengths = static_cast<double>(sines) - 1;
-  }
-  const double exponent = j == 0 ? 0 : static_cast<double>(j) / wavelengths;
-  const double angle = static_cast<double>(p) / std::pow(form.base, exponent);
-  return is_sine ? std::sin(angle) : std::cos(angle);
-}
-
 Sinusoidal::Sinusoidal() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Sinusoidal::ReadTensors(const Problem& problem,
                                                 const SinusoidalOptions& options) const {
-  return multi_head::EncodedAttentionInputs(problem, PlanOf(problem, options));
+  return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Sinusoidal::MakeLayer(const Problem& problem,
                                                              const SinusoidalOptions& options,
                                                              Device device, uint64_t seed) const {
-  const auto encode = [=](const NamedTensors&) -> absl::StatusOr<multi_head::Encodings> {
+  const auto encode = [=](const NamedTensors&) -> absl::StatusOr<layers::Encodings> {
     TFB_ASSIGN_OR_RETURN(Tensor table, Sinusoids(options.position_offset, problem.query_tokens,
                                                  problem.model_dim(), options.form));
-    multi_head::Encodings encodings;
+    layers::Encodings encodings;
     encodings.positions = std::move(table);
     return encodings;
   };
-  return multi_head::CreateEncodedAttention(problem, PlanOf(problem, options), {}, encode, device,
-                                            seed);
+  return layers::CreateEncodedAttention(problem, PlanOf(problem, options), {}, encode, device,
+                                        seed);
 }
 
 absl::Status Sinusoidal::Definition(const Problem& problem, const SinusoidalOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
   const auto encoding = [&](int64_t, int64_t p, int64_t c) {
-    return DefineSinusoid(options.form, problem.model_dim(), options.position_offset + p, c);
+    return layers::DefineSinusoid(options.form, problem.model_dim(), options.position_offset + p,
+                                  c);
   };
-  return multi_head::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
-                                            inputs, request, outputs);
+  return layers::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
+                                        inputs, request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Sinusoidal::Counterpart(const Problem& problem,
                                                       const Options& options) const {
-  return multi_head::WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
+  return layers::WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
 }
 
 }  // namespace tfb::sinusoidal

@@ -26,7 +26,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/layers/sinusoid.h"
 #include "core/technique.h"
 
@@ -57,13 +57,13 @@ struct SinusoidalOptions {
     bind.Choice("embedding_scale", &embedding_scale,
                 {{"one", Scale::kOne}, {"sqrt_model_dim", Scale::kSqrtModelDim}},
                 "factor of x; sqrt_model_dim is for embeddings of variance 1 / model_dim");
-    multi_head::BindInner(bind, &inner);
+    layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
 };
 
 // Sinusoidal is self-attention on x [batch, tokens, model_dim], with the optional key_mask
-// and the further inputs of `inner` (attention/multi_head/encoded_attention.h). Its parameters are
+// and the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are
 // those of multi_head. The counterpart has the inner technique's counterpart inside.
 class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
  public:
@@ -81,9 +81,6 @@ class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const SinusoidalOptions& options) const override;
 };
-
-// Returns PE[p, c] of `channels` channels, in float64.
-double DefineSinusoid(const SinusoidForm& form, int64_t channels, int64_t p, int64_t c);
 
 }  // namespace tfb::sinusoidal
 

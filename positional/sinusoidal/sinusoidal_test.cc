@@ -10,6 +10,7 @@
 
 #include "attention/multi_head/multi_head.h"
 #include "core/definition.h"
+#include "core/layers/layer_definitions.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -49,7 +50,7 @@ std::vector<std::vector<double>> Table(int64_t first, int64_t positions, int64_t
   std::vector<std::vector<double>> table(positions, std::vector<double>(channels));
   for (int64_t p = 0; p < positions; ++p) {
     for (int64_t c = 0; c < channels; ++c) {
-      table[p][c] = DefineSinusoid(form, channels, first + p, c);
+      table[p][c] = layers::DefineSinusoid(form, channels, first + p, c);
     }
   }
   return table;
@@ -142,9 +143,9 @@ TEST(Sinusoidal, TheLongestWavelengthOf64ChannelsIs7499Turns) {
   const double longest = std::pow(10000, 62.0 / 64);
   EXPECT_NEAR(longest, 7499, 0.5);
   const auto quarter = [](double turns) { return std::llround(turns * M_PI / 2); };
-  EXPECT_NEAR(DefineSinusoid({}, 64, quarter(longest), 62), 1, 1e-8);
+  EXPECT_NEAR(layers::DefineSinusoid({}, 64, quarter(longest), 62), 1, 1e-8);
   const SinusoidForm inclusive = {SinusoidLayout::kInterleaved, SinusoidFrequencies::kInclusive};
-  EXPECT_NEAR(DefineSinusoid(inclusive, 64, quarter(10000), 62), 1, 1e-8);
+  EXPECT_NEAR(layers::DefineSinusoid(inclusive, 64, quarter(10000), 62), 1, 1e-8);
 }
 
 TEST(Sinusoidal, TheTwoLayoutsArePermutationsOfEachOther) {

@@ -7,8 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/flash_technique.h"
+#include "core/layers/attention/relative_positions.h"
 #include "core/random.h"
-#include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb::transformer_xl_relative {
 namespace {
@@ -22,14 +22,14 @@ class PositionTerm : public ScoreTerm {
       : parameters_(parameters), max_distance_(max_distance) {}
 
   absl::Status Build(const Problem& p, ThreadPool* pool) override {
-    DistanceRange range;
+    layers::DistanceRange range;
     range.first = p.causal ? std::max<int64_t>(0, 1 - p.query_tokens) : 1 - p.query_tokens;
     range.last = p.kv_tokens - 1;
     range.clamp = max_distance_;
-    const Tensor sinusoids = SinusoidsOf(range, p.model_dim());
+    const Tensor sinusoids = layers::SinusoidsOf(range, p.model_dim());
     TFB_ASSIGN_OR_RETURN(
         positions_,
-        RelativePositions::Create(
+        layers::RelativePositions::Create(
             {parameters_.at("w_r").view(), parameters_.at("u").view(), parameters_.at("v").view()},
             range, sinusoids.view(), p.causal_offset(), p.dtype, pool));
     return absl::OkStatus();
@@ -43,7 +43,7 @@ class PositionTerm : public ScoreTerm {
  private:
   const NamedTensors& parameters_;
   int64_t max_distance_;
-  RelativePositions positions_;
+  layers::RelativePositions positions_;
 };
 
 // Returns r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. In 16-bit

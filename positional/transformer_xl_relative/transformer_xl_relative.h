@@ -14,7 +14,7 @@
 // the authors' codes. The paper's projections W_E and W_q are left to the caller: queries and keys
 // come projected. In 16-bit problems r_d W_r is rounded to their dtype, like the keys to which it
 // is added (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl,
-// which shares relative_positions.h.
+// which shares core/layers/attention/relative_positions.h.
 //
 // Cost: a product of head_dim more a score: 1.5 times dense attention. Setup, 2 model_dim^2 FLOPs a
 // distance. Memory: heads (query_tokens + kv_tokens) head_dim floats.

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/layers/attention/relative_positions.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb::transformer_xl_relative {
 namespace {
@@ -60,8 +60,8 @@ NamedTensors WeightInputs(const Problem& problem) {
 }
 
 TEST(TransformerXlRelative, SinusoidsOfTwoChannelsAreSineAndCosineOfTheClampedDistance) {
-  const DistanceRange range = {-3, 4, 2};
-  const Tensor table = SinusoidsOf(range, 2);
+  const layers::DistanceRange range = {-3, 4, 2};
+  const Tensor table = layers::SinusoidsOf(range, 2);
   ASSERT_EQ(table.shape(), Shape({5, 2}));
   for (int64_t d = -3; d <= 4; ++d) {
     const double clamped = d < -2 ? -2 : d > 2 ? 2 : static_cast<double>(d);
@@ -115,8 +115,8 @@ TEST(TransformerXlRelative, TheShiftEqualsAnExplicitGather) {
   const NamedTensors parameters = LargeParameters(problem);
   const NamedTensors run =
       RunTechnique(TransformerXlRelative(), problem, ViewsOf(inputs), With(parameters)).value();
-  const DistanceRange range = {-69, 69, 0};
-  const Tensor sinusoids = SinusoidsOf(range, 16);
+  const layers::DistanceRange range = {-69, 69, 0};
+  const Tensor sinusoids = layers::SinusoidsOf(range, 16);
   const auto at = [](const Tensor& tensor, auto... index) -> double {
     return *tensor.view().At<float>(index...);
   };

@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "attention/multi_head/encoded_attention.h"
+#include "core/layers/attention/encoded_attention.h"
 
 namespace tfb::universal {
 namespace {
@@ -22,13 +22,14 @@ TechniqueInfo Info() {
   return info;
 }
 
-multi_head::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
-  multi_head::EncodedAttentionPlan plan;
-  plan.inner = options.inner;
+layers::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
+  layers::EncodedAttentionPlan plan;
+  plan.inner.specs = {options.inner};
   plan.bias = options.bias;
   plan.applications = options.steps;
   plan.shared = true;
-  plan.rows_added = options.encoding.time == PositionTime::Time::kLearned ? options.steps : 0;
+  plan.rows_added =
+      options.encoding.time == layers::PositionTime::Time::kLearned ? options.steps : 0;
   return plan;
 }
 
@@ -38,7 +39,7 @@ Universal::Universal() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Universal::ReadTensors(const Problem& problem,
                                                const UniversalOptions& options) const {
-  return multi_head::EncodedAttentionInputs(problem, PlanOf(options));
+  return layers::EncodedAttentionInputs(problem, PlanOf(options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& problem,
@@ -46,26 +47,26 @@ absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& probl
                                                             Device device, uint64_t seed) const {
   const int64_t width = problem.model_dim();
   const auto encode = [=](const NamedTensors& parameters) {
-    return PositionsAndTimes(options.encoding, problem.query_tokens, options.steps, width,
-                             parameters);
+    return layers::PositionsAndTimes(options.encoding, problem.query_tokens, options.steps, width,
+                                     parameters);
   };
-  return multi_head::CreateEncodedAttention(problem, PlanOf(options),
-                                            TimeParameters(options.encoding, options.steps, width),
-                                            encode, device, seed);
+  return layers::CreateEncodedAttention(
+      problem, PlanOf(options), layers::TimeParameters(options.encoding, options.steps, width),
+      encode, device, seed);
 }
 
 absl::Status Universal::Definition(const Problem& problem, const UniversalOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  return multi_head::DefineEncodedAttention(
+  return layers::DefineEncodedAttention(
       problem, PlanOf(options),
-      DefinedPositionTime(options.encoding, problem.model_dim(), parameters), parameters, inputs,
-      request, outputs);
+      layers::DefinedPositionTime(options.encoding, problem.model_dim(), parameters), parameters,
+      inputs, request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Universal::Counterpart(const Problem& problem,
                                                      const Options& options) const {
-  return multi_head::WithCounterpartInside<UniversalOptions>(*this, problem, options);
+  return layers::WithCounterpartInside<UniversalOptions>(*this, problem, options);
 }
 
 }  // namespace tfb::universal

@@ -27,28 +27,28 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention/multi_head/projected_attention.h"
+#include "core/layers/attention/position_time.h"
+#include "core/layers/attention/projected_attention.h"
 #include "core/technique.h"
-#include "positional/universal/position_time.h"
 
 namespace tfb::universal {
 
 struct UniversalOptions {
   int64_t steps = 2;
-  PositionTime encoding;
+  layers::PositionTime encoding;
   TechniqueSpec inner = {"dense", {}};
   bool bias = false;
 
   void Describe(OptionBinder& bind) {
     bind.Int("steps", &steps, 1, 16, "applications of the attention");
     encoding.Describe(bind);
-    multi_head::BindInner(bind, &inner);
+    layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
 };
 
 // Universal is self-attention on x [batch, tokens, model_dim], with the optional key_mask
-// and the further inputs of `inner` (attention/multi_head/encoded_attention.h). Its parameters are
+// and the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are
 // those of multi_head, and with time=learned t [steps, model_dim]. The counterpart has the inner
 // technique's counterpart inside.
 class Universal : public TechniqueOf<UniversalOptions> {

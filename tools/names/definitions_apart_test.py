@@ -3,7 +3,7 @@
 
 Reads the machine code of a program that links all techniques as a graph: a function refers to those that it calls or whose
 address it takes. From a technique's Definition or DefineScore no function of an engine may be reached, and none of its own
-package that its layers reach, too, except those of SHARED and FITS. Calls through tables
+package or of the composed layers of core/layers that layers reach, too, except those of SHARED and FITS. Calls through tables
 of virtual functions are not seen: so a definition may define a technique inside, which is judged in its place.
 
   definitions_apart_test.py PROGRAM
@@ -25,12 +25,20 @@ SHARED = {
         'MemoryQueues', 'max_blocks'
     },
     'decision_transformer': {'ActionTokens', 'HeadsOf', 'ModalitiesOf', 'OptionsOfGpt', 'ReturnTokens', 'StateTokens'},
-    'depth_adaptive': {'CheckProblem', 'ClassifierParameters', 'ClassifierPrefix', 'ExitNorm', 'ExitPrefix', 'ExitStackParameters'},
+    'depth_adaptive': {'CheckProblem', 'ClassifierParameters', 'ClassifierPrefix'},
     'encoder_decoder': {'ActivationOf', 'AttentionPlace', 'CheckProblem', 'LayerPlace', 'StackPlace', 'StacksOf'},
     'etc': {'IsSeparate', 'Piece'},
-    'gated_transformer_xl': {'CheckProblem', 'GateMatrices', 'HasBias', 'ParametersOf'},
+    'gated_transformer_xl': {'CheckProblem', 'GateMatrices', 'HasBias', 'ParametersOf', 'ShapeOf'},
     'hard': {'NoiseName', 'Scale'},
     'image_local': {'Is2d', 'WidthOf'},
+    'layers': {
+        'AddSpecs', 'BiasPrefix', 'BindInner', 'ChannelsOf', 'Check', 'CheckInner', 'CheckRelativeStack',
+        'CheckSelfAttention', 'ExitNorm', 'ExitPrefix', 'ExitStackParameters', 'FeedForwardSpecs', 'FinalMemories',
+        'FindParameter', 'FindSpec', 'From', 'FurtherInputs', 'FurtherInputsOf', 'FurtherOf', 'FurtherOutputs',
+        'FurtherOutputsOf', 'FurtherProjections', 'HasName', 'HeadsOf', 'IsFurtherOutput', 'LayerPrefix', 'MatrixSpec',
+        'MemoriesSpec', 'NormSpecs', 'ParameterSpec', 'Prefix', 'ProjectionCount', 'ShapeOf', 'StackParameters',
+        'width', 'WithoutPrefix', 'WithPrefix'
+    },
     'learned': {'CheckPositions', 'PlanOf'},
     'linformer': {'Check', 'Plan'},
     'longformer': {'OwnProjections'},
@@ -38,10 +46,7 @@ SHARED = {
         'CheckLsh', 'LshBuckets', 'LshChunk', 'LshFactors', 'LshIsWhole', 'LshKeyEpsilon', 'LshRounds', 'LshScale', 'LshWraps'
     },
     'memorizing': {'CheckProblem', 'ParametersOf', 'StorePrefix'},
-    'multi_head': {
-        'CheckProblem', 'FindSpec', 'From', 'FurtherInputs', 'FurtherInputsOf', 'FurtherProjections', 'HasName', 'InputsOf',
-        'IsFurtherOutput', 'WithoutPrefix'
-    },
+    'multi_head': {'CheckProblem', 'InputsOf'},
     'performer': {'CheckOptions', 'HasScale'},
     'reversible': {'BlockPrefix', 'CheckProblem', 'InputsOfF'},
     'rfa': {'CheckOptions'},
@@ -49,10 +54,7 @@ SHARED = {
     'routing': {'CheckRouting', 'RoutingScale', 'RoutingSizes'},
     'sinkhorn': {'Check', 'SizesOf', 'WidthOf'},
     'sinusoidal': {'PlanOf'},
-    'transformer_xl': {
-        'BiasPrefix', 'CheckRelativeStack', 'CheckSelfAttention', 'FinalMemories', 'LayerPrefix', 'MatrixSpec', 'MemoriesSpec',
-        'ParameterSpec', 'ShapeOf', 'ShapeWithSpans', 'StackParameters', 'width'
-    },
+    'transformer_xl': {'ShapeWithSpans'},
     'universal': {'PlanOf'},
     'universal_transformer': {'CheckProblem'},
 }
@@ -64,6 +66,9 @@ FITS = {
     'routing': {'RoutingNormalized'},
 }
 
+# The namespace of the layers that core/layers composes, whose functions many techniques have in common.
+LAYERS = 'layers'
+
 # What engines are made of: classes and functions of tfb besides those of techniques.
 ENGINES = re.compile(r'^tfb::(?:\(anonymous namespace\)::)?(?:Flash|Planned|BuildSchedule|MatMul|PackedMatrix|FeedForward(?!Dim)|LayerNorm|CudaRuntime|'
                      r'DeviceArray|KeyValueCache|Linear|NormalizeRows|ScoreVectors|LargestTokens|MeanOfGroups|ListRows|CopyRows|'
@@ -72,7 +77,7 @@ ENGINES = re.compile(r'^tfb::(?:\(anonymous namespace\)::)?(?:Flash|Planned|Buil
 # Parts of a class that belong to no computation, options and destructors, and what is a library's own.
 PLAIN = re.compile(r'^tfb::\w+::\w*Options::|::~|(?:^| )(?:std|absl|__gnu_cxx)::')
 
-ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|Do[A-Z]\w*|Run|Setup|Build|Prepare|RunLayer|Decide)\(.*tfb::')
+ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|Do[A-Z]\w*|Run|Setup|Build|Prepare|RunLayer|Attend|Decide)\(.*tfb::')
 
 
 def read_graph(lines):
@@ -104,7 +109,7 @@ def without_parameters(function):
 
 
 def is_shared(name, function):
-    """Returns whether a function of a technique's namespace is one that its definition must not have in common with its layers."""
+    """Returns whether a function of a namespace is one that a definition must not have in common with layers."""
     plain = without_parameters(function)
     return not PLAIN.search(plain) and plain.split('::')[-1] not in SHARED.get(name, set()) | FITS.get(name, set())
 
@@ -116,26 +121,28 @@ class Technique:
 
 
 def techniques_of(graph):
-    """Returns {namespace: the functions from which definitions and layers begin}."""
+    """Returns {namespace: the functions from which definitions and layers begin}, LAYERS without definitions."""
     techniques = collections.defaultdict(Technique)
     for function in graph:
         root = ROOT.match(function)
         if root:
             of = techniques[root.group(1)]
             (of.definitions if root.group(2).startswith('Defin') else of.layers).append(function)
-    return {name: one for name, one in techniques.items() if one.definitions}
+    return {name: one for name, one in techniques.items() if one.definitions or name == LAYERS}
 
 
 def faults(graph):
     """Returns a line for each function that a definition must not reach."""
     found = []
-    for name, technique in sorted(techniques_of(graph).items()):
-        defined, run = reached(graph, technique.definitions), reached(graph, technique.layers)
+    techniques = techniques_of(graph)
+    composed = techniques.pop(LAYERS, Technique()).layers
+    for name, technique in sorted(techniques.items()):
+        defined, run = reached(graph, technique.definitions), reached(graph, technique.layers + composed)
         found += ['%s: its definition reaches the engine: %s' % (name, function)
                   for function in sorted(defined) if ENGINES.match(function)]
         found += ['%s: its definition and its layers reach %s' % (name, function)
-                  for function in sorted(defined & run)
-                  if function.startswith('tfb::%s::' % name) and is_shared(name, function)]
+                  for function in sorted(defined & run) for space in (name, LAYERS)
+                  if function.startswith('tfb::%s::' % space) and is_shared(space, function)]
     return found
 
 
@@ -166,6 +173,11 @@ class OfText(unittest.TestCase):
     def test_an_engine_behind_a_function_of_the_package_is_found(self):
         self.assertEqual(self.faults('Slopes', 'FlashCpu'),
                          ['toy: its definition reaches the engine: tfb::FlashCpu(int)'])
+
+    def test_a_composed_layer_behind_a_function_of_the_package_is_found(self):
+        text = self.TEXT.replace('FlashCpu', 'layers::Attend').replace('toy::Other', 'layers::Attend')
+        self.assertEqual(faults(read_graph((text % ('Slopes', 'layers::Attend')).splitlines(True))),
+                         ['toy: its definition and its layers reach tfb::layers::Attend(int)'])
 
     def test_a_function_that_both_reach_is_found(self):
         self.assertEqual(self.faults('Other', 'Dot'),

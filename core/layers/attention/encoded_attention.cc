@@ -1,0 +1,260 @@
+#include "core/layers/attention/encoded_attention.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/cuda/device_array.h"
+#include "core/definition.h"
+#include "core/layers/matmul.h"
+#include "core/random.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb::layers {
+namespace {
+
+int64_t ProjectionCount(const EncodedAttentionPlan& plan) {
+  return plan.shared ? 1 : plan.applications;
+}
+
+// Returns the prefix of the parameters of application n.
+std::string Prefix(const EncodedAttentionPlan& plan, int64_t n) {
+  return ProjectionCount(plan) == 1 ? "" : absl::StrCat("application", n, ".");
+}
+
+// Returns the further inputs of application n.
+FurtherInputs FurtherOf(const Problem& problem, const EncodedAttentionPlan& plan, int64_t n) {
+  const bool is_alone = plan.applications == 1;
+  return FurtherInputsOf(plan.inner.Of(n), problem,
+                         {"", is_alone ? "" : absl::StrCat("application", n, ".")});
+}
+
+absl::Status Check(const Problem& problem, const EncodedAttentionPlan& plan) {
+  if (problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("keys are of the same tokens as queries: kv_tokens is ", problem.kv_tokens,
+                     "; allowed is query_tokens, ", problem.query_tokens));
+  }
+  return plan.inner.CheckCount("inner", absl::StrCat("layers=", plan.applications),
+                               {plan.applications});
+}
+
+class EncodedAttentionLayer : public Layer {
+ public:
+  EncodedAttentionLayer(const Problem& problem, const EncodedAttentionPlan& plan,
+                        MakeEncodings make_encodings, Device device)
+      : Layer(problem, EncodedAttentionInputs(problem, plan), HiddenOutputs(problem)),
+        plan_(plan),
+        make_encodings_(std::move(make_encodings)),
+        device_(device) {
+    for (int64_t n = 0; n < plan.applications; ++n) {
+      further_.push_back(FurtherOf(problem, plan, n));
+    }
+  }
+
+  absl::Status Build(const std::vector<ParameterSpec>& own, uint64_t seed) {
+    TFB_RETURN_IF_ERROR(DrawParameters(own, seed, &parameters_));
+    for (const ParameterSpec& spec : own) {
+      own_bytes_ += 4 * static_cast<double>(NumElements(spec.shape));
+    }
+    // u is fp32: an inner technique that reads it expects the problem's dtype.
+    const bool gives_x = problem().dtype == DType::kF32;
+    for (int64_t n = 0; n < ProjectionCount(plan_); ++n) {
+      const std::string prefix = Prefix(plan_, n);
+      TFB_RETURN_IF_ERROR(DrawParameters(
+          WithPrefix(prefix, ProjectionSpecs(problem(), plan_.bias, plan_.inner.Of(n))), seed,
+          &parameters_));
+      const uint64_t inner_seed = prefix.empty() ? seed : RandomStream(seed, prefix).Bits(0);
+      TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
+                           CreateInner(plan_.inner.Of(n), problem(), device_, inner_seed, gives_x));
+      AddInnerParameters(*inner, prefix + "inner.", &parameters_);
+      attention_.emplace_back(device_, problem(), /*cross=*/false, std::move(inner));
+    }
+    return absl::OkStatus();
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    size_t bytes = 0;
+    for (const ProjectedAttention& attention : attention_) {
+      bytes = std::max(bytes, attention.workspace_bytes(threads));
+    }
+    return bytes + Workspace::Measure([this](Workspace& workspace) { TakeState(workspace); });
+  }
+
+  // Returns the cost. FLOPs are multi_head's: additions of encodings are not counted, as those of
+  // biases are not. A Run reads only the rows of the encodings' parameters that it adds.
+  Cost cost() const override {
+    Cost cost;
+    cost.bytes = TensorBytes() - own_bytes_ +
+                 4 * static_cast<double>(plan_.rows_added * problem().model_dim());
+    double flops = 0;
+    for (int64_t n = 0; n < plan_.applications; ++n) {
+      const ProjectedAttention& attention = attention_[IndexOf(n)];
+      const Cost inner = attention.inner().cost();
+      if (!inner.flops.has_value()) return cost;
+      flops += attention.projection_flops() + *inner.flops;
+    }
+    cost.flops = flops;
+    return cost;
+  }
+
+  std::map<std::string, double> statistics() const override {
+    std::map<std::string, double> statistics = attention_[0].inner().statistics();
+    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    return statistics;
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    TFB_ASSIGN_OR_RETURN(const Encodings encodings, make_encodings_(parameters_));
+    repeat_ = encodings.repeat;
+    TFB_ASSIGN_OR_RETURN(positions_, ToDevice(encodings.positions));
+    TFB_ASSIGN_OR_RETURN(times_, ToDevice(encodings.times));
+    return Apply(inputs, {}, execution, /*sets_up=*/true);
+  }
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    return Apply(inputs, outputs.Get("out"), execution, /*sets_up=*/false);
+  }
+
+ private:
+  absl::StatusOr<DeviceArray<float>> ToDevice(const Tensor& tensor) const {
+    if (tensor.empty()) return DeviceArray<float>();
+    return CopyFloats(device_, tensor.view());
+  }
+  // Returns the index of application n in attention_.
+  int64_t IndexOf(int64_t n) const { return plan_.shared ? 0 : n; }
+  TensorView TakeState(Workspace& workspace) const {
+    const Problem& p = problem();
+    const Shape shape = {p.batch, p.query_tokens, p.model_dim()};
+    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  }
+
+  // Return P^n and t^n as additions to a hidden state; empty where there is none.
+  ConstTensorView Positions(int64_t n) const {
+    const Problem& p = problem();
+    const int64_t size = p.query_tokens * p.model_dim();
+    const int64_t first = repeat_ ? 0 : n * size;
+    if (size == 0 || first + size > positions_.size()) return {};
+    return ConstTensorView(positions_.data() + first, DType::kF32,
+                           {p.batch, p.query_tokens, p.model_dim()}, {0, p.model_dim(), 1});
+  }
+  ConstTensorView Time(int64_t n) const {
+    const Problem& p = problem();
+    if (times_.size() == 0) return {};
+    return ConstTensorView(times_.data() + n * p.model_dim(), DType::kF32,
+                           {p.batch, p.query_tokens, p.model_dim()}, {0, 0, 1});
+  }
+
+  // Returns the input of application n's attention: u, in `state` where something is added.
+  absl::StatusOr<ConstTensorView> Encode(int64_t n, ConstTensorView h, const TensorView& state,
+                                         const Execution& execution) const {
+    const ConstTensorView positions = Positions(n), time = Time(n);
+    if (!positions.empty()) {
+      TFB_RETURN_IF_ERROR(
+          AddScaled(device_, static_cast<float>(plan_.scale), h, 1, positions, state, execution));
+      h = state;
+    }
+    if (!time.empty()) {
+      TFB_RETURN_IF_ERROR(Add(device_, h, time, state, execution));
+      h = state;
+    }
+    return h;
+  }
+
+  // Runs the applications; Setup runs up to the attention that is set up last.
+  absl::Status Apply(const Inputs& inputs, const TensorView& out, const Execution& execution,
+                     bool sets_up) {
+    Workspace workspace(execution.workspace);
+    const TensorView state = TakeState(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    ConstTensorView h = inputs.Get("x");
+    const int64_t applications = sets_up ? ProjectionCount(plan_) : plan_.applications;
+    for (int64_t n = 0; n < applications; ++n) {
+      TFB_ASSIGN_OR_RETURN(h, Encode(n, h, state, rest));
+      ProjectedAttention& attention = attention_[IndexOf(n)];
+      const bool last = n == applications - 1;
+      const ProjectedAttention::Call call = {
+          {h, {}, inputs.Get("key_mask"), &further_[n].From(inputs)}, {}, last ? out : state};
+      if (sets_up) TFB_RETURN_IF_ERROR(attention.Setup(parameters_, Prefix(plan_, n), call, rest));
+      if (sets_up && last) break;
+      TFB_RETURN_IF_ERROR(attention.Run(call, rest));
+      h = state;
+    }
+    return absl::OkStatus();
+  }
+
+  EncodedAttentionPlan plan_;
+  MakeEncodings make_encodings_;
+  Device device_;
+  std::vector<FurtherInputs> further_;  // of each application
+  std::vector<ProjectedAttention> attention_;
+  DeviceArray<float> positions_;
+  DeviceArray<float> times_;
+  bool repeat_ = false;
+  double own_bytes_ = 0;  // bytes of the encodings' parameters
+};
+
+}  // namespace
+
+std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem,
+                                               const EncodedAttentionPlan& plan) {
+  std::vector<TensorSpec> tensors = HiddenInputs(problem);
+  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  for (int64_t n = 0; n < plan.applications; ++n) {
+    FurtherOf(problem, plan, n).AddTo(&tensors);
+  }
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& problem,
+                                                              const EncodedAttentionPlan& plan,
+                                                              const std::vector<ParameterSpec>& own,
+                                                              MakeEncodings make_encodings,
+                                                              Device device, uint64_t seed) {
+  TFB_RETURN_IF_ERROR(Check(problem, plan));
+  auto layer =
+      std::make_unique<EncodedAttentionLayer>(problem, plan, std::move(make_encodings), device);
+  TFB_RETURN_IF_ERROR(layer->Build(own, seed));
+  return layer;
+}
+
+absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttentionPlan& plan,
+                                    DefineEncoding encoding, const NamedTensors& parameters,
+                                    const Inputs& inputs, const DefinitionRequest& request,
+                                    NamedTensors* outputs) {
+  TFB_RETURN_IF_ERROR(Check(problem, plan));
+  Tensor h = Tensor(DType::kF64, inputs.Get("x").shape());
+  CopyElements(inputs.Get("x"), h.view());
+  for (int64_t n = 0; n < plan.applications; ++n) {
+    ForEachOf(request.pool, problem.query_tokens, [&](int64_t p) {
+      for (int64_t c = 0; c < problem.model_dim(); ++c) {
+        const double added = encoding(n, p, c);
+        for (int64_t b = 0; b < problem.batch; ++b) {
+          double& x = *h.view().MutableAt<double>(b, p, c);
+          x = plan.scale * x + added;
+        }
+      }
+    });
+    const bool last = n == plan.applications - 1;
+    FurtherInputs further = FurtherOf(problem, plan, n);
+    NamedTensors attended;
+    TFB_RETURN_IF_ERROR(
+        DefineProjectedAttention(problem, plan.inner.Of(n), parameters, Prefix(plan, n),
+                                 {h.view(), {}, inputs.Get("key_mask"), &further.From(inputs)},
+                                 last ? request : request.OfPart(), &attended));
+    h = std::move(attended.at("out"));
+    if (last && request.weights && attended.count("weights") > 0) {
+      (*outputs)["weights"] = std::move(attended.at("weights"));
+    }
+  }
+  (*outputs)["out"] = std::move(h);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb::layers

@@ -1,0 +1,102 @@
+#include "core/layers/attention/relative_positions.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <utility>
+
+#include "Eigen/Core"
+#include "core/layers/matmul.h"
+#include "core/layers/sinusoid.h"
+#include "core/status.h"
+#include "core/technique.h"
+
+namespace tfb::layers {
+namespace {
+
+// Multiplies `sinusoids` by W_r in float64, rounded to a 16-bit dtype once. The rounding of a number must not
+// depend on the order of a sum: neighbouring numbers of 16 bits differ too much.
+absl::StatusOr<Tensor> ProjectAndRound(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
+                                       DType dtype) {
+  using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  const auto matrix = [](const ConstTensorView& view) {
+    Matrix copy(view.dim(0), view.dim(1));
+    CopyElements(view, TensorView(copy.data(), DType::kF64, view.shape()));
+    return copy;
+  };
+  const Matrix product = matrix(sinusoids) * matrix(w_r);
+  const Shape shape = {product.rows(), product.cols()};
+  TFB_ASSIGN_OR_RETURN(Tensor rounded, Tensor::Allocate(dtype, shape));
+  CopyElements(ConstTensorView(product.data(), DType::kF64, shape), rounded.view());
+  return rounded;
+}
+
+}  // namespace
+
+int64_t DistanceRange::Clamped(int64_t distance) const {
+  return clamp == 0 ? distance : std::clamp(distance, -clamp, clamp);
+}
+
+Tensor SinusoidsOf(const DistanceRange& range, int64_t channels) {
+  const int64_t first = range.Clamped(range.first), last = range.Clamped(range.last);
+  Tensor table(DType::kF32, {range.rows(), channels});
+  if (range.rows() == 0) return table;
+  const Tensor magnitudes =
+      RelativeSinusoids(std::max(std::abs(first), std::abs(last)) + 1, channels);
+  const int64_t sines = (channels + 1) / 2;
+  for (int64_t d = first; d <= last; ++d) {
+    const float* from = magnitudes.view().At<float>(std::abs(d));
+    float* to = table.view().MutableAt<float>(d - first);
+    for (int64_t c = 0; c < channels; ++c) to[c] = d < 0 && c < sines ? -from[c] : from[c];
+  }
+  return table;
+}
+
+absl::StatusOr<Tensor> ProjectSinusoids(const ConstTensorView& sinusoids,
+                                        const ConstTensorView& w_r, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
+  TFB_ASSIGN_OR_RETURN(Tensor projected,
+                       Tensor::Allocate(DType::kF32, Shape{sinusoids.dim(0), matrix.out()}));
+  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
+                                            matrix.out(), pool->threads());
+  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
+  Execution execution;
+  execution.pool = pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
+  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
+  return projected;
+}
+
+absl::StatusOr<RelativePositions> RelativePositions::Create(const Parameters& parameters,
+                                                            const DistanceRange& range,
+                                                            const ConstTensorView& sinusoids,
+                                                            int64_t here, DType dtype,
+                                                            ThreadPool* pool) {
+  if (range.rows() == 0) return FromTable({}, parameters.u, parameters.v, range, here);
+  TFB_ASSIGN_OR_RETURN(const Tensor projected,
+                       dtype == DType::kF32 ? ProjectSinusoids(sinusoids, parameters.w_r, pool)
+                                            : ProjectAndRound(sinusoids, parameters.w_r, dtype));
+  return FromTable(projected.view(), parameters.u, parameters.v, range, here);
+}
+
+RelativePositions RelativePositions::FromTable(const ConstTensorView& table,
+                                               const ConstTensorView& u, const ConstTensorView& v,
+                                               const DistanceRange& range, int64_t here) {
+  RelativePositions positions;
+  positions.u_ = u.At<float>(0);
+  positions.v_ = v.At<float>(0);
+  if (range.rows() == 0) return positions;
+  const ConstTensorView by_head = Transpose(SplitAxis(table, 1, u.dim(0)), 0, 1);
+  positions.distances_ =
+      std::make_unique<RelativeKeys>(by_head, here - range.last, here - range.first,
+                                     [&](int64_t offset) { return range.Row(here - offset); });
+  return positions;
+}
+
+void RelativePositions::AddTo(ScoreRule* rule) const {
+  rule->content_bias = u_;
+  rule->position_bias = v_;
+  rule->relative_keys = distances_.get();
+}
+
+}  // namespace tfb::layers

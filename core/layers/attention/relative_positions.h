@@ -1,0 +1,76 @@
+// Transformer-XL's relative positions as a score rule of engine flash, for all layers that score
+// with them:
+//
+//   s_ij = ((q_i + u) . k_j + (q_i + v) . (r_(i-j) W_r)) / sqrt(head_dim)
+//
+// r_d W_r is computed once for every distance d that a call can have. The engine slides it past the
+// queries, each of which reads it one distance further on: the paper's appendix B shifts a product
+// of all tokens x tokens for that, which is never stored here.
+#ifndef TFB_CORE_LAYERS_ATTENTION_RELATIVE_POSITIONS_H_
+#define TFB_CORE_LAYERS_ATTENTION_RELATIVE_POSITIONS_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "core/flash/flash.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+
+namespace tfb::layers {
+
+// The distances i - j from `first` to `last`, negative ones being those of later keys.
+struct DistanceRange {
+  int64_t first = 0;
+  int64_t last = 0;
+  int64_t clamp = 0;  // distances beyond +-clamp count as +-clamp; 0 clamps none
+
+  int64_t Clamped(int64_t distance) const;
+  // Returns the row of SinusoidsOf for a distance.
+  int64_t Row(int64_t distance) const { return Clamped(distance) - Clamped(first); }
+  int64_t rows() const { return last < first ? 0 : Row(last) + 1; }
+};
+
+// Returns r_d of the clamped distances, ascending, f32 [range.rows(), channels]. See
+// core/layers/sinusoid.h; r_(-d) is r_d with the sines' signs reversed.
+Tensor SinusoidsOf(const DistanceRange& range, int64_t channels);
+
+// Returns `sinusoids` W_r, f32 [distances, heads * head_dim].
+absl::StatusOr<Tensor> ProjectSinusoids(const ConstTensorView& sinusoids,
+                                        const ConstTensorView& w_r, ThreadPool* pool);
+
+class RelativePositions {
+ public:
+  // Parameters, f32, in host memory.
+  struct Parameters {
+    ConstTensorView w_r;  // [channels, heads * head_dim]
+    ConstTensorView u;    // [heads, head_dim]
+    ConstTensorView v;    // [heads, head_dim]
+  };
+
+  RelativePositions() = default;
+  // Multiplies `sinusoids`, those of the range, by W_r, and rounds the product to `dtype`. A key at
+  // the offset `here` from its query, in the engine's count, is at distance 0.
+  static absl::StatusOr<RelativePositions> Create(const Parameters& parameters,
+                                                  const DistanceRange& range,
+                                                  const ConstTensorView& sinusoids, int64_t here,
+                                                  DType dtype, ThreadPool* pool);
+
+  // Takes the table f32 [range.rows(), heads * head_dim] in the place of that product: row Row(d)
+  // has the vectors of distance d.
+  static RelativePositions FromTable(const ConstTensorView& table, const ConstTensorView& u,
+                                     const ConstTensorView& v, const DistanceRange& range,
+                                     int64_t here);
+
+  // Makes the rule point to u, v and the tables of this object, which may be moved.
+  void AddTo(ScoreRule* rule) const;
+
+ private:
+  const float* u_ = nullptr;
+  const float* v_ = nullptr;
+  std::unique_ptr<RelativeKeys> distances_;
+};
+
+}  // namespace tfb::layers
+
+#endif  // TFB_CORE_LAYERS_ATTENTION_RELATIVE_POSITIONS_H_

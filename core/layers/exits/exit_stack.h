@@ -1,0 +1,253 @@
+// A stack in which each token leaves after a layer of its own: transformer_xl's layers, with exits.
+//
+//   h^n = layer_n(h^(n-1))                        for tokens that are still there
+//   h^n_t = h^(n-1)_t                             for those that have left: the copied state
+//   out_t = LN_n(h^n_t),  n the layer after which token t leaves
+//
+// The optional output memories and, with given_memory, the input are transformer_xl's
+// (memory/transformer_xl/transformer_xl.h): memories[:, n], n = 0, ..., N - 1, are h^n of the last
+// tokens, copied states included. Rules count segments and tokens from the first token of the run.
+//
+// For a token that has left, queries, output projection and feed-forward network are no longer
+// computed. Its keys and values are computed in every layer from the copied state, so that later
+// tokens see it. An ExitRule decides which tokens leave; after the last layer, N, all leave.
+//
+// CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
+// as there are such tokens; reading a text segment by segment and decoding a batch token by token are
+// the same code. With all tokens there the arithmetic is transformer_xl's, bit for bit.
+//
+// CUDA. Which tokens go on is known on the device alone, and Run does not wait for it. After each
+// layer a kernel lists their rows in device memory (core/cuda/row_list.h); queries, attention,
+// products, norms and the rule's decision after the next layer are launched for all rows, and
+// blocks beyond the list return at once. In the last block, which like all has 64 rows, warps of 16
+// rows beyond the list multiply nothing. Attention in fp32 takes 64 listed queries to a tile: its
+// products with keys and values fall with the tokens that have left, those with distances half as
+// far. In 16 bits it skips tiles of 128 tokens all of which have left, and saves nothing where the
+// tokens that left are scattered.
+//
+// Our own kernel computes products of a list, since the host has to tell a library the number of
+// rows. On a GPU with cuBLAS, the library computes the products of the first layer and of all keys
+// and values, so that the result where no token leaves is the whole stack's up to rounding. It is
+// the same bit for bit where there is no cuBLAS, and where it is known beforehand that no token
+// will leave (ExitRule::never_leaves), since no list is made then.
+//
+// The simulator counts that the work falls: fp32's loads and stores fall by 0.87 of the share of
+// the FLOPs that exits save where every second token left after the first of 4 layers, and by 0.92
+// where three of four did (calm_test.cc: 256 tokens of 64 channels in segments of 128). Time on a
+// GPU has not been measured.
+#ifndef TFB_CORE_LAYERS_EXITS_EXIT_STACK_H_
+#define TFB_CORE_LAYERS_EXITS_EXIT_STACK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/row_list.h"
+#include "core/layers/exits/exit_stack_cuda.h"
+#include "core/layers/layer_norm.h"
+#include "core/layers/list_rows.h"
+#include "core/layers/stack/relative_stack.h"
+#include "core/layers/stack/stack_options.h"
+#include "core/layers/stack/stack_sizes.h"
+#include "core/options.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+
+namespace tfb::layers {
+
+struct ExitStackOptions : RelativeStackOptions {
+  bool pre_norm = false;
+
+  void Describe(OptionBinder& bind) {
+    DescribeStack(bind, /*max_layers=*/32);
+    bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    DescribeGivenMemory(bind);
+  }
+};
+
+// Returns "exit0" for the norm and classifier after layer 1, ...
+std::string ExitPrefix(int64_t n);
+// Returns the name of the norm after layer n of N: exit<n-1>.norm, and final_norm after the last
+// one.
+std::string ExitNorm(int64_t n, int64_t layers);
+
+// Returns the parameters of transformer_xl and, for every layer, gamma and beta [model_dim] of its
+// exit's norm.
+std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes);
+
+// The name of an optional input and output, i32 [batch, tokens]: the layer after which each token
+// leaves, from 1. As an input it replaces the rule; below 1 counts as 1, above N as N.
+inline constexpr char kExits[] = "exits";
+TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
+// The name of an optional output, f32 [batch, tokens, N]: the probability of leaving after each
+// layer, by rules that have one.
+inline constexpr char kExitProbabilities[] = "exit_probabilities";
+TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens);
+std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackOptions& options);
+std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
+                                         bool has_probabilities);
+
+// Rows of a segment after a layer, in memory of the device.
+struct ExitRows {
+  int64_t layer;           // n, from 1 to N - 1
+  TensorView state;        // h^n, f32 [rows, model_dim]
+  TensorView before;       // h^(n-1)
+  const int32_t* places;   // row r is place b * tokens + t; null: row r is place r
+  int64_t tokens;          // tokens of the segment
+  int64_t first_position;  // position of its first token in the stream
+  RowList list = {};       // CUDA: the rows that are still there
+
+  int64_t rows() const { return state.dim(0); }
+};
+
+// Decides when tokens leave.
+class ExitRule {
+ public:
+  virtual ~ExitRule() = default;
+  virtual absl::Status Setup(const NamedTensors& parameters) = 0;
+  virtual size_t workspace_bytes(int64_t rows, int threads) const = 0;
+  // Returns the FLOPs of the decisions about a token after the first `layers` layers.
+  virtual double flops(int64_t layers) const = 0;
+  // Tells whether the rule reads more of a segment than the token itself, so that another split of
+  // the stream gives another result.
+  virtual bool reads_segments() const { return false; }
+  // Tells whether it is known beforehand that no token leaves before the last layer.
+  virtual bool never_leaves() const { return false; }
+  // Sets leaves[r] to whether row r leaves after this layer, for every row that is still there, in
+  // the order of the layers. It allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status Decide(const ExitRows& rows, uint8_t* leaves,
+                              const Execution& execution) = 0;
+
+  // Tells whether the rule has probabilities of leaving.
+  virtual bool has_probabilities() const { return false; }
+  // Writes what the states after layer n say of the probabilities, f32 [batch, tokens, N], of all
+  // tokens of the segment: row b * tokens + t of `state`, f32 [batch * tokens, model_dim]. It is
+  // called for n = 1, ..., N in turn, and Decide is called before it for all tokens where n is 1
+  // and not N. It allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status WriteProbabilities(int64_t /*n*/, const ConstTensorView& /*state*/,
+                                          const TensorView& /*probabilities*/,
+                                          const Execution& /*execution*/) {
+    return absl::UnimplementedError("the rule has no probabilities");
+  }
+};
+
+class ExitStackLayer : public RelativeStackLayer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const ExitStackOptions& options,
+                                                       Device device, uint64_t seed,
+                                                       std::unique_ptr<ExitRule> rule,
+                                                       const std::vector<ParameterSpec>& of_rule);
+
+  // Returns the cost of the tokens of the last Run, or of the stream up to the problem's tokens; it
+  // is known only afterwards.
+  Cost cost() const override;
+  // Returns the stack's statistics, and mean_layers that tokens went through, and flops_saved, the
+  // share of the whole stack's FLOPs that was saved.
+  std::map<std::string, double> statistics() const override;
+  int64_t split_tokens() const override;
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  void BeginSegment(const Segment& segment) override;
+  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                        const Execution& execution) override;
+  size_t layer_workspace_bytes(int threads) const override;
+
+ private:
+  ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
+                 std::unique_ptr<ExitRule> rule)
+      : RelativeStackLayer(problem, ShapeFor(problem, options, device),
+                           {ExitStackOutputs(problem, options, rule->has_probabilities()),
+                            SegmentOutputs(problem, options, rule->has_probabilities()),
+                            SegmentInputs(problem, options)},
+                           device),
+        pre_norm_(options.pre_norm),
+        rule_(std::move(rule)) {}
+
+  static RelativeStackShape ShapeFor(const Problem& problem, const ExitStackOptions& options,
+                                     Device device);
+  // Return the inputs of a segment other than x, and its outputs other than out.
+  static std::vector<TensorSpec> SegmentInputs(const Problem& problem,
+                                               const ExitStackOptions& options);
+  static std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
+                                                const ExitStackOptions& options,
+                                                bool has_probabilities);
+
+  struct Scratch {
+    float* normalized;  // [places, model_dim]
+    float* before;      // [places, model_dim]
+    float* after;       // [places, model_dim]
+    uint8_t* leaves;    // [places]
+  };
+  Scratch LayOut(int64_t places, Workspace& workspace) const;
+  TensorView Rows(float* rows, int64_t count) const;
+  RowListMemory list_memory() const {
+    return {stays_.mutable_data(), listed_.mutable_data(), list_begins_.mutable_data()};
+  }
+  int64_t places() const { return problem().batch * segment().tokens(); }
+  bool IsLast(int64_t n) const { return n == sizes().layers; }
+  // Tells whether the rule is called after layer n. Where exits are given, it is after the first
+  // layer alone, whose states may say something of the next segment or of the probabilities.
+  bool CallsRule(int64_t n) const {
+    if (IsLast(n) || given_.empty()) return !IsLast(n);
+    return n == 1 && (rule_->reads_segments() || !probabilities_out_.empty());
+  }
+
+  // Runs layer n, from 1, where `state` holds h^(n-1) and then h^n of all tokens.
+  absl::Status RunOnCpu(int64_t n, const TensorView& state, const Scratch& scratch,
+                        const Execution& execution);
+  absl::Status RunOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
+                         const Execution& execution);
+  absl::Status LeaveOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
+                           bool has_decided, const RowList& rows, const Execution& execution);
+  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution);
+  absl::Status WriteProbabilities(int64_t n, const TensorView& state, const Execution& execution);
+  // Writes the outputs of rows that leave, and closes the gaps that they leave in active_.
+  absl::Status Leave(int64_t n, const Scratch& scratch, const Execution& execution);
+  void Record(int64_t place, int64_t n);
+  // The definition's FLOPs for tokens that leave after these layers, and for a stack in which all
+  // stay.
+  struct Flops {
+    double spent = 0;
+    double of_all = 0;
+    double layers = 0;  // mean
+  };
+  absl::StatusOr<Flops> Count() const;
+
+  bool pre_norm_;
+  std::unique_ptr<ExitRule> rule_;
+  std::vector<LayerNorm> exit_norms_;
+
+  // The segment's tensors.
+  ConstTensorView given_;  // exits; empty: the rule decides
+  TensorView out_;
+  TensorView exits_out_;
+  TensorView probabilities_out_;
+  int64_t first_position_ = 0;  // of the segment in the stream, without given memories
+  bool has_run_ = false;
+
+  // CPU: places of the tokens that are there, ascending, and the reverse.
+  std::vector<int32_t> active_;
+  std::vector<int32_t> row_of_token_;
+  std::vector<int32_t> leaving_;  // places of the tokens that leave after the layer that has run
+  // CUDA: the flags and the list of the rows that are there.
+  DeviceArray<uint8_t> stays_;
+  DeviceArray<int32_t> listed_;
+  DeviceArray<int32_t> list_begins_;
+  DeviceArray<int32_t> recorded_;  // [batch, query_tokens] exits, 0 for tokens not read yet
+};
+
+}  // namespace tfb::layers
+
+#endif  // TFB_CORE_LAYERS_EXITS_EXIT_STACK_H_
