@@ -183,19 +183,12 @@ bool RunsOn(const TechniqueInfo& info, Device device) {
   return std::find(info.devices.begin(), info.devices.end(), named) != info.devices.end();
 }
 
-absl::Status CheckSizes(const TechniqueInfo& info, const Problem& problem) {
+absl::Status CheckForm(const TechniqueInfo& info, const Problem& problem) {
   TFB_RETURN_IF_ERROR(Validate(problem));
-  if (!info.self_attention || problem.query_tokens == problem.kv_tokens) return absl::OkStatus();
-  return absl::UnimplementedError(absl::StrCat(info.name, " is self-attention: query_tokens is ",
-                                               problem.query_tokens, ", kv_tokens is ",
-                                               problem.kv_tokens));
-}
-
-absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device) {
-  TFB_RETURN_IF_ERROR(CheckSizes(info, problem));
-  if (!RunsOn(info, device)) {
-    return absl::UnimplementedError(
-        absl::StrCat(info.name, " has no implementation for device ", Name(device)));
+  if (info.self_attention && problem.query_tokens != problem.kv_tokens) {
+    return absl::UnimplementedError(absl::StrCat(info.name, " is self-attention: query_tokens is ",
+                                                 problem.query_tokens, ", kv_tokens is ",
+                                                 problem.kv_tokens));
   }
   if (problem.causal && !info.supports_causal) {
     return absl::UnimplementedError(absl::StrCat(info.name, " has no causal form"));
@@ -204,6 +197,13 @@ absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, D
     return absl::UnimplementedError(absl::StrCat(info.name, " is causal only"));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device) {
+  TFB_RETURN_IF_ERROR(CheckForm(info, problem));
+  if (RunsOn(info, device)) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat(info.name, " has no implementation for device ", Name(device)));
 }
 
 template <class View>

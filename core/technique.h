@@ -189,8 +189,9 @@ struct TechniqueInfo {
   InputKind input_kind = InputKind::kQkv;
   Exactness exactness = Exactness::kExact;
   std::vector<OptionSpec> options = {};
-  std::string budget_option = "";  // the option that trades error for cost; empty where there is none
-  double growth = 2;          // expected exponent of time in tokens
+  std::string budget_option =
+      "";             // the option that trades error for cost; empty where there is none
+  double growth = 2;  // expected exponent of time in tokens
   // A technique that names kCuda runs on kSimulator too.
   std::vector<Device> devices = {Device::kCpu, Device::kCuda};
   bool supports_causal = true;
@@ -203,7 +204,7 @@ struct TechniqueInfo {
 };
 
 // Returns OK where the problem's sizes are valid and a definition exists for them.
-absl::Status CheckSizes(const TechniqueInfo& info, const Problem& problem);
+absl::Status CheckForm(const TechniqueInfo& info, const Problem& problem);
 
 // Which outputs of a definition are asked for, and what it may use to compute them.
 struct DefinitionRequest {
@@ -293,19 +294,24 @@ class TechniqueOf : public Technique {
                                                 Device device, uint64_t seed) const final {
     TFB_ASSIGN_OR_RETURN(const OptionsT parsed, ParseOptions<OptionsT>(options));
     TFB_RETURN_IF_ERROR(CheckSupported(problem, device));
+    TFB_RETURN_IF_ERROR(Check(problem, parsed));
     return MakeLayer(problem, parsed, device, seed);
   }
   absl::Status Define(const Problem& problem, const Options& options,
                       const NamedTensors& parameters, const Inputs& inputs,
                       const DefinitionRequest& request, NamedTensors* outputs) const final {
     TFB_ASSIGN_OR_RETURN(const OptionsT parsed, ParseOptions<OptionsT>(options));
-    TFB_RETURN_IF_ERROR(CheckSizes(info(), problem));
+    TFB_RETURN_IF_ERROR(CheckForm(info(), problem));
+    TFB_RETURN_IF_ERROR(Check(problem, parsed));
     return Definition(problem, parsed, parameters, inputs, request, outputs);
   }
 
  protected:
   explicit TechniqueOf(TechniqueInfo info) : Technique(WithOptions(std::move(info))) {}
 
+  // Returns an error where the options do not fit the problem; MakeLayer and Definition are then not
+  // called.
+  virtual absl::Status Check(const Problem&, const OptionsT&) const { return absl::OkStatus(); }
   virtual absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                            const OptionsT& options, Device device,
                                                            uint64_t seed) const = 0;

@@ -152,10 +152,13 @@ std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem,
   return layers::ExitStackOutputs(problem, options, /*has_probabilities=*/false);
 }
 
+absl::Status Calm::Check(const Problem& problem, const CalmOptions& options) const {
+  return layers::CheckRelativeStack("calm", problem, options);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
                                                        const CalmOptions& options, Device device,
                                                        uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("calm", problem, options));
   return layers::ExitStackLayer::Create(problem, options, device, seed,
                                         std::make_unique<ConfidenceRule>(device, problem, options),
                                         ConfidenceParameters(problem, options));
@@ -164,7 +167,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
 absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("calm", problem, options));
   std::vector<ParameterSpec> specs =
       layers::ExitStackParameters(layers::ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);

@@ -94,6 +94,7 @@ class Calm : public TechniqueOf<CalmOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const CalmOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const CalmOptions& options, Device device,
                                                    uint64_t seed) const override;

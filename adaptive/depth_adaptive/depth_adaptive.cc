@@ -54,10 +54,6 @@ std::vector<layers::ParameterSpec> ClassifierParameters(const Problem& problem,
   return {{prefix + "w", {width, layers}, 0, deviation}, {prefix + "b", {layers}, 0, 1}};
 }
 
-absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& options) {
-  return layers::CheckRelativeStack("depth_adaptive", problem, options);
-}
-
 // ---- The definition ----
 
 // The definition's output with the scale of the probabilities' errors, f64 [batch, tokens].
@@ -246,11 +242,15 @@ std::vector<TensorSpec> DepthAdaptive::WrittenTensors(const Problem& problem,
   return layers::ExitStackOutputs(problem, options, HasProbabilities(options));
 }
 
+absl::Status DepthAdaptive::Check(const Problem& problem,
+                                  const DepthAdaptiveOptions& options) const {
+  return layers::CheckRelativeStack("depth_adaptive", problem, options);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& problem,
                                                                 const DepthAdaptiveOptions& options,
                                                                 Device device,
                                                                 uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   std::unique_ptr<layers::ExitRule> rule;
   if (options.classifier == Classifier::kConfidence) {
     rule = std::make_unique<MaxProbabilityRule>(device, problem, options);
@@ -265,7 +265,6 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
                                        const NamedTensors& parameters, const Inputs& inputs,
                                        const DefinitionRequest& request,
                                        NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   std::vector<layers::ParameterSpec> specs =
       layers::ExitStackParameters(layers::ShapeOf(problem, options).sizes);
   for (layers::ParameterSpec& spec : ClassifierParameters(problem, options)) specs.push_back(spec);

@@ -106,6 +106,7 @@ class DepthAdaptive : public TechniqueOf<DepthAdaptiveOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const DepthAdaptiveOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const DepthAdaptiveOptions& options,
                                                    Device device, uint64_t seed) const override;

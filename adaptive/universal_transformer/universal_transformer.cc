@@ -37,21 +37,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckProblem(const Problem& problem) {
-  if (problem.kv_tokens != problem.query_tokens) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("keys are of the same tokens as queries: kv_tokens is ", problem.kv_tokens,
-                     "; allowed is query_tokens, ", problem.query_tokens));
-  }
-  constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
-  if (problem.query_tokens > 0 && problem.batch > kMaxRows / problem.query_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat(problem.batch, " batches of ",
-                                                   problem.query_tokens, " tokens; allowed are ",
-                                                   kMaxRows, " in all"));
-  }
-  return absl::OkStatus();
-}
-
 std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const UniversalTransformerOptions& options) {
   const UniversalSizes s(problem, options);
@@ -238,10 +223,25 @@ std::vector<TensorSpec> UniversalTransformer::WrittenTensors(
   return tensors;
 }
 
+absl::Status UniversalTransformer::Check(const Problem& problem,
+                                         const UniversalTransformerOptions&) const {
+  if (problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("keys are of the same tokens as queries: kv_tokens is ", problem.kv_tokens,
+                     "; allowed is query_tokens, ", problem.query_tokens));
+  }
+  constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+  if (problem.query_tokens > 0 && problem.batch > kMaxRows / problem.query_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(problem.batch, " batches of ",
+                                                   problem.query_tokens, " tokens; allowed are ",
+                                                   kMaxRows, " in all"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> UniversalTransformer::MakeLayer(
     const Problem& problem, const UniversalTransformerOptions& options, Device device,
     uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
   auto layer = std::make_unique<UniversalTransformerLayer>(
       problem, ReadTensors(problem, options), WrittenTensors(problem, options), options, device);
   TFB_RETURN_IF_ERROR(layer->Draw(seed));
@@ -253,7 +253,6 @@ absl::Status UniversalTransformer::Definition(const Problem& problem,
                                               const NamedTensors& parameters, const Inputs& inputs,
                                               const DefinitionRequest& request,
                                               NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem));
   return DefineUniversalTransformer(problem, options, parameters, inputs, request, outputs);
 }
 

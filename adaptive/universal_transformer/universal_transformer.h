@@ -150,6 +150,8 @@ class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem,
+                     const UniversalTransformerOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const UniversalTransformerOptions& options,
                                                    Device device, uint64_t seed) const override;

@@ -38,17 +38,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckProblem(const Problem& problem, const EncoderDecoderOptions& options) {
-  if (options.part == Part::kEncoder && problem.kv_tokens != problem.query_tokens) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
-                     problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
-  }
-  std::vector<int64_t> counts = {options.layers};
-  if (options.part == Part::kBoth) counts.push_back(2 * options.layers);
-  return options.inner.CheckCount("inner", absl::StrCat("layers=", options.layers), counts);
-}
-
 Activation ActivationOf(const EncoderDecoderOptions& options) {
   if (options.activation != Activation::kNone) return options.activation;
   return options.block == BlockKind::kSparse ? Activation::kGeluSigmoid : Activation::kRelu;
@@ -508,10 +497,21 @@ std::vector<TensorSpec> EncoderDecoder::WrittenTensors(const Problem& problem,
   return tensors;
 }
 
+absl::Status EncoderDecoder::Check(const Problem& problem,
+                                   const EncoderDecoderOptions& options) const {
+  if (options.part == Part::kEncoder && problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
+                     problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+  }
+  std::vector<int64_t> counts = {options.layers};
+  if (options.part == Part::kBoth) counts.push_back(2 * options.layers);
+  return options.inner.CheckCount("inner", absl::StrCat("layers=", options.layers), counts);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> EncoderDecoder::MakeLayer(
     const Problem& problem, const EncoderDecoderOptions& options, Device device,
     uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   return EncoderDecoderLayer::Create(problem, ReadTensors(problem, options),
                                      WrittenTensors(problem, options), options, device, seed);
 }
@@ -521,7 +521,6 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
                                         const NamedTensors& parameters, const Inputs& inputs,
                                         const DefinitionRequest& request,
                                         NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   const Network network(options, parameters, request, outputs);
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor encoded;

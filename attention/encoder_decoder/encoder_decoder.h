@@ -134,6 +134,7 @@ class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const EncoderDecoderOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const EncoderDecoderOptions& options,
                                                    Device device, uint64_t seed) const override;

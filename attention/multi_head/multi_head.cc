@@ -25,13 +25,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckProblem(const Problem& problem, const MultiHeadOptions& options) {
-  if (options.cross || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("without cross, keys are of the same tokens as queries: kv_tokens is ",
-                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
-}
-
 layers::AttentionInputs InputsOf(const Inputs& inputs, layers::FurtherInputs& further) {
   return {inputs.Get("x"), inputs.Get("memory"), inputs.Get("key_mask"), &further.From(inputs)};
 }
@@ -121,10 +114,16 @@ std::vector<TensorSpec> MultiHead::WrittenTensors(const Problem& problem,
   return tensors;
 }
 
+absl::Status MultiHead::Check(const Problem& problem, const MultiHeadOptions& options) const {
+  if (options.cross || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("without cross, keys are of the same tokens as queries: kv_tokens is ",
+                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> MultiHead::MakeLayer(const Problem& problem,
                                                             const MultiHeadOptions& options,
                                                             Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   return MultiHeadLayer::Create(problem, ReadTensors(problem, options),
                                 WrittenTensors(problem, options), options, device, seed);
 }
@@ -132,7 +131,6 @@ absl::StatusOr<std::unique_ptr<Layer>> MultiHead::MakeLayer(const Problem& probl
 absl::Status MultiHead::Definition(const Problem& problem, const MultiHeadOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   layers::FurtherInputs further = layers::FurtherInputsOf(options.inner, problem);
   return layers::DefineProjectedAttention(problem, options.inner, parameters, "",
                                           InputsOf(inputs, further), request, outputs);

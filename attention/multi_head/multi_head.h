@@ -63,6 +63,7 @@ class MultiHead : public TechniqueOf<MultiHeadOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const MultiHeadOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const MultiHeadOptions& options, Device device,
                                                    uint64_t seed) const override;

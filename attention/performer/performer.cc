@@ -30,13 +30,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckOptions(const PerformerOptions& options) {
-  if (options.kernel != Kernel::kHyperbolic || options.features % 2 == 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("features is ", options.features,
-                   "; the hyperbolic kernel has two features a row of W: an even number"));
-}
-
 Tensor DrawW(const PerformerOptions& options, const Problem& problem, uint64_t seed,
              int64_t setups) {
   const std::string name = setups == 0 ? "w" : absl::StrCat("w", setups);
@@ -202,10 +195,16 @@ Row RowOf(const Formula& formula, const double* q, Keys* keys, double denominato
 
 Performer::Performer() : TechniqueOf(Info()) {}
 
+absl::Status Performer::Check(const Problem&, const PerformerOptions& options) const {
+  if (options.kernel != Kernel::kHyperbolic || options.features % 2 == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("features is ", options.features,
+                   "; the hyperbolic kernel has two features a row of W: an even number"));
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& problem,
                                                             const PerformerOptions& options,
                                                             Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckOptions(options));
   LinearParameters parameters;
   parameters.draw = [options, problem, seed](int64_t setups) {
     return DrawW(options, problem, seed, setups);
@@ -218,7 +217,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& probl
 absl::Status Performer::Definition(const Problem& problem, const PerformerOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckOptions(options));
   const auto w = parameters.find("w");
   if (w == parameters.end()) return absl::InvalidArgumentError("parameter w is missing");
   const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));

@@ -114,6 +114,7 @@ class Performer : public TechniqueOf<PerformerOptions> {
   Performer();
 
  protected:
+  absl::Status Check(const Problem& problem, const PerformerOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const PerformerOptions& options, Device device,
                                                    uint64_t seed) const override;

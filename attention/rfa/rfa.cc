@@ -31,18 +31,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckOptions(const Problem& problem, const RfaOptions& options) {
-  if (options.kernel == Kernel::kGaussian && options.features % 2 != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("features is ", options.features,
-                     "; the gaussian kernel has a sine and a cosine a row: an even number"));
-  }
-  if (options.gate != Gate::kNone && !problem.causal) {
-    return absl::InvalidArgumentError("gate key is for causal problems; allowed here is gate none");
-  }
-  return absl::OkStatus();
-}
-
 FeatureMap MapOf(const RfaOptions& options) {
   FeatureMap map;
   map.projections = options.rows();
@@ -180,10 +168,21 @@ std::vector<TensorSpec> Rfa::WrittenTensors(const Problem& problem, const RfaOpt
   return {AttentionOutputs(problem)[0]};
 }
 
+absl::Status Rfa::Check(const Problem& problem, const RfaOptions& options) const {
+  if (options.kernel == Kernel::kGaussian && options.features % 2 != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("features is ", options.features,
+                     "; the gaussian kernel has a sine and a cosine a row: an even number"));
+  }
+  if (options.gate != Gate::kNone && !problem.causal) {
+    return absl::InvalidArgumentError("gate key is for causal problems; allowed here is gate none");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Rfa::MakeLayer(const Problem& problem,
                                                       const RfaOptions& options, Device device,
                                                       uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckOptions(problem, options));
   LinearParameters parameters;
   parameters.draw = [options, problem, seed](int64_t setups) {
     return DrawW(options, problem, seed, setups);
@@ -201,7 +200,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Rfa::MakeLayer(const Problem& problem,
 absl::Status Rfa::Definition(const Problem& problem, const RfaOptions& options,
                              const NamedTensors& parameters, const Inputs& inputs,
                              const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckOptions(problem, options));
   TFB_ASSIGN_OR_RETURN(const Parameters read, Parameters::Of(options, parameters));
   const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
   const KeyMask mask(inputs);

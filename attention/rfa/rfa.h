@@ -110,6 +110,7 @@ class Rfa : public TechniqueOf<RfaOptions> {
 
  protected:
   std::vector<TensorSpec> WrittenTensors(const Problem& problem, const RfaOptions&) const override;
+  absl::Status Check(const Problem& problem, const RfaOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const RfaOptions& options, Device device,
                                                    uint64_t seed) const override;

@@ -33,8 +33,6 @@ class FlashTechnique : public TechniqueOf<OptionsT> {
 
   explicit FlashTechnique(TechniqueInfo info) : TechniqueOf<OptionsT>(std::move(info)) {}
 
-  // Returns an error where the options do not fit the problem.
-  virtual absl::Status Check(const Problem&, const OptionsT&) const { return absl::OkStatus(); }
   // Draws the parameters from the job's seed; the job has none yet.
   virtual absl::StatusOr<NamedTensors> Draw(const Job&) const { return NamedTensors(); }
   // Returns what the engines compute.
@@ -47,7 +45,6 @@ class FlashTechnique : public TechniqueOf<OptionsT> {
 
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem, const OptionsT& options,
                                                    Device device, uint64_t seed) const override {
-    TFB_RETURN_IF_ERROR(Check(problem, options));
     TFB_ASSIGN_OR_RETURN(NamedTensors parameters, Draw({problem, options, NamedTensors(), seed}));
     return PlannedLayer::Create(problem, this->ReadTensors(problem, options),
                                 this->WrittenTensors(problem, options), std::move(parameters),
@@ -58,7 +55,6 @@ class FlashTechnique : public TechniqueOf<OptionsT> {
   absl::Status Definition(const Problem& problem, const OptionsT& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
-    TFB_RETURN_IF_ERROR(Check(problem, options));
     TFB_ASSIGN_OR_RETURN(const PairScore score, DefineScore({problem, options, parameters, 0}));
     DefineMaskedAttention(problem, inputs, request, score, outputs);
     return absl::OkStatus();

@@ -62,12 +62,19 @@ Problem Grouped(int64_t query_heads, int64_t kv_heads) {
   return problem;
 }
 
+// Returns what the definition says to the problem without any tensors.
+absl::Status DefinitionOf(const Subject& subject, const Problem& problem) {
+  NamedTensors outputs;
+  return subject.technique->Define(problem, subject.options, {}, {}, {}, &outputs);
+}
+
 // Expects InvalidArgument or Unimplemented, and a message that names the error.
 void ExpectRefusal(const Subject& subject, const Problem& problem, const std::string& size,
                    int64_t value) {
   const auto layer = subject.technique->Create(problem, subject.options, subject.device, kSeed);
   ASSERT_FALSE(layer.ok()) << problem.ToString() << " was accepted";
   EXPECT_TRUE(IsRefusal(layer.status())) << layer.status();
+  EXPECT_EQ(DefinitionOf(subject, problem), layer.status());
   const std::string message(layer.status().message());
   EXPECT_TRUE(absl::StrContains(message, size)) << message;
   EXPECT_TRUE(absl::StrContains(message, absl::StrCat(value))) << message;
@@ -100,6 +107,27 @@ void NegativeSizesAreRefused(const Subject& subject, const Problem& problem) {
   wrong = problem;
   wrong.batch = -1;
   ExpectRefusal(subject, wrong, "batch", -1);
+}
+
+// Keys of other tokens, shared by heads, or wider than queries, and the other form: what the layer
+// does not have, the definition does not answer either.
+void TheDefinitionRefusesTheProblemsThatTheLayerDoes(const Subject& subject,
+                                                     const Problem& problem) {
+  std::vector<Problem> others(4, problem);
+  others[0].kv_tokens += 1;
+  others[1].kv_heads = 1;
+  others[2].value_dim += 8;
+  others[3].causal = !problem.causal;
+  int refused = 0;
+  for (const Problem& other : others) {
+    const auto layer = subject.technique->Create(other, subject.options, subject.device, kSeed);
+    if (layer.ok()) continue;
+    SCOPED_TRACE(other.ToString());
+    EXPECT_TRUE(IsRefusal(layer.status())) << layer.status();
+    EXPECT_EQ(DefinitionOf(subject, other), layer.status());
+    ++refused;
+  }
+  if (refused == 0) Skip("it takes all of these problems");
 }
 
 void DtypesThatNoLayerHasAreRefused(const Subject& subject, const Problem& problem) {
@@ -178,6 +206,8 @@ std::vector<Case> ShapeCases() {
        MatchesItsDefinition},
       {"HeadsThatDoNotDivideAreRefused", "17", {Usual()}, HeadsThatDoNotDivideAreRefused},
       {"NegativeSizesAreRefused", "10", {Usual()}, NegativeSizesAreRefused},
+      {"TheDefinitionRefusesTheProblemsThatTheLayerDoes", "17", UsualBoth(),
+       TheDefinitionRefusesTheProblemsThatTheLayerDoes},
       {"DtypesThatNoLayerHasAreRefused", "16", {Usual()}, DtypesThatNoLayerHasAreRefused},
       ViewCase("GapsBehindRowsOfInputs", UsualBoth(), Layout::kGaps, Layout::kContiguous),
       ViewCase("GapsBehindRowsOfOutputs", UsualBoth(), Layout::kContiguous, Layout::kGaps),

@@ -401,18 +401,6 @@ layers::StackSizes CompressiveSizes(const Problem& problem, const CompressiveOpt
   return sizes;
 }
 
-absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options) {
-  TFB_RETURN_IF_ERROR(layers::CheckSelfAttention("compressive", problem));
-  TFB_RETURN_IF_ERROR(CheckGiven(options));
-  const bool whole_blocks = options.eviction == CompressiveOptions::Eviction::kWholeBlocks;
-  if (!whole_blocks || options.memory >= options.compression - 1) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("option memory is ", options.memory,
-                   "; allowed with eviction=whole_blocks, which takes up to ",
-                   options.compression - 1, " tokens more than the overflow, are ",
-                   options.compression - 1, " to ", CompressiveOptions::kMaxMemory));
-}
-
 std::string ConvolutionPrefix(const CompressiveOptions& options) {
   return options.function == Function::kConvolution ? "convolution." : "dilated_convolution.";
 }
@@ -466,10 +454,21 @@ std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
   return outputs;
 }
 
+absl::Status Compressive::Check(const Problem& problem, const CompressiveOptions& options) const {
+  TFB_RETURN_IF_ERROR(layers::CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(CheckGiven(options));
+  const bool whole_blocks = options.eviction == CompressiveOptions::Eviction::kWholeBlocks;
+  if (!whole_blocks || options.memory >= options.compression - 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("option memory is ", options.memory,
+                   "; allowed with eviction=whole_blocks, which takes up to ",
+                   options.compression - 1, " tokens more than the overflow, are ",
+                   options.compression - 1, " to ", CompressiveOptions::kMaxMemory));
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Compressive::MakeLayer(const Problem& problem,
                                                               const CompressiveOptions& options,
                                                               Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckCompressive(problem, options));
   return CompressiveLayer::Create(problem, options, WrittenTensors(problem, options), device, seed);
 }
 

@@ -183,6 +183,7 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const CompressiveOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const CompressiveOptions& options, Device device,
                                                    uint64_t seed) const override;
@@ -198,8 +199,6 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
 // ---- Functions that layer and definition share ----
 
 layers::StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options);
-// Returns InvalidArgument where the problem or the options cannot exist.
-absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options);
 // Returns "convolution." or "dilated_convolution."; call it only for a function that convolves.
 std::string ConvolutionPrefix(const CompressiveOptions& options);
 std::vector<layers::ParameterSpec> CompressiveParameters(const Problem& problem,

@@ -330,7 +330,6 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const NamedTensors& parameters, const Inputs& inputs,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request) {
-  TFB_RETURN_IF_ERROR(CheckCompressive(problem, options));
   TFB_RETURN_IF_ERROR(layers::CheckParameters(CompressiveParameters(problem, options), parameters));
   const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
   if (tokens != problem.query_tokens) {

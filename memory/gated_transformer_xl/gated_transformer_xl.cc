@@ -39,13 +39,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckProblem(const Problem& problem, const GatedTransformerXlOptions& options) {
-  if (options.gate_biases && options.gate != GateOption::kGru) {
-    return absl::InvalidArgumentError("option gate_biases is true; allowed is that with gate=gru");
-  }
-  return layers::CheckRelativeStack("gated_transformer_xl", problem, options);
-}
-
 // ---- Parameters ----
 
 constexpr const char* kGateNames[] = {"attention_gate.", "ff_gate."};
@@ -363,10 +356,17 @@ std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(
   return layers::RelativeStackOutputs(problem, options);
 }
 
+absl::Status GatedTransformerXl::Check(const Problem& problem,
+                                       const GatedTransformerXlOptions& options) const {
+  if (options.gate_biases && options.gate != GateOption::kGru) {
+    return absl::InvalidArgumentError("option gate_biases is true; allowed is that with gate=gru");
+  }
+  return layers::CheckRelativeStack("gated_transformer_xl", problem, options);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
     const Problem& problem, const GatedTransformerXlOptions& options, Device device,
     uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   return GatedTransformerXlLayer::Create(problem, options, device, seed);
 }
 
@@ -376,7 +376,6 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                             const DefinitionRequest& request,
                                             NamedTensors* outputs) const {
   const layers::StackSizes sizes = ShapeOf(problem, options).sizes;
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
   const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
   const GatedDefinition definition(stack, options);

@@ -107,6 +107,8 @@ class GatedTransformerXl : public TechniqueOf<GatedTransformerXlOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem,
+                     const GatedTransformerXlOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const GatedTransformerXlOptions& options,
                                                    Device device, uint64_t seed) const override;

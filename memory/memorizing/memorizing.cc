@@ -36,15 +36,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckProblem(const Problem& problem, const MemorizingOptions& options) {
-  if (options.memory_layer >= options.layers) {
-    return absl::InvalidArgumentError(absl::StrCat("option memory_layer is ", options.memory_layer,
-                                                   "; allowed with layers=", options.layers,
-                                                   " are -1 to ", options.layers - 1));
-  }
-  return layers::CheckRelativeStack("memorizing", problem, options);
-}
-
 std::string StorePrefix(const MemorizingOptions& options) {
   return absl::StrCat(layers::LayerPrefix(options.layer_with_store()), "memory.");
 }
@@ -278,10 +269,18 @@ std::vector<TensorSpec> Memorizing::ReadTensors(const Problem& problem,
   return Joined(HiddenInputs(problem), {GivenInputs(problem, options)});
 }
 
+absl::Status Memorizing::Check(const Problem& problem, const MemorizingOptions& options) const {
+  if (options.memory_layer >= options.layers) {
+    return absl::InvalidArgumentError(absl::StrCat("option memory_layer is ", options.memory_layer,
+                                                   "; allowed with layers=", options.layers,
+                                                   " are -1 to ", options.layers - 1));
+  }
+  return layers::CheckRelativeStack("memorizing", problem, options);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& problem,
                                                              const MemorizingOptions& options,
                                                              Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   return MemorizingLayer::Create(problem, options, device, seed);
 }
 
@@ -289,7 +288,6 @@ absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOpti
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
   const layers::StackSizes sizes = layers::ShapeOf(problem, options).sizes;
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
   *outputs = DefineMemorizing(problem, options, sizes, parameters, inputs, request);
   return absl::OkStatus();

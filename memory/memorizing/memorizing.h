@@ -159,6 +159,7 @@ class Memorizing : public TechniqueOf<MemorizingOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const MemorizingOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const MemorizingOptions& options, Device device,
                                                    uint64_t seed) const override;

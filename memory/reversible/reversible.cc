@@ -49,15 +49,6 @@ absl::Status CheckF(TechniqueSpec* f) {
   return absl::OkStatus();
 }
 
-absl::Status CheckProblem(const Problem& problem, const ReversibleOptions& options) {
-  if (problem.kv_tokens != problem.query_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
-                                                   problem.kv_tokens, "; allowed is query_tokens, ",
-                                                   problem.query_tokens));
-  }
-  return options.f.CheckCount("f", absl::StrCat("layers=", options.layers), {options.layers});
-}
-
 class ReversibleLayer : public Layer {
  public:
   ReversibleLayer(const Problem& problem, std::vector<TensorSpec> inputs,
@@ -237,10 +228,18 @@ std::vector<TensorSpec> Reversible::WrittenTensors(const Problem& problem,
   return tensors;
 }
 
+absl::Status Reversible::Check(const Problem& problem, const ReversibleOptions& options) const {
+  if (problem.kv_tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
+                                                   problem.kv_tokens, "; allowed is query_tokens, ",
+                                                   problem.query_tokens));
+  }
+  return options.f.CheckCount("f", absl::StrCat("layers=", options.layers), {options.layers});
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& problem,
                                                              const ReversibleOptions& options,
                                                              Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   NamedTensors parameters;
   TFB_ASSIGN_OR_RETURN(ReversibleStack stack,
                        ReversibleStack::Create(problem, options, device, seed, &parameters));
@@ -252,7 +251,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& prob
 absl::Status Reversible::Definition(const Problem& problem, const ReversibleOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
   const ConstTensorView x = inputs.Get("x");
   Tensor first(DType::kF64, x.shape());

@@ -80,6 +80,7 @@ class Reversible : public TechniqueOf<ReversibleOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const ReversibleOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const ReversibleOptions& options, Device device,
                                                    uint64_t seed) const override;

@@ -82,11 +82,15 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
 
 TransformerXl::TransformerXl() : TechniqueOf(Info()) {}
 
+absl::Status TransformerXl::Check(const Problem& problem,
+                                  const TransformerXlOptions& options) const {
+  return layers::CheckRelativeStack("transformer_xl", problem, options);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& problem,
                                                                 const TransformerXlOptions& options,
                                                                 Device device,
                                                                 uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("transformer_xl", problem, options));
   return layers::RelativeStackLayer::Create(
       problem, ShapeWithSpans(problem, options),
       {layers::RelativeStackOutputs(problem, options), {}, layers::GivenMemories(problem, options)},

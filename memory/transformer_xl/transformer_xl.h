@@ -97,6 +97,7 @@ class TransformerXl : public TechniqueOf<TransformerXlOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const TransformerXlOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const TransformerXlOptions& options,
                                                    Device device, uint64_t seed) const override;

@@ -27,17 +27,6 @@ TechniqueInfo Info() {
   return info;
 }
 
-absl::Status CheckPositions(const Problem& problem, const LearnedOptions& options) {
-  if (options.position_offset + problem.query_tokens <= options.max_tokens) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "positions up to ", options.position_offset + problem.query_tokens - 1,
-      " are beyond the table: with position_offset ", options.position_offset, ", tokens are ",
-      problem.query_tokens, "; allowed by max_tokens ", options.max_tokens, " are at most ",
-      std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
-}
-
 layers::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& options) {
   layers::EncodedAttentionPlan plan;
   plan.inner = options.inner;
@@ -68,10 +57,20 @@ std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem,
   return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
 }
 
+absl::Status Learned::Check(const Problem& problem, const LearnedOptions& options) const {
+  if (options.position_offset + problem.query_tokens <= options.max_tokens) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "positions up to ", options.position_offset + problem.query_tokens - 1,
+      " are beyond the table: with position_offset ", options.position_offset, ", tokens are ",
+      problem.query_tokens, "; allowed by max_tokens ", options.max_tokens, " are at most ",
+      std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem,
                                                           const LearnedOptions& options,
                                                           Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckPositions(problem, options));
   const layers::ParameterSpec tables = {
       "p", {options.tables(), options.max_tokens, problem.model_dim()}, 0, 0.02};
   const auto encode = [=](const NamedTensors& parameters) {
@@ -84,7 +83,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem
 absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& options,
                                  const NamedTensors& parameters, const Inputs& inputs,
                                  const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckPositions(problem, options));
   const DoubleTensor tables(parameters.at("p").view());
   const auto encoding = [&](int64_t n, int64_t p, int64_t c) {
     if (n > 0 && !options.per_layer) return 0.0;

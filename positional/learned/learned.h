@@ -63,6 +63,7 @@ class Learned : public TechniqueOf<LearnedOptions> {
                                             const Options& options) const override;
 
  protected:
+  absl::Status Check(const Problem& problem, const LearnedOptions& options) const override;
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const LearnedOptions& options, Device device,
                                                    uint64_t seed) const override;
