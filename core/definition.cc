@@ -89,6 +89,11 @@ DoubleTensor::DoubleTensor(const ConstTensorView& view) {
   CopyElements(view, TensorView(values_.data(), DType::kF64, view.shape()));
 }
 
+DoubleTensor::DoubleTensor(const NamedTensors& parameters, absl::string_view name) {
+  const auto found = parameters.find(name);
+  if (found != parameters.end()) *this = DoubleTensor(found->second.view());
+}
+
 std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens) {
   if (!request.rows.empty()) return {request.rows.begin(), request.rows.end()};
   std::vector<int64_t> rows(tokens);

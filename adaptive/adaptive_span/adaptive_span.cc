@@ -271,12 +271,8 @@ class AdaptiveSpan : public FlashTechnique<AdaptiveSpanOptions> {
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
     const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), x(inputs.Get("x"));
-    const auto parameter = [&](const char* name) {
-      const auto found = parameters.find(name);
-      return found == parameters.end() ? DoubleTensor() : DoubleTensor(found->second.view());
-    };
-    const DoubleTensor position = parameter("position"), span = parameter("span"),
-                       weight = parameter("span_weight"), bias = parameter("span_bias");
+    const DoubleTensor position(parameters, "position"), span(parameters, "span"),
+        weight(parameters, "span_weight"), bias(parameters, "span_bias");
     const KeyMask is_token(inputs);
     const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
     const double reach = static_cast<double>(options.max_span);

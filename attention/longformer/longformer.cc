@@ -14,15 +14,6 @@
 namespace tfb::longformer {
 namespace {
 
-TechniqueInfo Info() {
-  TechniqueInfo info = {"longformer", "attention", "Longformer sliding window with global tokens",
-                        "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3"};
-  info.budget_option = "window";
-  info.growth = 1;
-  info.self_attention = true;
-  return info;
-}
-
 // Tells whether global rows read tensors of their own, which they do not where there can be none.
 bool OwnProjections(const LongformerOptions& options) {
   const bool may_have_globals =
@@ -115,7 +106,11 @@ std::vector<std::vector<bool>> DefineGlobals(const Problem& problem,
 
 class Longformer : public FlashTechnique<LongformerOptions> {
  public:
-  Longformer() : FlashTechnique(Info()) {}
+  Longformer()
+      : FlashTechnique(SparseSelfAttention(
+            {"longformer", "attention", "Longformer sliding window with global tokens",
+             "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3"},
+            /*budget_option=*/"window", /*growth=*/1)) {}
 
  private:
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
@@ -149,10 +144,10 @@ class Longformer : public FlashTechnique<LongformerOptions> {
     plan.Sees(LocalPattern(job.options, job.problem, orders, globals))
         .Order(orders.Tokens(), orders.size());
     if (globals.empty()) return plan;
-    FlashPart& rows = plan.AddRows(std::vector<int32_t>(globals.begin(), globals.end()));
-    if (OwnProjections(job.options)) rows.Tensors("q_global", "k_global", "v_global");
+    plan.AddRows(std::vector<int32_t>(globals.begin(), globals.end()));
+    if (OwnProjections(job.options)) plan.Tensors("q_global", "k_global", "v_global");
     if (job.problem.causal) {
-      rows.Sees(FunctionPattern([globals](int64_t, int64_t i, KeyList* keys) {
+      plan.Sees(FunctionPattern([globals](int64_t, int64_t i, KeyList* keys) {
         keys->Add(0, globals[i] + 1);
         return i + 1;
       }));

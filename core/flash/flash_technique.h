@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -25,6 +27,24 @@ struct FlashJob {
   const NamedTensors& parameters;
   uint64_t seed;
 };
+
+// A parameter whose elements are drawn from N(0, deviation^2).
+struct NormalParameter {
+  std::string name;
+  Shape shape;
+  double deviation = 1;
+  DType dtype = DType::kF32;
+};
+// Draws each parameter as the seed's stream of its name. Returns ResourceExhausted where there is no
+// memory for one.
+absl::StatusOr<NamedTensors> DrawNormal(uint64_t seed,
+                                        const std::vector<NormalParameter>& parameters);
+
+// Returns the properties of self-attention whose queries see some keys: `budget_option` says how many,
+// and the time grows with tokens^growth.
+enum class Masking { kAny, kCausal, kBidirectional };
+TechniqueInfo SparseSelfAttention(TechniqueInfo info, std::string budget_option, double growth,
+                                  Masking masking = Masking::kAny);
 
 template <class OptionsT>
 class FlashTechnique : public TechniqueOf<OptionsT> {

@@ -4,30 +4,6 @@
 
 namespace tfb {
 
-FlashPart& FlashPart::Tensors(std::string q_name, std::string k_name, std::string v_name) {
-  q = std::move(q_name);
-  k = std::move(k_name);
-  v = std::move(v_name);
-  return *this;
-}
-
-FlashPart& FlashPart::QueryOrder(std::vector<int32_t> tokens, int64_t orders) {
-  query_order = {std::move(tokens), orders};
-  causal = false;
-  return *this;
-}
-
-FlashPart& FlashPart::KeyOrder(std::vector<int32_t> tokens, int64_t orders) {
-  key_order = {std::move(tokens), orders};
-  causal = false;
-  return *this;
-}
-
-FlashPart& FlashPart::Share(std::shared_ptr<ScoreTerm> term) {
-  terms.push_back(std::move(term));
-  return *this;
-}
-
 bool FlashPart::has_relative_keys() const {
   return std::any_of(terms.begin(), terms.end(), [](const std::shared_ptr<ScoreTerm>& term) {
     return term->has_relative_keys();
@@ -35,8 +11,7 @@ bool FlashPart::has_relative_keys() const {
 }
 
 FlashPlan::FlashPlan(const Problem& problem, double scale) : problem_(problem), scale_(scale) {
-  AddRows(TokenRange{0, problem.query_tokens});
-  AddPart().causal = problem.causal;
+  AddRows(TokenRange{0, problem.query_tokens}).AddPart().part().causal = problem.causal;
 }
 
 FlashPlan FlashPlan::Empty(const Problem& problem) {
@@ -45,19 +20,55 @@ FlashPlan FlashPlan::Empty(const Problem& problem) {
   return plan;
 }
 
-FlashPart& FlashPlan::AddPart() { return AddPart({0, problem_.kv_tokens}); }
+FlashPlan& FlashPlan::AddPart() { return AddPart({0, problem_.kv_tokens}); }
 
-FlashPart& FlashPlan::AddPart(const TokenRange& keys) {
-  FlashPart& part = rows_.back().parts.emplace_back();
-  part.keys = keys;
-  return part;
+FlashPlan& FlashPlan::AddPart(const TokenRange& keys) {
+  rows_.back().parts.emplace_back().keys = keys;
+  return *this;
 }
 
-void FlashPlan::AddRows(const TokenRange& queries) { rows_.push_back({queries, {}}); }
+FlashPlan& FlashPlan::AddRows(const TokenRange& queries) {
+  rows_.push_back({queries, {}});
+  return *this;
+}
 
-FlashPart& FlashPlan::AddRows(std::vector<int32_t> queries) {
+FlashPlan& FlashPlan::AddRows(std::vector<int32_t> queries) {
   AddRows(TokenRange{0, queries.empty() ? 0 : problem_.query_tokens});
   return AddPart().QueryOrder(std::move(queries));
+}
+
+FlashPlan& FlashPlan::Tensors(std::string q, std::string k, std::string v) {
+  part().q = std::move(q);
+  part().k = std::move(k);
+  part().v = std::move(v);
+  return *this;
+}
+
+FlashPlan& FlashPlan::QueryOrder(std::vector<int32_t> tokens, int64_t orders) {
+  part().query_order = {std::move(tokens), orders};
+  part().causal = false;
+  return *this;
+}
+
+FlashPlan& FlashPlan::KeyOrder(std::vector<int32_t> tokens, int64_t orders) {
+  part().key_order = {std::move(tokens), orders};
+  part().causal = false;
+  return *this;
+}
+
+FlashPlan& FlashPlan::Share(std::shared_ptr<ScoreTerm> term) {
+  part().terms.push_back(std::move(term));
+  return *this;
+}
+
+FlashPlan& FlashPlan::HidePairs(MaskInput mask) {
+  part().mask = std::move(mask);
+  return *this;
+}
+
+FlashPlan& FlashPlan::ShareStep(std::shared_ptr<FlashStep> step) {
+  steps_.push_back(std::move(step));
+  return *this;
 }
 
 Problem FlashPlan::ProblemOf(const FlashRows& rows, const FlashPart& part) const {

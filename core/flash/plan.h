@@ -8,13 +8,13 @@
 //
 // and a sliding window with a bias
 //
-//   FlashPlan plan(problem);
-//   plan.Sees(BandPattern(-window, 0)).Add<DistanceBias>([=](int64_t h, int64_t distance) { ... });
-//   return plan;
+//   return FlashPlan(problem).Sees(BandPattern(-window, 0)).Add<DistanceBias>(
+//       [=](int64_t h, int64_t distance) { ... });
 //
 // Where a query's keys are best reached in several ways, or lie in several tensors, each way is a
 // part of one softmax (see flash_parts.h). Where queries differ in more than their keys, as rows
-// that have tensors of their own do, they are another softmax: AddRows.
+// that have tensors of their own do, they are another softmax: AddRows. Functions of a plan return
+// it, so that they can be chained.
 #ifndef TFB_CORE_FLASH_PLAN_H_
 #define TFB_CORE_FLASH_PLAN_H_
 
@@ -74,8 +74,7 @@ struct MaskInput {
   int64_t high = 0;
 };
 
-// Queries and keys that one pattern and one set of terms describe. The setters return the part, so
-// that they can be chained.
+// Queries and keys that one pattern and one set of terms describe.
 struct FlashPart {
   std::string q = "q";
   std::string k = "k";
@@ -88,32 +87,12 @@ struct FlashPart {
   std::vector<std::shared_ptr<ScoreTerm>> terms;
   MaskInput mask;
 
-  FlashPart& Tensors(std::string q_name, std::string k_name, std::string v_name);
-  // The pattern contains the causal mask where the part has an order: its places are no tokens.
-  template <class PatternT>
-  FlashPart& Sees(PatternT&& of_pairs) {
-    pattern = std::make_shared<std::decay_t<PatternT>>(std::forward<PatternT>(of_pairs));
-    return *this;
-  }
-  FlashPart& QueryOrder(std::vector<int32_t> tokens, int64_t orders = 1);
-  FlashPart& KeyOrder(std::vector<int32_t> tokens, int64_t orders = 1);
-  FlashPart& Order(const std::vector<int32_t>& tokens, int64_t orders = 1) {
-    return QueryOrder(tokens, orders).KeyOrder(tokens, orders);
-  }
-  template <class Term, class... Arguments>
-  FlashPart& Add(Arguments&&... arguments) {
-    terms.push_back(std::make_shared<Term>(std::forward<Arguments>(arguments)...));
-    return *this;
-  }
-  // Adds a term that other parts have, too: its tables are made once.
-  FlashPart& Share(std::shared_ptr<ScoreTerm> term);
-
   bool has_relative_keys() const;
 };
 
 // Queries and the parts of their softmax.
 struct FlashRows {
-  TokenRange queries;            // of q and out
+  TokenRange queries;  // of q and out
   // At least one. Where there are several, their query orders have every query once; the order of a
   // single part may list some of the queries.
   std::vector<FlashPart> parts;
@@ -127,31 +106,40 @@ class FlashPlan {
   // A plan without any queries, to which AddRows adds some.
   static FlashPlan Empty(const Problem& problem);
 
-  // Change the only part.
+  // Add a part to the last softmax, of all keys or of some, without a causal mask.
+  FlashPlan& AddPart();
+  FlashPlan& AddPart(const TokenRange& keys);
+  // Add a softmax over some queries, which has no part yet, or one of all keys.
+  FlashPlan& AddRows(const TokenRange& queries);
+  FlashPlan& AddRows(std::vector<int32_t> queries);
+
+  // Change the part that was added last. The pattern contains the causal mask where the part has an
+  // order: its places are no tokens.
+  FlashPlan& Tensors(std::string q, std::string k, std::string v);
   template <class PatternT>
-  FlashPart& Sees(PatternT&& pattern) {
-    return part().Sees(std::forward<PatternT>(pattern));
+  FlashPlan& Sees(PatternT&& pattern) {
+    part().pattern = std::make_shared<std::decay_t<PatternT>>(std::forward<PatternT>(pattern));
+    return *this;
+  }
+  FlashPlan& QueryOrder(std::vector<int32_t> tokens, int64_t orders = 1);
+  FlashPlan& KeyOrder(std::vector<int32_t> tokens, int64_t orders = 1);
+  FlashPlan& Order(const std::vector<int32_t>& tokens, int64_t orders = 1) {
+    return QueryOrder(tokens, orders).KeyOrder(tokens, orders);
   }
   template <class Term, class... Arguments>
-  FlashPart& Add(Arguments&&... arguments) {
-    return part().Add<Term>(std::forward<Arguments>(arguments)...);
+  FlashPlan& Add(Arguments&&... arguments) {
+    return Share(std::make_shared<Term>(std::forward<Arguments>(arguments)...));
   }
-  FlashPart& part() { return rows_.back().parts.back(); }
+  // Adds a term that other parts have, too: its tables are made once.
+  FlashPlan& Share(std::shared_ptr<ScoreTerm> term);
+  FlashPlan& HidePairs(MaskInput mask);
 
-  // Adds a part to the last softmax, of all keys or of some, without a causal mask. References to
-  // other parts of it are then no longer valid.
-  FlashPart& AddPart();
-  FlashPart& AddPart(const TokenRange& keys);
-  // Adds a softmax over some queries, which has no part yet, or one of all keys.
-  void AddRows(const TokenRange& queries);
-  FlashPart& AddRows(std::vector<int32_t> queries);
-
-  // Adds a step, which runs after those before it.
+  // Add a step, which runs after those before it.
   template <class Step, class... Arguments>
-  void AddStep(Arguments&&... arguments) {
-    steps_.push_back(std::make_shared<Step>(std::forward<Arguments>(arguments)...));
+  FlashPlan& AddStep(Arguments&&... arguments) {
+    return ShareStep(std::make_shared<Step>(std::forward<Arguments>(arguments)...));
   }
-  void ShareStep(std::shared_ptr<FlashStep> step) { steps_.push_back(std::move(step)); }
+  FlashPlan& ShareStep(std::shared_ptr<FlashStep> step);
   const std::vector<std::shared_ptr<FlashStep>>& steps() const { return steps_; }
 
   const Problem& problem() const { return problem_; }
@@ -163,6 +151,8 @@ class FlashPlan {
   Problem ProblemOf(const FlashRows& rows, const FlashPart& part) const;
 
  private:
+  FlashPart& part() { return rows_.back().parts.back(); }
+
   Problem problem_;
   double scale_;
   std::vector<std::shared_ptr<FlashStep>> steps_;

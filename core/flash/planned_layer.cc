@@ -56,7 +56,7 @@ void CutLongRows(FlashPlan* plan) {
       if (SeeNothing(*pattern, places)) continue;
       FlashPart& of_part = of_long.parts.emplace_back(part);
       of_part.pattern = RowsOf(pattern, places);
-      of_part.QueryOrder(places);
+      of_part.query_order.tokens = places;
       part.pattern = WithoutRows(pattern, places);
     }
   }

@@ -164,7 +164,7 @@ TEST_P(Planned, LongRowsAmongShortOnesAreExact) {
 TEST_P(Planned, AListOfSomeQueriesWithSeveralPartsIsAnError) {
   const Problem problem = Problem::SelfAttention(1, 1, 20, 8);
   FlashPlan plan(problem);
-  plan.part().QueryOrder({3, 4});
+  plan.QueryOrder({3, 4});
   plan.AddPart();
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   EXPECT_FALSE(Run(problem, QkvInputs(problem), inputs, [&](const auto&) { return plan; }).ok());
@@ -211,10 +211,7 @@ TEST(PlannedOnTheCpu, StepsMakeTensorsForTheParts) {
   const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   const auto describe = [&](const NamedTensors&) {
-    FlashPlan plan(problem);
-    plan.AddStep<Doubling>(problem);
-    plan.part().Tensors("doubled", "k", "v");
-    return plan;
+    return FlashPlan(problem).AddStep<Doubling>(problem).Tensors("doubled", "k", "v");
   };
   const std::unique_ptr<Layer> layer =
       PlannedLayer::Create(problem, QkvInputs(problem), AttentionOutputs(problem), {}, Device::kCpu,

@@ -179,8 +179,7 @@ class Rope : public FlashTechnique<RopeOptions> {
     } else {
       plan.AddStep<Rotation<double>>(job.problem, job.options, rotary_dims);
     }
-    plan.part().Tensors("q_rotated", "k_rotated", "v");
-    return plan;
+    return plan.Tensors("q_rotated", "k_rotated", "v");
   }
 
   absl::Status Definition(const Problem& problem, const RopeOptions& options, const NamedTensors&,
