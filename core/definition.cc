@@ -5,6 +5,8 @@
 #include <mutex>
 #include <numeric>
 
+#include "absl/strings/str_cat.h"
+
 namespace tfb {
 namespace {
 
@@ -99,6 +101,27 @@ std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens) {
   std::vector<int64_t> rows(tokens);
   std::iota(rows.begin(), rows.end(), 0);
   return rows;
+}
+
+Inputs WithOwnTensors(Inputs inputs, const std::vector<std::string>& names,
+                      absl::string_view suffix) {
+  for (const std::string& name : names) inputs.Set(name, inputs.Get(absl::StrCat(name, suffix)));
+  return inputs;
+}
+
+void ReplaceRows(const Problem& problem, const DefinitionRequest& request,
+                 absl::FunctionRef<bool(int64_t b, int64_t i)> is_other, const NamedTensors& others,
+                 NamedTensors* outputs) {
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  for (auto& [name, tensor] : *outputs) {
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (size_t r = 0; r < rows.size(); ++r) {
+        if (!is_other(b, rows[r])) continue;
+        const auto row = [b, r](const auto& view) { return Slice(Slice(view, 0, b, 1), 2, r, 1); };
+        CopyElements(row(others.at(name).view()), row(tensor.view()));
+      }
+    }
+  }
 }
 
 void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -188,6 +189,15 @@ void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
       },
       outputs);
 }
+
+// For techniques some of whose rows have tensors of their own: returns the inputs with the tensors
+// NAME + suffix in the place of these names.
+Inputs WithOwnTensors(Inputs inputs, const std::vector<std::string>& names,
+                      absl::string_view suffix);
+// Copies the rows of `others` with is_other(b, i), i the query, over those of the outputs.
+void ReplaceRows(const Problem& problem, const DefinitionRequest& request,
+                 absl::FunctionRef<bool(int64_t b, int64_t i)> is_other, const NamedTensors& others,
+                 NamedTensors* outputs);
 
 // The scores of attention as functions: s_ij = scale q_i . k_j + bias(b, h, i, j) for the pairs with
 // sees(h, i, j). The masks of the problem and of the keys are added to what is seen.

@@ -69,7 +69,9 @@ class FixedSpans : public FlashStep {
  public:
   explicit FixedSpans(std::vector<float> spans) : spans_(std::move(spans)) {}
   void LayOut(Workspace*, Inputs*) override {}
-  absl::Status Run(const Inputs&, const Execution&) override { return absl::OkStatus(); }
+  absl::Status Run(const Inputs&, const Outputs&, const Execution&) override {
+    return absl::OkStatus();
+  }
   std::map<std::string, double> statistics() const override { return StatisticsOf(spans_); }
 
  private:
@@ -100,7 +102,7 @@ class DynamicSpans : public FlashStep {
     return MatMulWorkspaceBytes(device, p.batch * p.query_tokens, p.model_dim(), p.query_heads,
                                 threads);
   }
-  absl::Status Run(const Inputs& tensors, const Execution& execution) override {
+  absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override {
     const ConstTensorView x = tensors.Get("x");
     return device_ == Device::kCpu ? ComputeSpansOnCpu(x, execution)
                                    : ComputeSpansOnCuda(x, execution);

@@ -277,16 +277,10 @@ class Etc : public FlashTechnique<EtcOptions> {
     if (!IsSeparate(options)) return absl::OkStatus();
 
     // Computes global rows again with their own keys and values.
-    Inputs own = inputs;
-    for (const char* name : {"k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
     NamedTensors global;
-    attend(own, &global);
-    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-    const int64_t global_rows = std::lower_bound(rows.begin(), rows.end(), g) - rows.begin();
-    for (auto& [name, tensor] : *outputs) {
-      CopyElements(Slice(std::as_const(global.at(name)).view(), 2, 0, global_rows),
-                   Slice(tensor.view(), 2, 0, global_rows));
-    }
+    attend(WithOwnTensors(inputs, {"k", "v"}, "_global"), &global);
+    ReplaceRows(
+        problem, request, [g](int64_t, int64_t i) { return i < g; }, global, outputs);
     return absl::OkStatus();
   }
 };
