@@ -5,6 +5,8 @@
 #include <mutex>
 #include <numeric>
 
+#include "absl/strings/str_cat.h"
+
 namespace tfb {
 namespace {
 
@@ -89,11 +91,37 @@ DoubleTensor::DoubleTensor(const ConstTensorView& view) {
   CopyElements(view, TensorView(values_.data(), DType::kF64, view.shape()));
 }
 
+DoubleTensor::DoubleTensor(const NamedTensors& parameters, absl::string_view name) {
+  const auto found = parameters.find(name);
+  if (found != parameters.end()) *this = DoubleTensor(found->second.view());
+}
+
 std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens) {
   if (!request.rows.empty()) return {request.rows.begin(), request.rows.end()};
   std::vector<int64_t> rows(tokens);
   std::iota(rows.begin(), rows.end(), 0);
   return rows;
+}
+
+Inputs WithOwnTensors(Inputs inputs, const std::vector<std::string>& names,
+                      absl::string_view suffix) {
+  for (const std::string& name : names) inputs.Set(name, inputs.Get(absl::StrCat(name, suffix)));
+  return inputs;
+}
+
+void ReplaceRows(const Problem& problem, const DefinitionRequest& request,
+                 absl::FunctionRef<bool(int64_t b, int64_t i)> is_other, const NamedTensors& others,
+                 NamedTensors* outputs) {
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  for (auto& [name, tensor] : *outputs) {
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (size_t r = 0; r < rows.size(); ++r) {
+        if (!is_other(b, rows[r])) continue;
+        const auto row = [b, r](const auto& view) { return Slice(Slice(view, 0, b, 1), 2, r, 1); };
+        CopyElements(row(others.at(name).view()), row(tensor.view()));
+      }
+    }
+  }
 }
 
 void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,

@@ -17,9 +17,12 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/string_view.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -34,6 +37,8 @@ class DoubleTensor {
  public:
   DoubleTensor() = default;
   explicit DoubleTensor(const ConstTensorView& view);
+  // A copy of the parameter; empty where there is none of that name.
+  DoubleTensor(const NamedTensors& parameters, absl::string_view name);
   const double* Row(int64_t a, int64_t b, int64_t c) const {
     return values_.data() + ((a * dims_[1] + b) * dims_[2] + c) * dims_[3];
   }
@@ -185,14 +190,33 @@ void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
       outputs);
 }
 
+// For techniques some of whose rows have tensors of their own: returns the inputs with the tensors
+// NAME + suffix in the place of these names.
+Inputs WithOwnTensors(Inputs inputs, const std::vector<std::string>& names,
+                      absl::string_view suffix);
+// Copies the rows of `others` with is_other(b, i), i the query, over those of the outputs.
+void ReplaceRows(const Problem& problem, const DefinitionRequest& request,
+                 absl::FunctionRef<bool(int64_t b, int64_t i)> is_other, const NamedTensors& others,
+                 NamedTensors* outputs);
+
 // The scores of attention as functions: s_ij = scale q_i . k_j + bias(b, h, i, j) for the pairs with
 // sees(h, i, j). The masks of the problem and of the keys are added to what is seen.
 struct PairScore {
-  double scale = 0;                                                        // 0: 1 / sqrt(head_dim)
+  using OfPair = std::function<double(int64_t b, int64_t h, int64_t i, int64_t j)>;
+  using OfProduct = std::function<double(int64_t h, int64_t i, int64_t j, double product)>;
+
+  double scale = 0;  // 0: 1 / sqrt(head_dim)
   // The score of a product q_i . k_j where it is no multiple of it; null: scale times the product.
-  std::function<double(int64_t h, int64_t i, int64_t j, double product)> of_product;
-  std::function<bool(int64_t h, int64_t i, int64_t j)> sees;               // null: all pairs
-  std::function<double(int64_t b, int64_t h, int64_t i, int64_t j)> bias;  // -inf: not seen; null: 0
+  OfProduct of_product = nullptr;
+  std::function<bool(int64_t h, int64_t i, int64_t j)> sees = nullptr;  // null: all pairs
+  OfPair bias = nullptr;                                                // -inf: not seen; null: 0
+
+  static PairScore Sees(std::function<bool(int64_t h, int64_t i, int64_t j)> sees) {
+    return {0, nullptr, std::move(sees)};
+  }
+  static PairScore Bias(OfPair bias, double scale = 0) {
+    return {scale, nullptr, nullptr, std::move(bias)};
+  }
 };
 void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
                            const DefinitionRequest& request, const PairScore& score,

@@ -79,20 +79,17 @@ class @Name@ : public FlashTechnique<@Name@Options> {
   // affair. See core/flash/plan.h for what else a plan can say.
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
     const int64_t offset = job.problem.kv_tokens - job.problem.query_tokens;
-    FlashPlan plan(job.problem);
-    plan.Sees(BandPattern(offset - job.options.window, offset + job.options.window));
-    return plan;
+    return FlashPlan(job.problem)
+        .Sees(BandPattern(offset - job.options.window, offset + job.options.window));
   }
 
   // The formula of the header in float64. It shares no code with the plan that it judges, so it says
   // again which keys a query sees.
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
-    PairScore score;
-    score.sees = [offset = job.problem.kv_tokens - job.problem.query_tokens,
-                  window = job.options.window](int64_t, int64_t i, int64_t j) {
+    return PairScore::Sees([offset = job.problem.kv_tokens - job.problem.query_tokens,
+                            window = job.options.window](int64_t, int64_t i, int64_t j) {
       return j >= i + offset - window && j <= i + offset + window;
-    };
-    return score;
+    });
   }
 };
 

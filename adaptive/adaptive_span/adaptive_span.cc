@@ -69,7 +69,9 @@ class FixedSpans : public FlashStep {
  public:
   explicit FixedSpans(std::vector<float> spans) : spans_(std::move(spans)) {}
   void LayOut(Workspace*, Inputs*) override {}
-  absl::Status Run(const Inputs&, const Execution&) override { return absl::OkStatus(); }
+  absl::Status Run(const Inputs&, const Outputs&, const Execution&) override {
+    return absl::OkStatus();
+  }
   std::map<std::string, double> statistics() const override { return StatisticsOf(spans_); }
 
  private:
@@ -100,7 +102,7 @@ class DynamicSpans : public FlashStep {
     return MatMulWorkspaceBytes(device, p.batch * p.query_tokens, p.model_dim(), p.query_heads,
                                 threads);
   }
-  absl::Status Run(const Inputs& tensors, const Execution& execution) override {
+  absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override {
     const ConstTensorView x = tensors.Get("x");
     return device_ == Device::kCpu ? ComputeSpansOnCpu(x, execution)
                                    : ComputeSpansOnCuda(x, execution);
@@ -271,12 +273,8 @@ class AdaptiveSpan : public FlashTechnique<AdaptiveSpanOptions> {
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
     const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), x(inputs.Get("x"));
-    const auto parameter = [&](const char* name) {
-      const auto found = parameters.find(name);
-      return found == parameters.end() ? DoubleTensor() : DoubleTensor(found->second.view());
-    };
-    const DoubleTensor position = parameter("position"), span = parameter("span"),
-                       weight = parameter("span_weight"), bias = parameter("span_bias");
+    const DoubleTensor position(parameters, "position"), span(parameters, "span"),
+        weight(parameters, "span_weight"), bias(parameters, "span_bias");
     const KeyMask is_token(inputs);
     const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
     const double reach = static_cast<double>(options.max_span);

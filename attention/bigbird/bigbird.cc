@@ -13,16 +13,6 @@
 namespace tfb::bigbird {
 namespace {
 
-TechniqueInfo Info() {
-  TechniqueInfo info = {"bigbird", "attention", "BigBird: window, global and random blocks",
-                        "Zaheer et al. 2020, arXiv:2007.14062v2, section 2"};
-  info.budget_option = "block";
-  info.growth = 1;
-  info.supports_causal = false;
-  info.self_attention = true;
-  return info;
-}
-
 // The blocks that the tokens are cut into.
 class Blocks {
  public:
@@ -176,7 +166,11 @@ FunctionPattern RepeatedPairs(const Blocks& blocks, const Tensor& table, int64_t
 
 class BigBird : public FlashTechnique<BigBirdOptions> {
  public:
-  BigBird() : FlashTechnique(Info()) {}
+  BigBird()
+      : FlashTechnique(SparseSelfAttention(
+            {"bigbird", "attention", "BigBird: window, global and random blocks",
+             "Zaheer et al. 2020, arXiv:2007.14062v2, section 2"},
+            /*budget_option=*/"block", /*growth=*/1, Masking::kBidirectional)) {}
 
  private:
   static constexpr int64_t kMostTimes = 32;  // that a pair may count

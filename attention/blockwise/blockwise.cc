@@ -101,9 +101,7 @@ class Blockwise : public FlashTechnique<BlockwiseOptions> {
   }
 
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
-    FlashPlan plan(job.problem);
-    plan.Sees(PatternOf(job.problem, job.options));
-    return plan;
+    return FlashPlan(job.problem).Sees(PatternOf(job.problem, job.options));
   }
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
@@ -116,11 +114,9 @@ class Blockwise : public FlashTechnique<BlockwiseOptions> {
                                    : list[(h * n + u) % static_cast<int64_t>(list.size())]);
       }
     }
-    PairScore score;
-    score.sees = [seen, n, problem = job.problem](int64_t h, int64_t i, int64_t j) {
+    return PairScore::Sees([seen, n, problem = job.problem](int64_t h, int64_t i, int64_t j) {
       return seen[h * n + i * n / problem.query_tokens] == j * n / problem.kv_tokens;
-    };
-    return score;
+    });
   }
 };
 

@@ -9,20 +9,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/flash_technique.h"
-#include "core/random.h"
 
 namespace tfb::etc {
 namespace {
-
-TechniqueInfo Info() {
-  TechniqueInfo info = {"etc", "attention", "ETC global-local attention",
-                        "Ainslie, Ontanon et al. 2020, arXiv:2004.08483, section 3"};
-  info.budget_option = "radius";
-  info.growth = 1;
-  info.supports_causal = false;
-  info.self_attention = true;
-  return info;
-}
 
 bool HasDistances(const EtcOptions& options) { return options.max_distance >= 0; }
 bool HasLabels(const EtcOptions& options) { return HasDistances(options) || options.segments; }
@@ -99,11 +88,10 @@ class EtcPlan {
     plan_.AddRows(queries);
     for (const TokenRange& keys : parts) {
       if (keys.size() == 0) continue;
-      FlashPart& part = plan_.AddPart(keys);
-      part.Sees(PatternOf(globals_, options_.radius, queries, keys));
-      if (IsSeparate(options_) && IsGlobal(queries)) part.Tensors("q", "k_global", "v_global");
-      if (options_.masks) part.mask = MaskOf(!IsGlobal(queries), !IsGlobal(keys));
-      AddLabels(queries, keys, &part);
+      plan_.AddPart(keys).Sees(PatternOf(globals_, options_.radius, queries, keys));
+      if (IsSeparate(options_) && IsGlobal(queries)) plan_.Tensors("q", "k_global", "v_global");
+      if (options_.masks) plan_.HidePairs(MaskOf(!IsGlobal(queries), !IsGlobal(keys)));
+      AddLabels(queries, keys);
     }
   }
 
@@ -117,14 +105,14 @@ class EtcPlan {
     return mask;
   }
 
-  void AddLabels(const TokenRange& queries, const TokenRange& keys, FlashPart* part) {
+  void AddLabels(const TokenRange& queries, const TokenRange& keys) {
     const bool has_both = keys.begin < globals_ && keys.end > globals_;
     if (has_both || IsGlobal(queries) == IsGlobal(keys)) {
-      for (const auto& term : IsGlobal(queries) ? within_globals_ : within_long_) part->Share(term);
+      for (const auto& term : IsGlobal(queries) ? within_globals_ : within_long_) plan_.Share(term);
     } else if (options_.segments) {
       const std::string piece = Piece(!IsGlobal(queries), !IsGlobal(keys));
       static const Tensor* const kNone = new Tensor();
-      part->Add<LabelTerm>(HasVectors(options_) ? parameters_.at(piece) : *kNone,
+      plan_.Add<LabelTerm>(HasVectors(options_) ? parameters_.at(piece) : *kNone,
                            HasBiases(options_) ? &parameters_.at(piece + "_bias") : nullptr,
                            "segment");
     }
@@ -162,37 +150,14 @@ class EtcPlan {
   Terms within_long_;
 };
 
-// Draws the parameters of a piece's labels: vectors in the problem's dtype, like the keys to which
-// they are added, and biases.
-absl::Status DrawTables(const std::string& piece, const Problem& problem, const EtcOptions& options,
-                        int64_t labels, uint64_t seed, NamedTensors* parameters) {
-  const auto draw = [&](const std::string& name, DType dtype, const Shape& shape) -> absl::Status {
-    TFB_ASSIGN_OR_RETURN(Tensor table, Tensor::Allocate(dtype, shape));
-    FillNormal(&table, seed, name, /*mean=*/0, /*deviation=*/0.5);
-    (*parameters)[name] = std::move(table);
-    return absl::OkStatus();
-  };
-  if (HasVectors(options)) {
-    const Shape shape = {problem.query_heads, labels, problem.head_dim};
-    TFB_RETURN_IF_ERROR(draw(piece, problem.dtype, shape));
-  }
-  if (!HasBiases(options)) return absl::OkStatus();
-  return draw(piece + "_bias", DType::kF32, {problem.query_heads, labels});
-}
-
 // The tensors that the definition reads for the labels of a piece. One that is absent is empty.
 struct PieceTables {
   DoubleTensor vectors;  // [query_heads, labels, head_dim]
   DoubleTensor biases;   // [query_heads, labels]
 
-  static PieceTables Of(const char* piece, const NamedTensors& parameters) {
-    PieceTables tables;
-    const auto vectors = parameters.find(piece),
-               biases = parameters.find(absl::StrCat(piece, "_bias"));
-    if (vectors != parameters.end()) tables.vectors = DoubleTensor(vectors->second.view());
-    if (biases != parameters.end()) tables.biases = DoubleTensor(biases->second.view());
-    return tables;
-  }
+  PieceTables() = default;
+  PieceTables(const std::string& piece, const NamedTensors& parameters)
+      : vectors(parameters, piece), biases(parameters, piece + "_bias") {}
   // Returns q . P + the number of a label.
   double Score(const double* q, int64_t head_dim, int64_t h, int64_t label) const {
     const double product = vectors.size() == 0 ? 0 : Dot(q, vectors.Row(h, label), head_dim);
@@ -202,9 +167,15 @@ struct PieceTables {
 
 class Etc : public FlashTechnique<EtcOptions> {
  public:
-  Etc() : FlashTechnique(Info()) {}
+  Etc()
+      : FlashTechnique(SparseSelfAttention(
+            {"etc", "attention", "ETC global-local attention",
+             "Ainslie, Ontanon et al. 2020, arXiv:2004.08483, section 3"},
+            /*budget_option=*/"radius", /*growth=*/1, Masking::kBidirectional)) {}
 
  private:
+  static constexpr double kDeviation = 0.5;  // of labels
+
   // Where `projections` is own, global queries read k_global and v_global; with `segments` there is
   // the input segment, and with `masks` the masks of the pieces.
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
@@ -235,20 +206,25 @@ class Etc : public FlashTechnique<EtcOptions> {
     return tensors;
   }
 
+  // Vectors have the problem's dtype, like the keys to which they are added.
   absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
-    NamedTensors parameters;
-    const auto draw = [&](const char* piece, int64_t labels) {
-      return DrawTables(piece, job.problem, job.options, labels, job.seed, &parameters);
-    };
-    if (HasDistances(job.options)) {
-      for (const char* piece : {"g2g", "l2l"}) {
-        TFB_RETURN_IF_ERROR(draw(piece, 2 * job.options.max_distance + 1));
+    const EtcOptions& options = job.options;
+    const int64_t heads = job.problem.query_heads;
+    std::vector<NormalParameter> tables;
+    const auto add = [&](const std::string& piece, int64_t labels) {
+      const Shape shape = {heads, labels, job.problem.head_dim};
+      if (HasVectors(options)) tables.push_back({piece, shape, kDeviation, job.problem.dtype});
+      if (HasBiases(options)) {
+        tables.push_back({piece + "_bias", {heads, labels}, kDeviation});
       }
+    };
+    for (const char* piece : {"g2g", "l2l"}) {
+      if (HasDistances(options)) add(piece, 2 * options.max_distance + 1);
     }
-    if (job.options.segments) {
-      for (const char* piece : {"g2l", "l2g"}) TFB_RETURN_IF_ERROR(draw(piece, 2));
+    for (const char* piece : {"g2l", "l2g"}) {
+      if (options.segments) add(piece, 2);
     }
-    return parameters;
+    return DrawNormal(job.seed, tables);
   }
 
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
@@ -263,7 +239,7 @@ class Etc : public FlashTechnique<EtcOptions> {
     ConstTensorView masks[2][2];
     for (const bool of_long : {false, true}) {
       for (const bool to_long : {false, true}) {
-        tables[of_long][to_long] = PieceTables::Of(Piece(of_long, to_long), parameters);
+        tables[of_long][to_long] = PieceTables(Piece(of_long, to_long), parameters);
         masks[of_long][to_long] = inputs.Get(absl::StrCat(Piece(of_long, to_long), "_mask"));
       }
     }
@@ -301,16 +277,10 @@ class Etc : public FlashTechnique<EtcOptions> {
     if (!IsSeparate(options)) return absl::OkStatus();
 
     // Computes global rows again with their own keys and values.
-    Inputs own = inputs;
-    for (const char* name : {"k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
     NamedTensors global;
-    attend(own, &global);
-    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-    const int64_t global_rows = std::lower_bound(rows.begin(), rows.end(), g) - rows.begin();
-    for (auto& [name, tensor] : *outputs) {
-      CopyElements(Slice(std::as_const(global.at(name)).view(), 2, 0, global_rows),
-                   Slice(tensor.view(), 2, 0, global_rows));
-    }
+    attend(WithOwnTensors(inputs, {"k", "v"}, "_global"), &global);
+    ReplaceRows(
+        problem, request, [g](int64_t, int64_t i) { return i < g; }, global, outputs);
     return absl::OkStatus();
   }
 };

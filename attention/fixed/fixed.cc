@@ -9,17 +9,6 @@
 namespace tfb::fixed {
 namespace {
 
-TechniqueInfo Info() {
-  TechniqueInfo info = {
-      "fixed", "attention", "Sparse Transformer, fixed",
-      "Child, Gray, Radford, Sutskever 2019, arXiv:1904.10509v1, sections 4.2 and 4.3"};
-  info.budget_option = "stride";
-  info.growth = 1.5;
-  info.supports_noncausal = false;
-  info.self_attention = true;
-  return info;
-}
-
 using Combine = FixedOptions::Combine;
 
 // The places of keys: first all tokens in their order, for rows; from a whole tile on the summary
@@ -75,14 +64,8 @@ class Places {
 FunctionPattern PatternOver(const Places& places, const Problem& problem,
                             const FixedOptions& options) {
   const auto sees_row = [options, group = problem.group()](int64_t head) {
-    switch (options.combine) {
-      case Combine::kInterleaved:
-        return options.layer % 2 == 0;
-      case Combine::kPerHead:
-        return head / group % 2 == 0;
-      default:
-        return true;
-    }
+    if (options.combine == Combine::kMerged) return true;
+    return (options.combine == Combine::kPerHead ? head / group : options.layer) % 2 == 0;
   };
   const auto add_keys = [=, group = problem.group()](int64_t head, int64_t i, KeyList* keys) {
     const int64_t block = i / options.stride * options.stride;
@@ -102,7 +85,11 @@ FunctionPattern PatternOver(const Places& places, const Problem& problem,
 
 class Fixed : public FlashTechnique<FixedOptions> {
  public:
-  Fixed() : FlashTechnique(Info()) {}
+  Fixed()
+      : FlashTechnique(SparseSelfAttention(
+            {"fixed", "attention", "Sparse Transformer, fixed",
+             "Child, Gray, Radford, Sutskever 2019, arXiv:1904.10509v1, sections 4.2 and 4.3"},
+            /*budget_option=*/"stride", /*growth=*/1.5, Masking::kCausal)) {}
 
  private:
   absl::Status Check(const Problem&, const FixedOptions& options) const override {
@@ -116,29 +103,22 @@ class Fixed : public FlashTechnique<FixedOptions> {
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
     const Places places(job.options, job.problem.query_tokens);
     const int64_t orders = job.options.summaries > 1 ? job.problem.kv_heads : 1;
-    FlashPlan plan(job.problem);
-    plan.Sees(PatternOver(places, job.problem, job.options)).KeyOrder(places.Order(orders), orders);
-    return plan;
+    return FlashPlan(job.problem)
+        .Sees(PatternOver(places, job.problem, job.options))
+        .KeyOrder(places.Order(orders), orders);
   }
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
-    PairScore score;
-    score.sees = [options = job.options, group = job.problem.group()](int64_t h, int64_t i,
-                                                                      int64_t j) {
-      const int64_t l = options.stride, c = options.summary;  // j <= i: the problem is causal
-      const int64_t g = h / group, s = g % options.summaries;
-      const bool in_row = j / l == i / l;
-      const bool in_column = j % l >= l - (s + 1) * c && j % l < l - s * c;
-      switch (options.combine) {
-        case Combine::kInterleaved:
-          return options.layer % 2 == 0 ? in_row : in_column;
-        case Combine::kPerHead:
-          return g % 2 == 0 ? in_row : in_column;
-        default:
-          return in_row || in_column;
-      }
-    };
-    return score;
+    return PairScore::Sees(
+        [options = job.options, group = job.problem.group()](int64_t h, int64_t i, int64_t j) {
+          const int64_t l = options.stride, c = options.summary;  // j <= i: the problem is causal
+          const int64_t g = h / group, s = g % options.summaries;
+          const bool in_row = j / l == i / l;
+          const bool in_column = j % l >= l - (s + 1) * c && j % l < l - s * c;
+          if (options.combine == Combine::kMerged) return in_row || in_column;
+          return (options.combine == Combine::kPerHead ? g : options.layer) % 2 == 0 ? in_row
+                                                                                     : in_column;
+        });
   }
 };
 

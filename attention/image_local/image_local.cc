@@ -8,15 +8,6 @@
 namespace tfb::image_local {
 namespace {
 
-TechniqueInfo Info() {
-  TechniqueInfo info = {"image_local", "attention", "Image Transformer local attention, 1D and 2D",
-                        "Parmar et al. 2018, arXiv:1802.05751v3, section 3.3"};
-  info.budget_option = "memory";
-  info.growth = 1;
-  info.self_attention = true;
-  return info;
-}
-
 bool Is2d(const ImageLocalOptions& options) { return options.form == ImageLocalOptions::Form::k2d; }
 
 // Returns the tokens in a row of the image: `width`, or the side of the smallest square that holds
@@ -163,7 +154,11 @@ class Pattern2d : public Pattern {
 
 class ImageLocal : public FlashTechnique<ImageLocalOptions> {
  public:
-  ImageLocal() : FlashTechnique(Info()) {}
+  ImageLocal()
+      : FlashTechnique(SparseSelfAttention(
+            {"image_local", "attention", "Image Transformer local attention, 1D and 2D",
+             "Parmar et al. 2018, arXiv:1802.05751v3, section 3.3"},
+            /*budget_option=*/"memory", /*growth=*/1)) {}
 
  private:
   absl::Status Check(const Problem& problem, const ImageLocalOptions& options) const override {
@@ -175,15 +170,11 @@ class ImageLocal : public FlashTechnique<ImageLocalOptions> {
 
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
     FlashPlan plan(job.problem);
-    if (!Is2d(job.options)) {
-      plan.Sees(Pattern1d(job.options));
-      return plan;
-    }
+    if (!Is2d(job.options)) return plan.Sees(Pattern1d(job.options));
     const Pattern2d pattern(job.options, job.problem.kv_tokens);
-    plan.Sees(pattern)
+    return plan.Sees(pattern)
         .QueryOrder(pattern.image().query_order())
         .KeyOrder(pattern.image().key_order());
-    return plan;
   }
 
   absl::Status Definition(const Problem& problem, const ImageLocalOptions& options,
@@ -191,28 +182,24 @@ class ImageLocal : public FlashTechnique<ImageLocalOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
     Problem block_raster = problem;  // the order of rows is not the tokens'
     block_raster.causal = problem.causal && !Is2d(options);
-    TFB_RETURN_IF_ERROR(Check(problem, options));
     const PairScore score = Is2d(options) ? Define2d(problem, options) : Define1d(problem, options);
     DefineMaskedAttention(block_raster, inputs, request, score, outputs);
     return absl::OkStatus();
   }
 
   static PairScore Define1d(const Problem& problem, const ImageLocalOptions& options) {
-    PairScore score;
-    score.sees = [options, causal = problem.causal](int64_t, int64_t i, int64_t j) {
+    return PairScore::Sees([options, causal = problem.causal](int64_t, int64_t i, int64_t j) {
       const int64_t b = options.query_block * (i / options.query_block);
       const int64_t last = causal ? i : b + options.query_block - 1 + options.memory;
       return b - options.memory <= j && j <= last;
-    };
-    return score;
+    });
   }
 
   static PairScore Define2d(const Problem& problem, const ImageLocalOptions& options) {
     const int64_t width = WidthOf(options, problem.kv_tokens);
     const int64_t h = options.block_height, w = options.block_width;
     const int64_t f_h = options.flange_height, f_w = options.flange_width;
-    PairScore score;
-    score.sees = [=](int64_t, int64_t i, int64_t j) {
+    return PairScore::Sees([=](int64_t, int64_t i, int64_t j) {
       const int64_t r = i / width, c = i % width, key_r = j / width, key_c = j % width;
       const int64_t r0 = r / h * h, c0 = c / w * w;
       const bool above =
@@ -221,8 +208,7 @@ class ImageLocal : public FlashTechnique<ImageLocalOptions> {
       const bool within =
           key_r / h == r / h && key_c / w == c / w && (key_r < r || (key_r == r && key_c <= c));
       return above || left || within;
-    };
-    return score;
+    });
   }
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,9 +15,7 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
-#include "core/flash/flash_engine.h"
 #include "core/random.h"
-#include "core/schedule/pattern.h"
 #include "core/workspace.h"
 
 namespace tfb::linformer {
@@ -156,129 +155,78 @@ bool SameBits(const Tensor& a, const Tensor& b) {
   return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
 }
 
-// Compresses keys and values, and attends to the slots.
-class LinformerLayer : public Layer {
+// Makes the slots of keys and values, f32 [batch, kv_heads, slots, channels]: the tensors key_slots
+// and value_slots.
+class Compress : public FlashStep {
  public:
-  LinformerLayer(const Problem& problem, const LinformerOptions& options, NamedTensors parameters,
-                 Device device)
-      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
-        device_(device),
-        kind_(KindOf(options)),
+  Compress(const Problem& problem, const LinformerOptions& options, const NamedTensors& parameters,
+           Device device)
+      : kind_(KindOf(options)),
         plan_(options, problem),
-        keys_(device, kind_, SizesOf(problem.head_dim)),
-        values_(device, kind_, SizesOf(problem.value_dim)),
-        of_slots_(problem) {
-    parameters_ = std::move(parameters);
-    of_slots_.kv_tokens = plan_.slots;
-    of_slots_.dtype = DType::kF32;  // the dtype of slots
-  }
+        parameters_(parameters),
+        keys_(device, kind_, SizesOf(problem, problem.head_dim)),
+        values_(device, kind_, SizesOf(problem, problem.value_dim)) {}
 
-  size_t workspace_bytes(int threads) const override {
-    const size_t slots = Workspace::Measure([&](Workspace& workspace) {
-      keys_.LayOut(workspace);
-      values_.LayOut(workspace);
-    });
-    return slots + std::max({keys_.workspace_bytes(threads), values_.workspace_bytes(threads),
-                             FlashEngine::WorkspaceBytes(device_, of_slots_, false, threads)});
-  }
-
-  Cost cost() const override {
-    const Problem& p = problem();
-    const double pairs =
-        static_cast<double>(p.batch * p.query_heads * p.query_tokens * plan_.slots);
-    Cost cost;
-    cost.flops =
-        keys_.flops() + values_.flops() + 2 * pairs * static_cast<double>(p.head_dim + p.value_dim);
-    cost.bytes = TensorBytes();
-    return cost;
-  }
-
-  std::map<std::string, double> statistics() const override {
-    return {{"slots", static_cast<double>(plan_.slots)}};
-  }
-
- protected:
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    const bool refits = plan_.is_fitted &&
-                        (IsUnfitted(parameters_.at("e")) || SameBits(parameters_.at("e"), fitted_));
-    if (refits) {
-      TFB_RETURN_IF_ERROR(Fit(inputs, execution));
-      fitted_ = parameters_.at("e").Clone();
-    }
+  absl::Status Setup(Device device, const Inputs&, const Execution&) override {
     if (plan_.has_e) {
       TFB_ASSIGN_OR_RETURN(const auto e,
-                           CompressionTables::Create(device_, kind_, parameters_.at("e").view()));
+                           CompressionTables::Create(device, kind_, parameters_.at("e").view()));
       keys_.set_tables(e, plan_.table_of_batch, plan_.table_of_head);
       values_.set_tables(e, plan_.table_of_batch, plan_.table_of_head);
     }
     if (plan_.has_f) {
       TFB_ASSIGN_OR_RETURN(const auto f,
-                           CompressionTables::Create(device_, kind_, parameters_.at("f").view()));
+                           CompressionTables::Create(device, kind_, parameters_.at("f").view()));
       values_.set_tables(f, plan_.table_of_batch, plan_.table_of_head);
     }
-    TFB_ASSIGN_OR_RETURN(engine_,
-                         FlashEngine::Create(device_, of_slots_, FullPattern()));
     return absl::OkStatus();
   }
 
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    Workspace workspace(execution.workspace);
-    const Compressor::Memory keys = keys_.LayOut(workspace);
-    const Compressor::Memory values = values_.LayOut(workspace);
-    Execution rest = execution;
-    rest.workspace = workspace.Rest();
-    const ConstTensorView key_mask = inputs.Get("key_mask");
-    TFB_RETURN_IF_ERROR(keys_.Run(inputs.Get("k"), key_mask, keys, rest));
-    TFB_RETURN_IF_ERROR(values_.Run(inputs.Get("v"), key_mask, values, rest));
-    FlashCall call = engine_.NewCall();
-    call.q = inputs.Get("q");
-    call.k = keys.slots;
-    call.v = values.slots;
-    call.out = outputs.Get("out");
-    call.log_sum_exp = outputs.Get("log_sum_exp");
-    return engine_.Run(call, rest);
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    key_memory_ = keys_.LayOut(*workspace);
+    value_memory_ = values_.LayOut(*workspace);
+    tensors->Set("key_slots", key_memory_.slots);
+    tensors->Set("value_slots", value_memory_.slots);
+  }
+  size_t workspace_bytes(Device, int threads) const override {
+    return std::max(keys_.workspace_bytes(threads), values_.workspace_bytes(threads));
+  }
+
+  absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override {
+    const ConstTensorView key_mask = tensors.Get("key_mask");
+    TFB_RETURN_IF_ERROR(keys_.Run(tensors.Get("k"), key_mask, key_memory_, execution));
+    return values_.Run(tensors.Get("v"), key_mask, value_memory_, execution);
+  }
+
+  double flops() const override { return keys_.flops() + values_.flops(); }
+  std::map<std::string, double> statistics() const override {
+    return {{"slots", static_cast<double>(plan_.slots)}};
   }
 
  private:
-  Compressor::Sizes SizesOf(int64_t channels) const {
-    const Problem& p = problem();
+  Compressor::Sizes SizesOf(const Problem& p, int64_t channels) const {
     return {p.batch, p.kv_heads, p.kv_tokens, channels, plan_.slots, plan_.window};
   }
 
-  absl::Status Fit(const Inputs& inputs, const Execution& execution) {
-    const auto copy = [&](const char* name) {
-      return CopyToHost(device_, inputs.Get(name), execution.stream);
-    };
-    TFB_ASSIGN_OR_RETURN(const Tensor k, copy("k"));
-    TFB_ASSIGN_OR_RETURN(const Tensor v, copy("v"));
-    if (inputs.Get("key_mask").empty()) {
-      return FitTables(plan_, k.view(), v.view(), {}, &parameters_.at("e"));
-    }
-    TFB_ASSIGN_OR_RETURN(const Tensor mask, copy("key_mask"));
-    return FitTables(plan_, k.view(), v.view(), mask.view(), &parameters_.at("e"));
-  }
-
-  Device device_;
   Compression kind_;
   Plan plan_;
+  const NamedTensors& parameters_;
   Compressor keys_;
   Compressor values_;
-  Problem of_slots_;
-  Tensor fitted_;  // the result of the last Fit
-  FlashEngine engine_;
+  Compressor::Memory key_memory_;
+  Compressor::Memory value_memory_;
 };
 
-absl::Status Check(const Problem& problem, const LinformerOptions& options) {
-  const Plan plan(options, problem);
-  const bool convolves = options.projection == Projection::kConvolution ||
-                         options.projection == Projection::kDepthwiseConvolution;
-  if (!convolves || plan.has_f || problem.head_dim == problem.value_dim) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("one convolution for keys and values: value_dim is ", problem.value_dim,
-                   "; allowed is head_dim, ", problem.head_dim));
+absl::Status FitToInputs(const Plan& plan, Device device, const Inputs& inputs,
+                         const Execution& execution, Tensor* e) {
+  const auto copy = [&](const char* name) {
+    return CopyToHost(device, inputs.Get(name), execution.stream);
+  };
+  TFB_ASSIGN_OR_RETURN(const Tensor k, copy("k"));
+  TFB_ASSIGN_OR_RETURN(const Tensor v, copy("v"));
+  if (inputs.Get("key_mask").empty()) return FitTables(plan, k.view(), v.view(), {}, e);
+  TFB_ASSIGN_OR_RETURN(const Tensor mask, copy("key_mask"));
+  return FitTables(plan, k.view(), v.view(), mask.view(), e);
 }
 
 // ---- The definition ----
@@ -333,29 +281,63 @@ Tensor DefineSlots(const LinformerOptions& options, const Plan& plan, const Cons
 
 }  // namespace
 
-Linformer::Linformer() : TechniqueOf(Info()) {}
+Linformer::Linformer() : FlashTechnique(Info()) {}
 
-absl::StatusOr<std::unique_ptr<Layer>> Linformer::MakeLayer(const Problem& problem,
-                                                            const LinformerOptions& options,
-                                                            Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
+absl::Status Linformer::Check(const Problem& problem, const LinformerOptions& options) const {
   const Plan plan(options, problem);
+  const bool convolves = options.projection == Projection::kConvolution ||
+                         options.projection == Projection::kDepthwiseConvolution;
+  if (!convolves || plan.has_f || problem.head_dim == problem.value_dim) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("one convolution for keys and values: value_dim is ", problem.value_dim,
+                   "; allowed is head_dim, ", problem.head_dim));
+}
+
+absl::StatusOr<NamedTensors> Linformer::Draw(const Job& job) const {
+  const Problem& p = job.problem;
+  const Plan plan(job.options, p);
   NamedTensors parameters;
   if (plan.has_e) {
-    TFB_ASSIGN_OR_RETURN(parameters["e"],
-                         DrawTables(options, problem, "e", problem.head_dim, seed));
+    TFB_ASSIGN_OR_RETURN(parameters["e"], DrawTables(job.options, p, "e", p.head_dim, job.seed));
   }
   if (plan.has_f) {
-    TFB_ASSIGN_OR_RETURN(parameters["f"],
-                         DrawTables(options, problem, "f", problem.value_dim, seed));
+    TFB_ASSIGN_OR_RETURN(parameters["f"], DrawTables(job.options, p, "f", p.value_dim, job.seed));
   }
-  return std::make_unique<LinformerLayer>(problem, options, std::move(parameters), device);
+  return parameters;
+}
+
+// Tables that a Setup has fitted are fitted again, and those that the caller gives are not.
+PlannedLayer::Fit Linformer::MakeFit(const Problem& problem,
+                                     const LinformerOptions& options) const {
+  const Plan plan(options, problem);
+  if (!plan.is_fitted) return nullptr;
+  const auto fitted = std::make_shared<Tensor>();
+  return [plan, fitted](Device device, const Inputs& inputs, const Execution& execution,
+                        NamedTensors* parameters) -> absl::Status {
+    Tensor& e = parameters->at("e");
+    if (!IsUnfitted(e) && !SameBits(e, *fitted)) return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(FitToInputs(plan, device, inputs, execution, &e));
+    *fitted = e.Clone();
+    return absl::OkStatus();
+  };
+}
+
+// One softmax over the slots, in their precision.
+absl::StatusOr<FlashPlan> Linformer::Describe(const Job& job) const {
+  return FlashPlan::Empty(job.problem)
+      .AddStep<Compress>(job.problem, job.options, job.parameters, job.device)
+      .AddRows(TokenRange{0, job.problem.query_tokens})
+      .Precision(DType::kF32)
+      .AddPart({0, Plan(job.options, job.problem).slots})
+      .Tensors("q", "key_slots", "value_slots")
+      .KeyMask("");
 }
 
 absl::Status Linformer::Definition(const Problem& problem, const LinformerOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
   const Plan plan(options, problem);
   const KeyMask is_token(inputs);
   const Tensor* e = plan.has_e ? &parameters.at("e") : nullptr;

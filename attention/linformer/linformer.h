@@ -73,6 +73,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/flash/flash_technique.h"
 #include "core/technique.h"
 
 namespace tfb::linformer {
@@ -117,14 +118,15 @@ struct LinformerOptions {
 // * tables, slots, kv_tokens], 0 until Setup has fitted it, which it does unless the caller has
 // given one. The definition takes the E that it is given, and fits it by the same code where that
 // is 0. Statistics: slots.
-class Linformer : public TechniqueOf<LinformerOptions> {
+class Linformer : public FlashTechnique<LinformerOptions> {
  public:
   Linformer();
 
  protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const LinformerOptions& options, Device device,
-                                                   uint64_t seed) const override;
+  absl::Status Check(const Problem& problem, const LinformerOptions& options) const override;
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override;
+  PlannedLayer::Fit MakeFit(const Problem& problem, const LinformerOptions& options) const override;
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override;
   absl::Status Definition(const Problem& problem, const LinformerOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;

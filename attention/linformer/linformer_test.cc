@@ -783,9 +783,7 @@ TEST(Linformer, CostCountsTheMultiplyAddsOfTheFormula) {
   problem.kv_tokens = 11;
   problem.value_dim = 6;
   const auto flops = [&](const char* projection) {
-    const auto layer =
-        Linformer().Create(problem, {{"k", "4"}, {"projection", projection}}, kCpu, 1).value();
-    return layer->cost().flops.value();
+    return CostOf(Linformer(), problem, {{"k", "4"}, {"projection", projection}}).flops.value();
   };
   const double attending = 2 * 2 * 4 * 5 * 4 * (3 + 6);
   const double elements = 2 * 2 * 11;  // elements times channels

@@ -7,21 +7,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "attention/longformer/marked_globals.h"
+#include "attention/longformer/global_tokens.h"
 #include "core/flash/flash_technique.h"
 #include "core/schedule/residue_order.h"
 
 namespace tfb::longformer {
 namespace {
-
-TechniqueInfo Info() {
-  TechniqueInfo info = {"longformer", "attention", "Longformer sliding window with global tokens",
-                        "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3"};
-  info.budget_option = "window";
-  info.growth = 1;
-  info.self_attention = true;
-  return info;
-}
 
 // Tells whether global rows read tensors of their own, which they do not where there can be none.
 bool OwnProjections(const LongformerOptions& options) {
@@ -30,8 +21,6 @@ bool OwnProjections(const LongformerOptions& options) {
       std::any_of(options.globals.begin(), options.globals.end(), [](int64_t g) { return g >= 0; });
   return may_have_globals && options.projections == LongformerOptions::Projections::kOwn;
 }
-
-bool ReadsMask(const LongformerOptions& options) { return options.max_globals > 0; }
 
 // Returns the global positions inside the sequence, ascending, each once.
 std::vector<int64_t> Globals(const LongformerOptions& options, int64_t tokens) {
@@ -115,7 +104,11 @@ std::vector<std::vector<bool>> DefineGlobals(const Problem& problem,
 
 class Longformer : public FlashTechnique<LongformerOptions> {
  public:
-  Longformer() : FlashTechnique(Info()) {}
+  Longformer()
+      : FlashTechnique(SparseSelfAttention(
+            {"longformer", "attention", "Longformer sliding window with global tokens",
+             "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3"},
+            /*budget_option=*/"window", /*growth=*/1)) {}
 
  private:
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
@@ -128,7 +121,7 @@ class Longformer : public FlashTechnique<LongformerOptions> {
         tensors.push_back(std::move(own));
       }
     }
-    if (ReadsMask(options)) {
+    if (options.max_globals > 0) {
       tensors.push_back({"global_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
     }
     return tensors;
@@ -144,15 +137,16 @@ class Longformer : public FlashTechnique<LongformerOptions> {
   // Local rows, and global rows over them, which may have tensors of their own.
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
     const std::vector<int64_t> globals = Globals(job.options, job.problem.query_tokens);
+    if (job.options.max_globals > 0) return DescribeMarked(job, globals);
     const Orders orders(job.options, job.problem.query_tokens);
     FlashPlan plan(job.problem);
     plan.Sees(LocalPattern(job.options, job.problem, orders, globals))
         .Order(orders.Tokens(), orders.size());
     if (globals.empty()) return plan;
-    FlashPart& rows = plan.AddRows(std::vector<int32_t>(globals.begin(), globals.end()));
-    if (OwnProjections(job.options)) rows.Tensors("q_global", "k_global", "v_global");
+    plan.AddRows(std::vector<int32_t>(globals.begin(), globals.end()));
+    if (OwnProjections(job.options)) plan.Tensors("q_global", "k_global", "v_global");
     if (job.problem.causal) {
-      rows.Sees(FunctionPattern([globals](int64_t, int64_t i, KeyList* keys) {
+      plan.Sees(FunctionPattern([globals](int64_t, int64_t i, KeyList* keys) {
         keys->Add(0, globals[i] + 1);
         return i + 1;
       }));
@@ -160,22 +154,26 @@ class Longformer : public FlashTechnique<LongformerOptions> {
     return plan;
   }
 
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const LongformerOptions& options, Device device,
-                                                   uint64_t seed) const override {
-    if (!ReadsMask(options)) return FlashTechnique::MakeLayer(problem, options, device, seed);
-    TFB_RETURN_IF_ERROR(Check(problem, options));
-    const Orders orders(options, problem.query_tokens);
-    return std::make_unique<MarkedGlobalsLayer>(
-        problem, ReadTensors(problem, options), device, Globals(options, problem.query_tokens),
-        options.max_globals, LocalPattern(options, problem, orders, {}),
-        PlaceOrder{orders.Tokens(), orders.size()});
+  // With a mask local rows have two parts of disjoint keys: the window, whose keys that are global
+  // are hidden, and the list of global tokens.
+  static FlashPlan DescribeMarked(const Job& job, const std::vector<int64_t>& positions) {
+    const Orders orders(job.options, job.problem.query_tokens);
+    const auto find =
+        std::make_shared<GlobalTokens>(job.problem, positions, job.options.max_globals);
+    FlashPlan plan(job.problem);
+    plan.ShareStep(find)
+        .Sees(LocalPattern(job.options, job.problem, orders, {}))
+        .Order(orders.Tokens(), orders.size())
+        .KeyMask("local_keys");
+    plan.AddPart().KeyOrder("global_tokens", find->queries().most).KeyMask("global_keys").Causal();
+    plan.AddMarkedRows(find->queries()).Causal();
+    if (OwnProjections(job.options)) plan.Tensors("q_global", "k_global", "v_global");
+    return plan;
   }
 
   absl::Status Definition(const Problem& problem, const LongformerOptions& options,
                           const NamedTensors&, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
-    TFB_RETURN_IF_ERROR(Check(problem, options));
     const KeyMask is_token(inputs);
     const std::vector<std::vector<bool>> is_global = DefineGlobals(problem, options, inputs);
     const int64_t behind =
@@ -200,23 +198,10 @@ class Longformer : public FlashTechnique<LongformerOptions> {
     if (!OwnProjections(options)) return absl::OkStatus();
 
     // Computes global rows again with their own tensors, all of which they see.
-    Inputs own = inputs;
-    for (const char* name : {"q", "k", "v"})
-      own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
     NamedTensors global;
-    attend(own, &global);
-    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-    for (auto& [name, tensor] : *outputs) {
-      for (int64_t b = 0; b < problem.batch; ++b) {
-        for (size_t r = 0; r < rows.size(); ++r) {
-          if (!is_global[b][rows[r]]) continue;
-          const auto row = [b, r](const auto& view) {
-            return Slice(Slice(view, 0, b, 1), 2, r, 1);
-          };
-          CopyElements(row(std::as_const(global.at(name)).view()), row(tensor.view()));
-        }
-      }
-    }
+    attend(WithOwnTensors(inputs, {"q", "k", "v"}, "_global"), &global);
+    ReplaceRows(
+        problem, request, [&](int64_t b, int64_t i) { return is_global[b][i]; }, global, outputs);
     return absl::OkStatus();
   }
 };

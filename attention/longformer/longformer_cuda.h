@@ -15,10 +15,8 @@ struct GlobalLists {
   uint8_t* is_global;    // [batch][tokens], aligned to 16 bytes
   uint8_t* local_keys;   // [batch][tokens], 1 for a token that is neither padding nor global
   uint8_t* global_keys;  // [batch][tokens], 1 for a global token that is not padding
-  // [batch][most]: the global tokens, ascending. The rest of a row repeats a token that is not
-  // global in the list of keys, and is -1 in that of queries, which the CPU alone has.
+  // [batch][most]: the global tokens, ascending, and then one that is not global, repeated.
   int32_t* keys;
-  int32_t* queries;
 };
 
 struct FindGlobalsArguments {

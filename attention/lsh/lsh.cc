@@ -13,9 +13,7 @@
 #include "attention/lsh/lsh_functors.h"
 #include "attention/lsh/lsh_sizes.h"
 #include "core/cuda/for_each.h"
-#include "core/flash/flash_parts.h"
 #include "core/gather/gather.h"
-#include "core/random.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -36,6 +34,7 @@ TechniqueInfo Info() {
   info.budget_option = "rounds";
   info.growth = 1;
   info.selection = "buckets";
+  info.self_attention = true;
   return info;
 }
 
@@ -56,149 +55,120 @@ class ChunkPattern : public Pattern {
   int64_t chunk_;
 };
 
-// The arrays of a Run, in the workspace.
-struct Memory {
-  void* keys;        // [batch][heads][tokens][head_dim] of the problem's dtype
-  int32_t* buckets;  // [batch][heads][rounds][tokens]
-  int32_t* places;
-  int32_t* orders;  // [batch][heads][rounds][order]
-  int32_t* query_codes;
-  int32_t* key_codes;
-};
+LshSizes SizesOf(const Problem& problem, const LshOptions& options) {
+  const int64_t tokens = problem.query_tokens, chunk = LshChunk(options, tokens);
+  const int64_t buckets = LshBuckets(LshFactors(options, tokens));
+  LshSizes sizes = {problem.batch,
+                    problem.query_heads,
+                    LshRounds(options),
+                    tokens,
+                    chunk,
+                    static_cast<int32_t>(buckets),
+                    tokens,
+                    options.bucket_mask};
+  // `order` includes the last chunk, which the first one sees.
+  if (LshWraps(options) && tokens > 0) sizes.order += (tokens - 1) % chunk + 1;
+  return sizes;
+}
 
-class LshLayer : public Layer {
+// Returns the name of a round's order of the tokens, and of the last chunk of the round before.
+std::string OrderName(int64_t round) { return absl::StrCat("order", round); }
+
+// Makes keys of queries, finds buckets, and sorts the tokens of each round by them: the tensors
+// keys [batch, heads, tokens, head_dim], and where there are several buckets order0, order1, ...
+// [batch, heads, order], query_codes and key_codes [slots, batch, heads, tokens], with a slot a
+// round and, with wrap, as many again.
+class SortByBucket : public FlashStep {
  public:
-  LshLayer(const Problem& problem, std::vector<TensorSpec> inputs, std::vector<TensorSpec> outputs,
-           const LshOptions& options, Device device, NamedTensors parameters)
-      : Layer(problem, std::move(inputs), std::move(outputs)),
+  SortByBucket(const Problem& problem, const LshOptions& options, const NamedTensors& parameters)
+      : problem_(problem),
         options_(options),
-        device_(device),
-        factors_(LshFactors(options, problem.query_tokens)) {
-    parameters_ = std::move(parameters);
-    const int64_t tokens = problem.query_tokens, chunk = LshChunk(options, tokens);
-    sizes_ = {problem.batch,
-              problem.query_heads,
-              LshRounds(options),
-              tokens,
-              chunk,
-              static_cast<int32_t>(LshBuckets(factors_)),
-              tokens,
-              options.bucket_mask};
-    // `order` includes the last chunk, which the first one sees.
-    if (LshWraps(options) && tokens > 0) sizes_.order += (tokens - 1) % chunk + 1;
-    Problem part = problem;
-    part.kv_tokens = sizes_.order;
-    // Otherwise the token rule is causal, by token and not by place.
-    part.causal = LshIsWhole(options) && problem.causal;
-    parts_.assign(sizes_.rounds, part);
-    calls_.resize(parts_.size());
+        parameters_(parameters),
+        factors_(LshFactors(options, problem.query_tokens)),
+        columns_(std::accumulate(factors_.begin(), factors_.end(), int64_t{0})),
+        sizes_(SizesOf(problem, options)) {
+    for (int64_t round = 0; round < sizes_.rounds; ++round) orders_.push_back(OrderName(round));
   }
 
-  size_t workspace_bytes(int threads) const override {
-    size_t steps = FlashParts::WorkspaceBytes(device_, parts_, /*relative_keys=*/false, threads);
-    if (!LshIsWhole(options_)) {
-      const int64_t columns = std::accumulate(factors_.begin(), factors_.end(), int64_t{0});
-      steps = std::max(steps, AngularHash::WorkspaceBytes(device_, problem().head_dim,
-                                                          sizes_.rounds, columns, threads));
-      steps = std::max(steps, SortWorkspaceBytes(device_, rows(), sizes_.buckets + 1, threads));
-    }
-    return steps + Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
+  absl::Status Setup(Device device, const Inputs&, const Execution&) override {
+    device_ = device;
+    if (LshIsWhole(options_)) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(hash_,
+                         AngularHash::Create(device, parameters_.at("rotations").view(), factors_));
+    return absl::OkStatus();
   }
 
-  Cost cost() const override {
-    const Problem& p = problem();
-    Cost cost;
-    if (is_set_up_) {
-      double pairs = 0;
-      for (const FlashEngine& engine : softmax_.engines()) {
-        pairs += engine.schedule().KeptPairs(p.query_heads);
-      }
-      const double columns =
-          static_cast<double>(std::accumulate(factors_.begin(), factors_.end(), int64_t{0}));
-      const double hashed = static_cast<double>(p.query_heads * p.query_tokens * sizes_.rounds);
-      cost.flops = 2.0 * static_cast<double>(p.batch) *
-                   (static_cast<double>(p.head_dim + p.value_dim) * pairs +
-                    static_cast<double>(p.head_dim) * columns * hashed);
+  size_t workspace_bytes(Device device, int threads) const override {
+    if (LshIsWhole(options_)) return 0;
+    return std::max(
+        AngularHash::WorkspaceBytes(device, problem_.head_dim, sizes_.rounds, columns_, threads),
+        SortWorkspaceBytes(device, rows(), sizes_.buckets + 1, threads));
+  }
+
+  double flops() const override {
+    const double hashed =
+        static_cast<double>(problem_.query_heads * problem_.query_tokens * sizes_.rounds);
+    return 2.0 * static_cast<double>(problem_.batch) *
+           (static_cast<double>(problem_.head_dim) * static_cast<double>(columns_) * hashed);
+  }
+
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    const Problem& p = problem_;
+    const int64_t tokens = sizes_.tokens, whole = heads() * tokens;
+    keys_ = TensorView(
+        workspace->Take<std::byte>(whole * p.head_dim * static_cast<int64_t>(SizeOf(p.dtype))),
+        p.dtype, {p.batch, p.query_heads, tokens, p.head_dim});
+    tensors->Set("keys", keys_);
+    buckets_ = workspace->Take<int32_t>(rows() * tokens);
+    if (LshIsWhole(options_)) return;
+    codes_.buckets = buckets_;
+    codes_.places = places_ = workspace->Take<int32_t>(rows() * tokens);
+    codes_.orders = workspace->Take<int32_t>(rows() * sizes_.order);
+    const int64_t slots = sizes_.rounds * (LshWraps(options_) ? 2 : 1);
+    codes_.query_codes = workspace->Take<int32_t>(slots * whole);
+    codes_.key_codes =
+        LshWraps(options_) ? workspace->Take<int32_t>(slots * whole) : codes_.query_codes;
+    const int64_t of_head = sizes_.rounds * sizes_.order;
+    const bool is_measured = codes_.orders == nullptr;  // and there is no memory yet
+    for (int64_t round = 0; round < sizes_.rounds; ++round) {
+      tensors->Set(orders_[round],
+                   ConstTensorView(codes_.orders + (is_measured ? 0 : round * sizes_.order),
+                                   DType::kI32, {p.batch, p.query_heads, sizes_.order},
+                                   {p.query_heads * of_head, of_head, 1}));
     }
-    cost.bytes = TensorBytes();
-    return cost;
+    const Shape of_codes = {slots, p.batch, p.query_heads, tokens};
+    tensors->Set("query_codes", ConstTensorView(codes_.query_codes, DType::kI32, of_codes));
+    tensors->Set("key_codes", ConstTensorView(codes_.key_codes, DType::kI32, of_codes));
+  }
+
+  absl::Status Run(const Inputs& tensors, const Outputs& outputs,
+                   const Execution& execution) override {
+    const RowNorm norm = {false, false, LshKeyEpsilon(problem_, options_)};
+    TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, tensors.Get("q"), keys_, execution));
+    grouping_.Begin();
+    TFB_RETURN_IF_ERROR(FindBuckets(tensors, outputs, execution));
+    if (!LshIsWhole(options_)) TFB_RETURN_IF_ERROR(Sort(execution));
+    grouping_.GroupsAreFound();
+    return absl::OkStatus();
+  }
+  absl::Status Finish(const Inputs&, const Outputs&, const Execution&) override {
+    grouping_.End();
+    return absl::OkStatus();
   }
 
   std::map<std::string, double> statistics() const override {
     return LshIsWhole(options_) ? std::map<std::string, double>() : grouping_.statistics(device_);
   }
 
- protected:
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
-    if (!LshIsWhole(options_)) {
-      TFB_ASSIGN_OR_RETURN(
-          hash_, AngularHash::Create(device_, parameters_.at("rotations").view(), factors_));
-    }
-    std::vector<FlashEngine> engines;
-    for (const Problem& part : parts_) {
-      TFB_ASSIGN_OR_RETURN(
-          FlashEngine engine,
-          FlashEngine::Create(device_, part, ChunkPattern(sizes_.tokens, sizes_.chunk)));
-      engines.push_back(std::move(engine));
-    }
-    softmax_ = FlashParts(device_, std::move(engines));
-    is_set_up_ = true;
-    return absl::OkStatus();
-  }
-
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    Workspace workspace(execution.workspace);
-    const Memory memory = LayOut(workspace);
-    Execution step = execution;
-    step.workspace = workspace.Rest();
-    const Problem& p = problem();
-    const ConstTensorView q = inputs.Get("q");
-    const TensorView keys(memory.keys, p.dtype,
-                          {p.batch, p.query_heads, p.query_tokens, p.head_dim});
-    const RowNorm norm = {false, false, LshKeyEpsilon(p, options_)};
-    TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, q, keys, step));
-    grouping_.Begin();
-    TFB_RETURN_IF_ERROR(FindBuckets(inputs, outputs, memory, step));
-    if (!LshIsWhole(options_)) TFB_RETURN_IF_ERROR(Sort(memory, step));
-    grouping_.GroupsAreFound();
-    for (size_t n = 0; n < calls_.size(); ++n) {
-      calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
-      calls_[n].k = keys;
-      calls_[n].scale = LshScale(p, options_);
-      calls_[n].tokens.self_bias = static_cast<float>(options_.self_bias);
-      if (!LshIsWhole(options_)) AddOrders(memory, static_cast<int64_t>(n), &calls_[n]);
-    }
-    TFB_RETURN_IF_ERROR(softmax_.Run(calls_, step));
-    grouping_.End();
-    return absl::OkStatus();
-  }
-
  private:
   int64_t heads() const { return sizes_.batch * sizes_.heads; }
   int64_t rows() const { return heads() * sizes_.rounds; }
-  int64_t slots() const { return sizes_.rounds * (LshWraps(options_) ? 2 : 1); }
 
-  Memory LayOut(Workspace& workspace) const {
-    const Problem& p = problem();
-    const int64_t tokens = sizes_.tokens, sorted = LshIsWhole(options_) ? 0 : rows();
-    Memory memory;
-    memory.keys = workspace.Take<std::byte>(heads() * tokens * p.head_dim *
-                                            static_cast<int64_t>(SizeOf(p.dtype)));
-    memory.buckets = workspace.Take<int32_t>(rows() * tokens);
-    memory.places = workspace.Take<int32_t>(sorted * tokens);
-    memory.orders = workspace.Take<int32_t>(sorted * sizes_.order);
-    const int64_t codes = LshIsWhole(options_) ? 0 : slots() * heads() * tokens;
-    memory.query_codes = workspace.Take<int32_t>(codes);
-    memory.key_codes = LshWraps(options_) ? workspace.Take<int32_t>(codes) : memory.query_codes;
-    return memory;
-  }
-
-  absl::Status FindBuckets(const Inputs& inputs, const Outputs& outputs, const Memory& memory,
+  absl::Status FindBuckets(const Inputs& inputs, const Outputs& outputs,
                            const Execution& execution) const {
     BucketsToSortBy a = {};
     a.sizes = sizes_;
-    a.buckets = memory.buckets;
+    a.buckets = buckets_;
     const ConstTensorView given = inputs.Get("buckets"), key_mask = inputs.Get("key_mask");
     if (!given.empty()) {
       a.given = static_cast<const int32_t*>(given.data);
@@ -214,56 +184,39 @@ class LshLayer : public Layer {
       std::copy_n(key_mask.strides.data(), 2, a.key_mask_strides);
     }
     if (given.empty() && !LshIsWhole(options_)) {
-      TFB_RETURN_IF_ERROR(hash_.Run(inputs.Get("q"), memory.buckets, execution));
+      TFB_RETURN_IF_ERROR(hash_.Run(inputs.Get("q"), buckets_, execution));
     }
     return ForEachInRows(device_, rows(), sizes_.tokens, a, execution);
   }
 
-  absl::Status Sort(const Memory& memory, const Execution& execution) const {
-    TokenSortCall sort = {memory.buckets, rows(),       sizes_.tokens, sizes_.buckets + 1,
-                          memory.orders,  sizes_.order, memory.places};
+  absl::Status Sort(const Execution& execution) {
+    const TokenSortCall sort = {buckets_,      rows(),       sizes_.tokens, sizes_.buckets + 1,
+                                codes_.orders, sizes_.order, places_};
     TFB_RETURN_IF_ERROR(SortTokens(device_, sort, execution));
-    const CodesOfPlaces codes = {sizes_,        memory.buckets,     memory.places,
-                                 memory.orders, memory.query_codes, memory.key_codes};
-    return ForEachInRows(device_, rows(), sizes_.order, codes, execution);
+    codes_.sizes = sizes_;
+    return ForEachInRows(device_, rows(), sizes_.order, codes_, execution);
   }
 
-  void AddOrders(const Memory& memory, int64_t round, FlashCall* call) const {
-    const int64_t of_head = sizes_.rounds * sizes_.order;
-    call->query_order = {memory.orders + round * sizes_.order, sizes_.heads * of_head, of_head};
-    call->key_order = call->query_order;
-    TokenRule& rule = call->tokens;
-    rule.causal = problem().causal;
-    if (options_.bucket_mask) rule.own = round;
-    rule.counts = options_.dedup;
-    rule.query_codes = memory.query_codes;
-    rule.key_codes = memory.key_codes;
-    rule.slots = slots();
-    rule.slot_stride = heads() * sizes_.tokens;
-    rule.batch_stride = sizes_.heads * sizes_.tokens;
-    rule.head_stride = sizes_.tokens;
-  }
-
+  Problem problem_;
   LshOptions options_;
-  Device device_;
+  const NamedTensors& parameters_;
   std::vector<int64_t> factors_;
+  int64_t columns_;  // of all factors
   LshSizes sizes_;
+  std::vector<std::string> orders_;  // names
+  Device device_ = Device::kCpu;
   AngularHash hash_;
   GroupingShare grouping_;
-  std::vector<Problem> parts_;
-  FlashParts softmax_;
-  std::vector<FlashCall> calls_;  // room for the calls of a Run
-  bool is_set_up_ = false;
+  // The arrays of a Run, in the workspace.
+  TensorView keys_;
+  int32_t* buckets_ = nullptr;  // [batch][heads][rounds][tokens]
+  int32_t* places_ = nullptr;
+  CodesOfPlaces codes_ = {};
 };
 
 }  // namespace
 
-absl::Status CheckLsh(const Problem& problem, const LshOptions& options) {
-  if (problem.query_tokens != problem.kv_tokens) {
-    return absl::UnimplementedError(absl::StrCat("lsh is self-attention: query_tokens is ",
-                                                 problem.query_tokens, ", kv_tokens is ",
-                                                 problem.kv_tokens));
-  }
+absl::Status Lsh::Check(const Problem& problem, const LshOptions& options) const {
   if (problem.query_heads != problem.kv_heads) {
     return absl::UnimplementedError(absl::StrCat(
         "in lsh a head's keys are its queries, so that it has as many of both: query_heads is ",
@@ -302,7 +255,7 @@ std::vector<int64_t> LshFactors(const LshOptions& options, int64_t tokens) {
   return {first / 2, buckets / first / 2};
 }
 
-Lsh::Lsh() : TechniqueOf(Info()) {}
+Lsh::Lsh() : FlashTechnique(Info()) {}
 
 std::vector<TensorSpec> Lsh::ReadTensors(const Problem& problem, const LshOptions& options) const {
   std::vector<TensorSpec> tensors;
@@ -333,24 +286,33 @@ absl::StatusOr<TechniqueSpec> Lsh::Counterpart(const Problem&, const Options& op
   return TechniqueSpec{info().name, std::move(whole)};
 }
 
-absl::StatusOr<std::unique_ptr<Layer>> Lsh::MakeLayer(const Problem& problem,
-                                                      const LshOptions& options, Device device,
-                                                      uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckLsh(problem, options));
-  const std::vector<int64_t> factors = LshFactors(options, problem.query_tokens);
-  NamedTensors parameters;
-  if (!factors.empty()) {
-    const int64_t columns = std::accumulate(factors.begin(), factors.end(), int64_t{0});
-    const Shape shape = {problem.head_dim, options.rounds, columns};
-    const Shape per_head = {problem.query_heads, problem.head_dim, options.rounds, columns};
-    TFB_ASSIGN_OR_RETURN(Tensor rotations,
-                         Tensor::Allocate(DType::kF32, options.per_head ? per_head : shape));
-    FillNormal(&rotations, seed, "rotations");
-    parameters["rotations"] = std::move(rotations);
+absl::StatusOr<NamedTensors> Lsh::Draw(const Job& job) const {
+  const std::vector<int64_t> factors = LshFactors(job.options, job.problem.query_tokens);
+  if (factors.empty()) return NamedTensors();
+  const int64_t columns = std::accumulate(factors.begin(), factors.end(), int64_t{0});
+  Shape shape = {job.problem.head_dim, job.options.rounds, columns};
+  if (job.options.per_head) shape.insert(shape.begin(), job.problem.query_heads);
+  return DrawNormal(job.seed, {{"rotations", shape}});
+}
+
+// Rounds are parts of one softmax, so that they are merged by their log-sum-exp.
+absl::StatusOr<FlashPlan> Lsh::Describe(const Job& job) const {
+  const LshOptions& options = job.options;
+  const LshSizes sizes = SizesOf(job.problem, options);
+  FlashPlan plan(job.problem, LshScale(job.problem, options));
+  plan.AddStep<SortByBucket>(job.problem, options, job.parameters);
+  for (int64_t round = 0; round < sizes.rounds; ++round) {
+    if (round > 0) plan.AddPart().Causal();
+    plan.Tensors("q", "keys", "v")
+        .Sees(ChunkPattern(sizes.tokens, sizes.chunk))
+        .Add<SelfBias>(options.self_bias);
+    if (LshIsWhole(options)) continue;
+    plan.QueryOrder(OrderName(round), sizes.tokens)
+        .KeyOrder(OrderName(round), sizes.order)
+        .Add<TokenSlots>("query_codes", "key_codes", options.bucket_mask ? round : -1,
+                         options.dedup);
   }
-  return std::make_unique<LshLayer>(problem, ReadTensors(problem, options),
-                                    WrittenTensors(problem, options), options, device,
-                                    std::move(parameters));
+  return plan;
 }
 
 }  // namespace tfb::lsh

@@ -57,9 +57,9 @@
 #define TFB_ATTENTION_LSH_LSH_H_
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "core/flash/flash_technique.h"
 #include "core/technique.h"
 
 namespace tfb::lsh {
@@ -107,7 +107,7 @@ struct LshOptions {
 // query_heads, query_tokens, rounds]; those out of range count as the nearest one. It writes out,
 // log_sum_exp and buckets. Statistics, on the CPU: grouping_share, the share of a Run that hashing
 // and sorting take.
-class Lsh : public TechniqueOf<LshOptions> {
+class Lsh : public FlashTechnique<LshOptions> {
  public:
   Lsh();
 
@@ -115,9 +115,9 @@ class Lsh : public TechniqueOf<LshOptions> {
                                             const Options& options) const override;
 
  protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const LshOptions& options, Device device,
-                                                   uint64_t seed) const override;
+  absl::Status Check(const Problem& problem, const LshOptions& options) const override;
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override;
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override;
   absl::Status Definition(const Problem& problem, const LshOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;

@@ -151,7 +151,6 @@ DoubleTensor KeysOf(const Problem& problem, const LshOptions& options, const Dou
 absl::Status Lsh::Definition(const Problem& problem, const LshOptions& options,
                              const NamedTensors& parameters, const Inputs& inputs,
                              const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckLsh(problem, options));
   const int64_t tokens = problem.query_tokens, rounds = LshRounds(options);
   const Hashes hashes(problem, options, parameters, inputs, request);
   const KeyMask is_token(inputs);

@@ -36,9 +36,6 @@ inline int64_t LshBuckets(const std::vector<int64_t>& factors) {
   return buckets;
 }
 
-// Returns OK where problem and options are compatible.
-absl::Status CheckLsh(const Problem& problem, const LshOptions& options);
-
 }  // namespace tfb::lsh
 
 #endif  // TFB_ATTENTION_LSH_LSH_SIZES_H_

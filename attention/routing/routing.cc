@@ -13,9 +13,7 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/for_each.h"
 #include "core/definition.h"
-#include "core/flash/flash_engine.h"
 #include "core/gather/gather.h"
-#include "core/random.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -34,6 +32,7 @@ TechniqueInfo Info() {
   info.budget_option = "clusters";
   info.growth = 1;
   info.selection = "members";
+  info.self_attention = true;
   return info;
 }
 
@@ -68,269 +67,188 @@ class BlockPattern : public Pattern {
   bool causal_;
 };
 
-// The arrays of a Run, in the workspace. Sets beyond the existing ones hold nothing.
-struct Memory {
-  void* normalized[2];  // [batch][heads][tokens][head_dim] of the problem's dtype: queries, keys
-  void* unit_keys;      // likewise, where scored keys are queries of length 1
-  float* scores;        // [batch][heads][clusters][stride]
-  int32_t* members[2];  // [batch][heads][clusters][size]
-  float* rows;          // [batch][heads][clusters * size][value_dim]
-};
+ConstTensorView Vectors(const Problem& problem, const Inputs& inputs, int64_t set) {
+  return inputs.Get(set == 0 || problem.causal ? "q" : "k");
+}
 
-class RoutingLayer : public Layer {
+bool ScoresGiven(const RoutingOptions& options) {
+  return options.scored == RoutingOptions::Scored::kGiven;
+}
+
+// Names of tensors, for queries and keys.
+constexpr const char* kNormalized[] = {"normalized_queries", "normalized_keys"};
+constexpr const char* kMembers[] = {"members_queries", "members_keys"};
+
+// Normalises queries and keys, finds the members of clusters, and averages the rows of a token
+// behind the softmax: of the heads that have clusters the tensors normalized_queries and
+// normalized_keys [batch, heads, tokens, head_dim], unit_keys, where scored keys are queries of
+// length 1, members_queries and members_keys, i32 [batch, heads, clusters * size], and rows, f32
+// [batch, heads, clusters * size, value_dim].
+class Clusters : public FlashStep {
  public:
-  RoutingLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-               std::vector<TensorSpec> outputs, const RoutingOptions& options, Device device,
-               NamedTensors parameters)
-      : Layer(problem, std::move(inputs), std::move(outputs)),
-        options_(options),
-        device_(device),
-        sizes_(problem, options),
-        in_clusters_(problem),
-        in_blocks_(problem) {
-    parameters_ = std::move(parameters);
-    in_clusters_.query_heads = in_clusters_.kv_heads = sizes_.heads;
-    in_clusters_.query_tokens = in_clusters_.kv_tokens = sizes_.clusters * sizes_.size;
-    in_clusters_.causal = false;  // the pattern is causal
-    in_blocks_.query_heads = in_blocks_.kv_heads = sizes_.local_heads;
+  Clusters(const Problem& problem, const RoutingOptions& options, const NamedTensors& parameters)
+      : problem_(problem), options_(options), parameters_(parameters), sizes_(problem, options) {}
+
+  absl::Status Setup(Device device, const Inputs&, const Execution&) override {
+    device_ = device;
+    if (sizes_.heads == 0) return absl::OkStatus();
+    const ConstTensorView centroids = parameters_.at("centroids").view();
+    TFB_ASSIGN_OR_RETURN(centroids_, CopyFloats(device, Clustered(centroids, 0)));
+    return absl::OkStatus();
   }
 
-  size_t workspace_bytes(int threads) const override {
-    const Problem& p = problem();
-    size_t steps = 0;
-    const auto add = [&steps](size_t bytes) { steps = std::max(steps, bytes); };
-    if (sizes_.heads > 0) {
-      add(FlashEngine::WorkspaceBytes(device_, in_clusters_, false, threads));
-      add(VectorScoreWorkspaceBytes(device_, p.head_dim, threads));
-      add(LargestWorkspaceBytes(device_, p.query_tokens, threads));
-      add(GroupMeanWorkspaceBytes(device_, p.value_dim, threads));
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    const Problem& p = problem_;
+    const int64_t rows = p.batch * sizes_.heads * sizes_.clusters;
+    const int64_t places = sizes_.clusters * sizes_.size;
+    const auto take = [&](const char* name) {
+      const Shape shape = {p.batch, sizes_.heads, p.query_tokens, p.head_dim};
+      const TensorView vectors(
+          workspace->Take<std::byte>(NumElements(shape) * static_cast<int64_t>(SizeOf(p.dtype))),
+          p.dtype, shape);
+      tensors->Set(name, vectors);
+      return vectors;
+    };
+    for (int64_t set = 0; set < sizes_.sets; ++set) {
+      normalized_[set] = take(kNormalized[set]);
+      members_[set] = workspace->Take<int32_t>(rows * sizes_.size);
+      tensors->Set(kMembers[set],
+                   ConstTensorView(members_[set], DType::kI32, {p.batch, sizes_.heads, places}));
     }
-    if (sizes_.local_heads > 0) {
-      add(FlashEngine::WorkspaceBytes(device_, in_blocks_, false, threads));
-    }
-    return steps + Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
+    if (ScoresGiven(options_) && p.causal) unit_keys_ = take("unit_keys");
+    scores_ = workspace->Take<float>(rows * ScoreStride(p.query_tokens));
+    rows_ = TensorView(workspace->Take<float>(rows * sizes_.size * p.value_dim), DType::kF32,
+                       {p.batch, sizes_.heads, places, p.value_dim});
+    tensors->Set("rows", rows_);
   }
 
-  Cost cost() const override {
-    const Problem& p = problem();
-    Cost cost;
-    if (is_set_up_) {
-      double pairs = 0;
-      if (sizes_.heads > 0) pairs += clusters_.schedule().KeptPairs(sizes_.heads);
-      if (sizes_.local_heads > 0) pairs += blocks_.schedule().KeptPairs(sizes_.local_heads);
-      const double assigned =
-          static_cast<double>(sizes_.sets * sizes_.heads * sizes_.clusters * p.query_tokens);
-      cost.flops = 2.0 * static_cast<double>(p.batch) *
-                   (static_cast<double>(p.head_dim + p.value_dim) * pairs +
-                    static_cast<double>(p.head_dim) * assigned);
-    }
-    cost.bytes = TensorBytes();
-    return cost;
+  size_t workspace_bytes(Device device, int threads) const override {
+    if (sizes_.heads == 0) return 0;
+    return std::max({VectorScoreWorkspaceBytes(device, problem_.head_dim, threads),
+                     LargestWorkspaceBytes(device, problem_.query_tokens, threads),
+                     GroupMeanWorkspaceBytes(device, problem_.value_dim, threads)});
   }
 
+  double flops() const override {
+    const double assigned =
+        static_cast<double>(sizes_.sets * sizes_.heads * sizes_.clusters * problem_.query_tokens);
+    return 2.0 * static_cast<double>(problem_.batch * problem_.head_dim) * assigned;
+  }
   std::map<std::string, double> statistics() const override {
     return grouping_.statistics(device_);
   }
 
- protected:
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    if (options_.updates > 0) TFB_RETURN_IF_ERROR(Update(inputs, execution));
-    if (sizes_.heads > 0) {
-      const ConstTensorView centroids = parameters_.at("centroids").view();
-      TFB_ASSIGN_OR_RETURN(
-          centroids_, CopyFloats(device_, Slice(centroids, 0, sizes_.local_heads, sizes_.heads)));
-      TFB_ASSIGN_OR_RETURN(clusters_,
-                           FlashEngine::Create(device_, in_clusters_,
-                                               ClusterPattern(sizes_.size, problem().causal)));
-    }
-    if (sizes_.local_heads > 0) {
-      TFB_ASSIGN_OR_RETURN(
-          blocks_, FlashEngine::Create(device_, in_blocks_,
-                                       BlockPattern(options_.local_block, problem().causal)));
-    }
-    is_set_up_ = true;
-    return absl::OkStatus();
-  }
-
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    Workspace workspace(execution.workspace);
-    const Memory memory = LayOut(workspace);
-    Execution step = execution;
-    step.workspace = workspace.Rest();
+  absl::Status Run(const Inputs& tensors, const Outputs& outputs,
+                   const Execution& execution) override {
     grouping_.Begin();
     for (int64_t set = 0; set < sizes_.sets; ++set) {
-      if (sizes_.heads > 0) TFB_RETURN_IF_ERROR(Assign(inputs, set, memory, step));
-      TFB_RETURN_IF_ERROR(WriteMembers(outputs, set, memory, step));
+      if (sizes_.heads > 0) TFB_RETURN_IF_ERROR(Assign(tensors, set, execution));
+      TFB_RETURN_IF_ERROR(WriteMembers(outputs, set, execution));
     }
     grouping_.GroupsAreFound();
-    if (sizes_.heads > 0) TFB_RETURN_IF_ERROR(AttendInClusters(inputs, outputs, memory, step));
-    TFB_RETURN_IF_ERROR(AttendLocally(inputs, outputs, step));
+    if (unit_keys_.empty() || sizes_.heads == 0) return absl::OkStatus();
+    return NormalizeRows(device_, {}, Clustered(tensors.Get("q"), 1), unit_keys_, execution);
+  }
+
+  absl::Status Finish(const Inputs&, const Outputs& outputs, const Execution& execution) override {
+    if (sizes_.heads > 0) {
+      const GroupMeanCall mean = {members_[0], sizes_.clusters, sizes_.size, rows_,
+                                  Clustered(outputs.Get("out"), 1)};
+      TFB_RETURN_IF_ERROR(MeanOfGroups(device_, mean, execution));
+    }
     grouping_.End();
     return absl::OkStatus();
   }
 
  private:
-  Memory LayOut(Workspace& workspace) const {
-    const Problem& p = problem();
-    const int64_t heads = p.batch * sizes_.heads, rows = heads * sizes_.clusters;
-    Memory memory = {};
-    for (int64_t set = 0; set < sizes_.sets; ++set) {
-      memory.normalized[set] =
-          workspace.Take<std::byte>(heads * p.query_tokens * p.head_dim * SizeOf(p.dtype));
-      memory.members[set] = workspace.Take<int32_t>(rows * sizes_.size);
-    }
-    if (ScoresGiven() && p.causal) {
-      memory.unit_keys =
-          workspace.Take<std::byte>(heads * p.query_tokens * p.head_dim * SizeOf(p.dtype));
-    }
-    memory.scores = workspace.Take<float>(rows * ScoreStride(p.query_tokens));
-    memory.rows = workspace.Take<float>(rows * sizes_.size * p.value_dim);
-    return memory;
-  }
-
-  // Returns the queries or keys of the heads that have clusters, or of those that have none.
-  ConstTensorView Vectors(const Inputs& inputs, int64_t set) const {
-    return inputs.Get(set == 0 || problem().causal ? "q" : "k");
-  }
+  // Returns the heads that have clusters.
   template <class View>
-  View Clustered(const View& view) const {
-    return Slice(view, 1, sizes_.local_heads, sizes_.heads);
-  }
-  TensorView Normalized(void* vectors) const {
-    const Problem& p = problem();
-    return TensorView(vectors, p.dtype, {p.batch, sizes_.heads, p.query_tokens, p.head_dim});
-  }
-  bool ScoresGiven() const { return options_.scored == RoutingOptions::Scored::kGiven; }
-
-  absl::Status AttendLocally(const Inputs& inputs, const Outputs& outputs,
-                             const Execution& execution) const {
-    if (sizes_.local_heads == 0) return absl::OkStatus();
-    const auto local = [this](const auto& view) { return Slice(view, 1, 0, sizes_.local_heads); };
-    FlashCall call = blocks_.NewCall();
-    call.q = local(inputs.Get("q"));
-    call.k = local(Vectors(inputs, 1));
-    call.v = local(inputs.Get("v"));
-    call.key_mask = inputs.Get("key_mask");
-    call.out = local(outputs.Get("out"));
-    return blocks_.Run(call, execution);
+  View Clustered(const View& view, int axis) const {
+    return Slice(view, axis, sizes_.local_heads, sizes_.heads);
   }
 
   // Finds the members among queries or keys.
-  absl::Status Assign(const Inputs& inputs, int64_t set, const Memory& memory,
-                      const Execution& execution) const {
-    const Problem& p = problem();
-    const TensorView normalized = Normalized(memory.normalized[set]);
+  absl::Status Assign(const Inputs& tensors, int64_t set, const Execution& execution) const {
     const RowNorm norm = options_.norm == RoutingOptions::Norm::kUnit
                              ? RowNorm{}
                              : RowNorm{true, true, kRoutingNormEpsilon};
-    TFB_RETURN_IF_ERROR(
-        NormalizeRows(device_, norm, Clustered(Vectors(inputs, set)), normalized, execution));
-    const int64_t stride = ScoreStride(p.query_tokens);
-    const ConstTensorView given = inputs.Get("members");
+    TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, Clustered(Vectors(problem_, tensors, set), 1),
+                                      normalized_[set], execution));
+    const int64_t tokens = problem_.query_tokens, stride = ScoreStride(tokens);
+    const ConstTensorView given = tensors.Get("members");
     if (given.empty()) {
-      const VectorScoreCall score = {normalized,      centroids_.data(),
-                                     sizes_.clusters, inputs.Get("key_mask"),
-                                     memory.scores,   stride};
+      const VectorScoreCall score = {normalized_[set],        centroids_.data(), sizes_.clusters,
+                                     tensors.Get("key_mask"), scores_,           stride};
       TFB_RETURN_IF_ERROR(ScoreVectors(device_, score, execution));
     } else {
-      TFB_RETURN_IF_ERROR(ForEachInRows(device_, p.batch * sizes_.heads * sizes_.clusters,
-                                        p.query_tokens, ScoresFromMarks{Marks(given, set, memory)},
-                                        execution));
+      TFB_RETURN_IF_ERROR(ForEachInRows(device_, problem_.batch * sizes_.heads * sizes_.clusters,
+                                        tokens, ScoresFromMarks{Marks(given, set)}, execution));
     }
-    const LargestCall largest = {memory.scores,  p.batch * sizes_.heads * sizes_.clusters,
-                                 p.query_tokens, stride,
-                                 sizes_.size,    memory.members[set]};
+    const LargestCall largest = {scores_,     problem_.batch * sizes_.heads * sizes_.clusters,
+                                 tokens,      stride,
+                                 sizes_.size, members_[set]};
     return LargestTokens(device_, largest, execution);
   }
 
-  RoutingMarks Marks(const ConstTensorView& view, int64_t set, const Memory& memory) const {
+  RoutingMarks Marks(const ConstTensorView& view, int64_t set) const {
     RoutingMarks a = {};
     a.marks = static_cast<uint8_t*>(const_cast<void*>(view.data));
     std::copy_n(view.strides.data(), 4, a.strides);
     a.first = set * sizes_.clusters;
     a.first_head = sizes_.local_heads;
-    a.scores = memory.scores;
-    a.members = memory.members[set];
+    a.scores = scores_;
+    a.members = members_[set];
     a.heads = sizes_.heads;
     a.clusters = sizes_.clusters;
-    a.stride = ScoreStride(problem().query_tokens);
+    a.stride = ScoreStride(problem_.query_tokens);
     a.size = sizes_.size;
     return a;
   }
-  absl::Status WriteMembers(const Outputs& outputs, int64_t set, const Memory& memory,
-                            const Execution& execution) const {
+
+  absl::Status WriteMembers(const Outputs& outputs, int64_t set, const Execution& execution) const {
     const TensorView marks = outputs.Get("members");
     if (marks.empty()) return absl::OkStatus();
-    const Problem& p = problem();
-    return ForEachInRows(device_, p.batch * p.query_heads * sizes_.clusters, p.query_tokens,
-                         MarksOfMembers{Marks(marks, set, memory)}, execution);
+    return ForEachInRows(device_, problem_.batch * problem_.query_heads * sizes_.clusters,
+                         problem_.query_tokens, MarksOfMembers{Marks(marks, set)}, execution);
   }
 
-  absl::Status AttendInClusters(const Inputs& inputs, const Outputs& outputs, const Memory& memory,
-                                const Execution& execution) const {
-    const Problem& p = problem();
-    const int64_t keys = sizes_.sets - 1, places = sizes_.clusters * sizes_.size;
-    FlashCall call = clusters_.NewCall();
-    call.q = Normalized(memory.normalized[0]);
-    call.k = Normalized(memory.normalized[keys]);
-    if (ScoresGiven()) {
-      call.q = Clustered(inputs.Get("q"));
-      call.k = Clustered(Vectors(inputs, keys));
-    }
-    if (ScoresGiven() && p.causal) {
-      const TensorView unit = Normalized(memory.unit_keys);
-      TFB_RETURN_IF_ERROR(NormalizeRows(device_, {}, call.q, unit, execution));
-      call.k = unit;
-    }
-    call.tokens.self_bias = static_cast<float>(options_.self_bias);
-    call.v = Clustered(inputs.Get("v"));
-    call.key_mask = inputs.Get("key_mask");
-    call.query_order = {memory.members[0], sizes_.heads * places, places};
-    call.key_order = {memory.members[keys], sizes_.heads * places, places};
-    call.out_by_row = true;
-    call.out = TensorView(memory.rows, DType::kF32, {p.batch, sizes_.heads, places, p.value_dim});
-    call.scale = RoutingScale(p, options_);
-    TFB_RETURN_IF_ERROR(clusters_.Run(call, execution));
-    const GroupMeanCall mean = {memory.members[0], sizes_.clusters, sizes_.size, call.out,
-                                Clustered(outputs.Get("out"))};
-    return MeanOfGroups(device_, mean, execution);
-  }
-
-  // Moves the centroids by the tokens of Setup's inputs, on the host.
-  absl::Status Update(const Inputs& inputs, const Execution& execution);
-
+  Problem problem_;
   RoutingOptions options_;
-  Device device_;
+  const NamedTensors& parameters_;
   RoutingSizes sizes_;
-  Problem in_clusters_;
-  Problem in_blocks_;
+  Device device_ = Device::kCpu;
   DeviceArray<float> centroids_;
-  FlashEngine clusters_;
-  FlashEngine blocks_;
   GroupingShare grouping_;
-  bool is_set_up_ = false;
+  // The arrays of a Run, in the workspace. Sets beyond the existing ones hold nothing.
+  TensorView normalized_[2];
+  TensorView unit_keys_;
+  TensorView rows_;
+  float* scores_ = nullptr;  // [batch][heads][clusters][stride]
+  int32_t* members_[2] = {};
 };
 
-absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& execution) {
-  const Problem& p = problem();
+// Moves the centroids by the tokens of Setup's inputs, on the host.
+absl::Status MoveCentroids(const Problem& p, const RoutingOptions& options, Device device,
+                           const Inputs& inputs, const Execution& execution,
+                           NamedTensors* parameters) {
+  const RoutingSizes sizes(p, options);
   std::vector<DoubleTensor> sets;
-  for (int64_t set = 0; set < sizes_.sets; ++set) {
-    const ConstTensorView view = Vectors(inputs, set);
-    TFB_ASSIGN_OR_RETURN(const Tensor on_host, CopyToHost(device_, view, execution.stream));
-    sets.push_back(RoutingNormalized(p, options_.norm, on_host.view()));
+  for (int64_t set = 0; set < sizes.sets; ++set) {
+    const ConstTensorView view = Vectors(p, inputs, set);
+    TFB_ASSIGN_OR_RETURN(const Tensor on_host, CopyToHost(device, view, execution.stream));
+    sets.push_back(RoutingNormalized(p, options.norm, on_host.view()));
   }
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor tokens(DType::kU8, {p.batch, p.query_tokens});
   Fill(tokens.view(), 1);
   if (!key_mask.empty()) {
-    TFB_ASSIGN_OR_RETURN(tokens, CopyToHost(device_, key_mask, execution.stream));
+    TFB_ASSIGN_OR_RETURN(tokens, CopyToHost(device, key_mask, execution.stream));
   }
-  Tensor& centroids = parameters_.at("centroids");
-  for (int64_t h = sizes_.local_heads; h < p.query_heads; ++h) {
+  Tensor& centroids = parameters->at("centroids");
+  for (int64_t h = sizes.local_heads; h < p.query_heads; ++h) {
     std::vector<std::vector<double>> vectors[2];
     for (int64_t set = 0; set < 2; ++set) {
-      const DoubleTensor& rows = sets[set < sizes_.sets ? set : 0];
+      const DoubleTensor& rows = sets[set < sizes.sets ? set : 0];
       for (int64_t b = 0; b < p.batch; ++b) {
         for (int64_t i = 0; i < p.query_tokens; ++i) {
           if (*tokens.view().At<uint8_t>(b, i) == 0) continue;
@@ -338,10 +256,10 @@ absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& executi
         }
       }
     }
-    float* of_head = centroids.span<float>().data() + h * sizes_.clusters * p.head_dim;
-    std::vector<double> moved(of_head, of_head + sizes_.clusters * p.head_dim);
-    for (int64_t n = 0; n < options_.updates; ++n) {
-      UpdateCentroids(options_, sizes_.clusters, p.head_dim, vectors[0], vectors[1], &moved);
+    float* of_head = centroids.span<float>().data() + h * sizes.clusters * p.head_dim;
+    std::vector<double> moved(of_head, of_head + sizes.clusters * p.head_dim);
+    for (int64_t n = 0; n < options.updates; ++n) {
+      UpdateCentroids(options, sizes.clusters, p.head_dim, vectors[0], vectors[1], &moved);
     }
     std::copy(moved.begin(), moved.end(), of_head);
   }
@@ -350,12 +268,7 @@ absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& executi
 
 }  // namespace
 
-absl::Status CheckRouting(const Problem& problem) {
-  if (problem.query_tokens != problem.kv_tokens) {
-    return absl::UnimplementedError(absl::StrCat("routing is self-attention: query_tokens is ",
-                                                 problem.query_tokens, ", kv_tokens is ",
-                                                 problem.kv_tokens));
-  }
+absl::Status Routing::Check(const Problem& problem, const RoutingOptions&) const {
   if (problem.query_heads != problem.kv_heads) {
     return absl::UnimplementedError(
         absl::StrCat("in routing every head has clusters of its own keys: query_heads is ",
@@ -393,7 +306,7 @@ void UpdateCentroids(const RoutingOptions& options, int64_t clusters, int64_t he
   }
 }
 
-Routing::Routing() : TechniqueOf(Info()) {}
+Routing::Routing() : FlashTechnique(Info()) {}
 
 std::vector<TensorSpec> Routing::ReadTensors(const Problem& problem,
                                              const RoutingOptions& options) const {
@@ -425,20 +338,51 @@ absl::StatusOr<TechniqueSpec> Routing::Counterpart(const Problem& problem,
   return TechniqueSpec{info().name, std::move(whole)};
 }
 
-absl::StatusOr<std::unique_ptr<Layer>> Routing::MakeLayer(const Problem& problem,
-                                                          const RoutingOptions& options,
-                                                          Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckRouting(problem));
-  const RoutingSizes sizes(problem, options);
-  TFB_ASSIGN_OR_RETURN(
-      Tensor centroids,
-      Tensor::Allocate(DType::kF32, Shape{problem.query_heads, sizes.clusters, problem.head_dim}));
-  FillNormal(&centroids, seed, "centroids");
-  NamedTensors parameters;
-  parameters["centroids"] = std::move(centroids);
-  return std::make_unique<RoutingLayer>(problem, ReadTensors(problem, options),
-                                        WrittenTensors(problem, options), options, device,
-                                        std::move(parameters));
+absl::StatusOr<NamedTensors> Routing::Draw(const Job& job) const {
+  const Problem& p = job.problem;
+  const RoutingSizes sizes(p, job.options);
+  return DrawNormal(job.seed, {{"centroids", {p.query_heads, sizes.clusters, p.head_dim}}});
+}
+
+PlannedLayer::Fit Routing::MakeFit(const Problem& problem, const RoutingOptions& options) const {
+  if (options.updates == 0) return nullptr;
+  return [problem, options](Device device, const Inputs& inputs, const Execution& execution,
+                            NamedTensors* parameters) {
+    return MoveCentroids(problem, options, device, inputs, execution, parameters);
+  };
+}
+
+// A softmax of the members of all clusters, whose rows the step averages, and one of local heads.
+absl::StatusOr<FlashPlan> Routing::Describe(const Job& job) const {
+  const Problem& p = job.problem;
+  const RoutingSizes sizes(p, job.options);
+  const int64_t keys = sizes.sets - 1, places = sizes.clusters * sizes.size;
+  const std::string given_keys = p.causal ? "q" : "k";
+  FlashPlan plan = FlashPlan::Empty(p);
+  plan.AddStep<Clusters>(p, job.options, job.parameters);
+  const TokenRange tokens = {0, p.query_tokens};
+  if (sizes.heads > 0) {
+    plan.AddRows(tokens)
+        .Heads({sizes.local_heads, p.query_heads})
+        .Scale(RoutingScale(p, job.options))
+        .Writes("rows", /*log_sum_exp=*/"", /*by_place=*/true)
+        .AddPart()
+        .Tensors(kNormalized[0], kNormalized[keys], "v")
+        .QueryOrder(kMembers[0], places)
+        .KeyOrder(kMembers[keys], places)
+        .Sees(ClusterPattern(sizes.size, p.causal))
+        .Add<SelfBias>(job.options.self_bias);
+    if (ScoresGiven(job.options)) plan.Tensors("q", p.causal ? "unit_keys" : "k", "v");
+  }
+  if (sizes.local_heads > 0) {
+    plan.AddRows(tokens)
+        .Heads({0, sizes.local_heads})
+        .AddPart()
+        .Causal()
+        .Tensors("q", given_keys, "v")
+        .Sees(BlockPattern(job.options.local_block, p.causal));
+  }
+  return plan;
 }
 
 }  // namespace tfb::routing

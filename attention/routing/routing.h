@@ -47,9 +47,9 @@
 #define TFB_ATTENTION_ROUTING_ROUTING_H_
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "core/flash/flash_technique.h"
 #include "core/technique.h"
 
 namespace tfb::routing {
@@ -99,7 +99,7 @@ struct RoutingOptions {
 // members after all others, and only those whose scores are NaN come later. Routing writes out and
 // members (0 for local heads). Statistics, on the CPU: grouping_share, the share of a Run that
 // normalising, scoring and choosing members take.
-class Routing : public TechniqueOf<RoutingOptions> {
+class Routing : public FlashTechnique<RoutingOptions> {
  public:
   Routing();
 
@@ -107,9 +107,10 @@ class Routing : public TechniqueOf<RoutingOptions> {
                                             const Options& options) const override;
 
  protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const RoutingOptions& options, Device device,
-                                                   uint64_t seed) const override;
+  absl::Status Check(const Problem& problem, const RoutingOptions&) const override;
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override;
+  PlannedLayer::Fit MakeFit(const Problem& problem, const RoutingOptions& options) const override;
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override;
   absl::Status Definition(const Problem& problem, const RoutingOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;

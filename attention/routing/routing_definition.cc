@@ -238,7 +238,6 @@ DoubleTensor RoutingNormalized(const Problem& problem, RoutingOptions::Norm norm
 absl::Status Routing::Definition(const Problem& problem, const RoutingOptions& options,
                                  const NamedTensors& parameters, const Inputs& inputs,
                                  const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckRouting(problem));
   const RoutingSizes sizes(problem, options);
   const Assignment queries(problem, options, parameters, inputs, request, 0);
   const Assignment other(problem, options, parameters, inputs, request, sizes.sets - 1);

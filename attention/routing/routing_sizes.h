@@ -43,9 +43,6 @@ inline double RoutingScale(const Problem& problem, const RoutingOptions& options
   return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
 }
 
-// Returns OK where the technique supports the problem.
-absl::Status CheckRouting(const Problem& problem);
-
 // Returns (x - mean) / sqrt(variance + 1e-5) or x / |x|, 0 where that is 0, of all rows in float64,
 // rounded to 16 bits where the problem is. The definition and the updates of centroids use it.
 DoubleTensor RoutingNormalized(const Problem& problem, RoutingOptions::Norm norm,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <string>
 #include <utility>
 
@@ -11,8 +12,6 @@
 #include "attention/sinkhorn/sinkhorn_functors.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/for_each.h"
-#include "core/flash/flash_parts.h"
-#include "core/random.h"
 #include "core/workspace.h"
 
 namespace tfb::sinkhorn {
@@ -33,6 +32,7 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.budget_option = "block";
   info.growth = 1.5;  // with the best block for each length; with one block, from 1 to 2
+  info.self_attention = true;
   return info;
 }
 
@@ -105,33 +105,53 @@ SortMatrix ToSortMatrix(const ConstTensorView& view) {
   return sort;
 }
 
-class SinkhornLayer : public Layer {
+// Sorts the blocks, and mixes keys, values and mask by it: the tensors sorted_keys [batch,
+// kv_heads, mixed_blocks block, head_dim], sorted_values and, where there is a key_mask,
+// sorted_mask [batch, mixed_blocks block].
+class SortBlocks : public FlashStep {
  public:
-  SinkhornLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                std::vector<TensorSpec> outputs, const SinkhornOptions& options,
-                NamedTensors parameters, Device device)
-      : Layer(problem, std::move(inputs), std::move(outputs)),
+  SortBlocks(const Problem& problem, const SinkhornOptions& options, const NamedTensors& parameters)
+      : problem_(problem),
         options_(options),
-        sizes_(SizesOf(problem, options)),
-        device_(device) {
-    parameters_ = std::move(parameters);
-    Problem part = problem;
-    part.causal = false;  // the patterns are causal
-    parts_.push_back(part);
-    parts_[0].kv_tokens = sizes_.mixed_blocks * sizes_.block;
-    if (!IsSortCut()) parts_.push_back(part);
-    calls_.resize(parts_.size());
+        parameters_(parameters),
+        sizes_(SizesOf(problem, options)) {}
+
+  absl::Status Setup(Device device, const Inputs&, const Execution&) override {
+    device_ = device;
+    for (const auto& [name, tensor] : parameters_) {
+      const absl::Span<const float> values = tensor.span<float>();
+      TFB_ASSIGN_OR_RETURN(network_[name],
+                           DeviceArray<double>::Create(device, {values.begin(), values.end()}));
+    }
+    return absl::OkStatus();
   }
 
-  size_t workspace_bytes(int threads) const override {
-    const size_t kept = Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
-    return kept +
-           std::max(SortBytes(threads),
-                    FlashParts::WorkspaceBytes(device_, parts_, /*relative_keys=*/false, threads));
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    const Problem& p = problem_;
+    const auto take = [workspace](DType dtype, const Shape& shape) {
+      std::byte* memory = workspace->Take<std::byte>(NumElements(shape) * SizeOf(dtype));
+      return TensorView(memory, dtype, shape);
+    };
+    const int64_t mixed = sizes_.mixed_blocks * sizes_.block;
+    sort_ = take(SortType(), {p.batch, p.kv_heads, sizes_.blocks, sizes_.Columns()});
+    keys_ = take(p.dtype, {p.batch, p.kv_heads, mixed, p.head_dim});
+    values_ = take(p.dtype, {p.batch, p.kv_heads, mixed, p.value_dim});
+    key_mask_ = take(DType::kU8, {p.batch, mixed});
+    tensors->Set("sorted_keys", keys_);
+    tensors->Set("sorted_values", values_);
+    const bool has_mask = !tensors->Get("key_mask").empty();
+    tensors->Set("sorted_mask", has_mask ? key_mask_ : ConstTensorView());
   }
 
-  Cost cost() const override {
-    const Problem& p = problem();
+  size_t workspace_bytes(Device device, int threads) const override {
+    if (device != Device::kCpu) {
+      return Workspace::Measure([this](Workspace& workspace) { TakeCudaScratch(workspace); });
+    }
+    return std::max(SortCpuWorkspaceBytes(sizes_, threads),
+                    MixCpuWorkspaceBytes(sizes_, SortType(), threads));
+  }
+
+  double flops() const override {
     const SinkhornSizes& s = sizes_;
     const auto product = [](auto... sizes) { return (1.0 * ... * static_cast<double>(sizes)); };
     double sums = 0;  // pairs of blocks that are summed
@@ -143,91 +163,19 @@ class SinkhornLayer : public Layer {
     if (s.scores != SortScores::kGiven) {
       of_head += product(s.tokens, s.width) + 2 * product(s.blocks) * units;
     }
-    of_head += 2 * sums * product(s.block, p.head_dim + p.value_dim);
-    Cost cost;
-    if (is_set_up_) {
-      double pairs = 0;
-      for (const FlashEngine& engine : softmax_.engines()) {
-        pairs += engine.schedule().KeptPairs(p.query_heads);
-      }
-      cost.flops = product(p.batch) *
-                   (product(p.kv_heads) * of_head + 2 * pairs * product(p.head_dim + p.value_dim));
-    }
-    cost.bytes = TensorBytes();
-    return cost;
+    of_head += 2 * sums * product(s.block, problem_.head_dim + problem_.value_dim);
+    return product(s.batch, s.heads) * of_head;
   }
 
- protected:
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
-    for (const auto& [name, tensor] : parameters_) {
-      const absl::Span<const float> values = tensor.span<float>();
-      TFB_ASSIGN_OR_RETURN(network_[name],
-                           DeviceArray<double>::Create(device_, {values.begin(), values.end()}));
-    }
-    std::vector<FlashEngine> engines;
-    for (size_t n = 0; n < parts_.size(); ++n) {
-      TFB_ASSIGN_OR_RETURN(FlashEngine engine,
-                           FlashEngine::Create(device_, parts_[n], *PatternOf(n)));
-      engines.push_back(std::move(engine));
-    }
-    softmax_ = FlashParts(device_, std::move(engines));
-    is_set_up_ = true;
-    return absl::OkStatus();
-  }
-
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    Workspace workspace(execution.workspace);
-    const Sorted sorted = Take(workspace);
-    Execution rest = execution;
-    rest.workspace = workspace.Rest();
-    if (device_ == Device::kCpu) {
-      TFB_RETURN_IF_ERROR(SortAndMix(inputs, outputs, sorted, rest));
-    } else {
-      TFB_RETURN_IF_ERROR(SortAndMixOnCuda(inputs, outputs, sorted, rest));
-    }
-    for (size_t n = 0; n < calls_.size(); ++n) {
-      calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
-    }
-    calls_[0].k = sorted.keys;
-    calls_[0].v = sorted.values;
-    if (!calls_[0].key_mask.empty()) calls_[0].key_mask = sorted.key_mask;
-    return softmax_.Run(calls_, rest);
+  absl::Status Run(const Inputs& tensors, const Outputs& outputs,
+                   const Execution& execution) override {
+    return device_ == Device::kCpu ? SortAndMix(tensors, outputs, execution)
+                                   : SortAndMixOnCuda(tensors, outputs, execution);
   }
 
  private:
-  // Tensors that are computed from the inputs.
-  struct Sorted {
-    TensorView sort;      // [batch, kv_heads, N, columns]
-    TensorView keys;      // [batch, kv_heads, mixed_blocks block, head_dim]
-    TensorView values;    // [batch, kv_heads, mixed_blocks block, value_dim]
-    TensorView key_mask;  // u8 [batch, mixed_blocks block]
-  };
-
-  bool IsSortCut() const { return options_.sorted_blocks > 0; }
   // Returns the dtype of S: sums that are rounded to 16 bits are computed in float64.
-  DType SortType() const { return problem().dtype == DType::kF32 ? DType::kF32 : DType::kF64; }
-  int64_t MixedRows() const { return sizes_.mixed_blocks * sizes_.block; }
-
-  Sorted Take(Workspace& workspace) const {
-    const Problem& p = problem();
-    const auto take = [&workspace](DType dtype, const Shape& shape) {
-      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(dtype));
-      return TensorView(memory, dtype, shape);
-    };
-    Sorted sorted;
-    sorted.sort = take(SortType(), {p.batch, p.kv_heads, sizes_.blocks, sizes_.Columns()});
-    sorted.keys = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.head_dim});
-    sorted.values = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.value_dim});
-    sorted.key_mask = take(DType::kU8, {p.batch, MixedRows()});
-    return sorted;
-  }
-
-  std::unique_ptr<Pattern> PatternOf(size_t part) const {
-    if (part == 1) return std::make_unique<OwnBlockPattern>(sizes_);
-    if (IsSortCut()) return std::make_unique<FullPattern>();
-    return std::make_unique<SortedBlockPattern>(sizes_);
-  }
+  DType SortType() const { return problem_.dtype == DType::kF32 ? DType::kF32 : DType::kF64; }
 
   struct CudaScratch {
     double* pooled;
@@ -237,13 +185,6 @@ class SinkhornLayer : public Layer {
     const int64_t rows = sizes_.batch * sizes_.heads * sizes_.blocks;
     return {workspace.Take<double>(rows * sizes_.width),
             workspace.Take<double>(rows * sizes_.Columns())};
-  }
-  size_t SortBytes(int threads) const {
-    if (device_ != Device::kCpu) {
-      return Workspace::Measure([this](Workspace& workspace) { TakeCudaScratch(workspace); });
-    }
-    return std::max(SortCpuWorkspaceBytes(sizes_, threads),
-                    MixCpuWorkspaceBytes(sizes_, SortType(), threads));
   }
 
   // Returns a parameter on the device; null where the options have none.
@@ -261,7 +202,7 @@ class SinkhornLayer : public Layer {
     const PooledRows keys = {inputs.Get("k"), 1};
     switch (options_.pooled) {
       case Pooled::kQueriesAndKeys:
-        return {PooledRows{inputs.Get("q"), problem().group()}, keys};
+        return {PooledRows{inputs.Get("q"), problem_.group()}, keys};
       case Pooled::kHidden: {
         const ConstTensorView x = inputs.Get("x");  // the same for all heads
         const Shape shape = {x.dim(0), sizes_.heads, x.dim(1), x.dim(2)};
@@ -273,26 +214,24 @@ class SinkhornLayer : public Layer {
     }
   }
 
-  absl::Status SortAndMix(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
+  absl::Status SortAndMix(const Inputs& inputs, const Outputs& outputs,
                           const Execution& execution) const {
     const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
     if (given.empty()) {
       SortCpu({sizes_, Network(), PooledRowsOf(inputs), key_mask, inputs.Get("logits"),
-               inputs.Get("g"), sorted.sort},
+               inputs.Get("g"), sort_},
               execution);
     } else {
-      TFB_RETURN_IF_ERROR(CopySort(given, sorted.sort, execution));
+      TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
     }
     const TensorView asked = outputs.Get("sort");
-    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sorted.sort, asked, execution));
-    MixCpu(sizes_, sorted.sort, inputs.Get("k"), Numbers("null_key"), key_mask, sorted.keys,
-           execution);
-    MixCpu(sizes_, sorted.sort, inputs.Get("v"), Numbers("null_value"), key_mask, sorted.values,
-           execution);
-    return FindKeys(ToMask(key_mask), sorted, execution);
+    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sort_, asked, execution));
+    MixCpu(sizes_, sort_, inputs.Get("k"), Numbers("null_key"), key_mask, keys_, execution);
+    MixCpu(sizes_, sort_, inputs.Get("v"), Numbers("null_value"), key_mask, values_, execution);
+    return FindKeys(ToMask(key_mask), execution);
   }
 
-  absl::Status SortAndMixOnCuda(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
+  absl::Status SortAndMixOnCuda(const Inputs& inputs, const Outputs& outputs,
                                 const Execution& execution) const {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     const SinkhornKernels& kernels = KernelsOn<SinkhornKernels>(runtime->target());
@@ -301,7 +240,7 @@ class SinkhornLayer : public Layer {
     const auto mix = [&](const char* name, const char* null_rows, const TensorView& to) {
       const ConstTensorView from = inputs.Get(name);
       const MixArguments arguments = {sizes_,
-                                      ToSortMatrix(sorted.sort),
+                                      ToSortMatrix(sort_),
                                       ToDeviceView(from),
                                       ToDeviceView(to),
                                       from.dim(3),
@@ -310,16 +249,16 @@ class SinkhornLayer : public Layer {
       return ToStatus(kernels.mix(arguments, execution.stream));
     };
     if (given.empty()) {
-      const SortArguments arguments = ArgumentsOf(inputs, mask, sorted, execution);
+      const SortArguments arguments = ArgumentsOf(inputs, mask, execution);
       TFB_RETURN_IF_ERROR(ToStatus(kernels.sort(arguments, execution.stream)));
     } else {
-      TFB_RETURN_IF_ERROR(CopySort(given, sorted.sort, execution));
+      TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
     }
     const TensorView asked = outputs.Get("sort");
-    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sorted.sort, asked, execution));
-    TFB_RETURN_IF_ERROR(mix("k", "null_key", sorted.keys));
-    TFB_RETURN_IF_ERROR(mix("v", "null_value", sorted.values));
-    return FindKeys(mask, sorted, execution);
+    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sort_, asked, execution));
+    TFB_RETURN_IF_ERROR(mix("k", "null_key", keys_));
+    TFB_RETURN_IF_ERROR(mix("v", "null_value", values_));
+    return FindKeys(mask, execution);
   }
 
   static SinkhornMask ToMask(const ConstTensorView& key_mask) {
@@ -331,14 +270,13 @@ class SinkhornLayer : public Layer {
     return ForEachInRows(device_, sizes_.batch * sizes_.heads * sizes_.blocks, sizes_.Columns(),
                          CopyOfSort{sizes_, ToSortMatrix(from), ToSortMatrix(to)}, execution);
   }
-  absl::Status FindKeys(const SinkhornMask& mask, const Sorted& sorted,
-                        const Execution& execution) const {
+  absl::Status FindKeys(const SinkhornMask& mask, const Execution& execution) const {
     if (mask.data == nullptr) return absl::OkStatus();
-    const KeysAmongMixedRows keys = {sizes_, mask, sorted.key_mask.MutableAt<uint8_t>(0)};
+    const KeysAmongMixedRows keys = {sizes_, mask, key_mask_.MutableAt<uint8_t>(0)};
     return ForEach(device_, sizes_.batch * sizes_.block, keys, execution);
   }
 
-  SortArguments ArgumentsOf(const Inputs& inputs, const SinkhornMask& mask, const Sorted& sorted,
+  SortArguments ArgumentsOf(const Inputs& inputs, const SinkhornMask& mask,
                             const Execution& execution) const {
     Workspace workspace(execution.workspace);
     const CudaScratch scratch = TakeCudaScratch(workspace);
@@ -356,64 +294,63 @@ class SinkhornLayer : public Layer {
     arguments.noise = ToDeviceView(inputs.Get("g"));
     arguments.pooled = scratch.pooled;
     arguments.logits = scratch.logits;
-    arguments.sort = ToSortMatrix(sorted.sort);
+    arguments.sort = ToSortMatrix(sort_);
     return arguments;
   }
 
+  Problem problem_;
   SinkhornOptions options_;
+  const NamedTensors& parameters_;
   SinkhornSizes sizes_;
-  Device device_;
-  std::vector<Problem> parts_;  // the sorted blocks; and, without SortCut, the queries' own
-  FlashParts softmax_;
-  std::vector<FlashCall> calls_;                                     // room for the calls of a Run
+  Device device_ = Device::kCpu;
   std::map<std::string, DeviceArray<double>, std::less<>> network_;  // parameters
-  bool is_set_up_ = false;
+  // The arrays of a Run, in the workspace.
+  TensorView sort_;  // [batch, kv_heads, N, columns]
+  TensorView keys_;
+  TensorView values_;
+  TensorView key_mask_;
 };
-
-absl::Status DrawParameter(const char* name, const Shape& shape, int64_t inputs, uint64_t seed,
-                           NamedTensors* parameters) {
-  TFB_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(DType::kF32, shape));
-  FillNormal(&tensor, seed, name, 0, 1 / std::sqrt(static_cast<double>(inputs)));
-  (*parameters)[name] = std::move(tensor);
-  return absl::OkStatus();
-}
-
-absl::Status DrawNetwork(const SinkhornSizes& s, uint64_t seed, NamedTensors* parameters) {
-  int64_t depth = s.width;
-  if (s.hidden > 0) {
-    TFB_RETURN_IF_ERROR(
-        DrawParameter("hidden_weights", {s.heads, s.width, s.hidden}, s.width, seed, parameters));
-    TFB_RETURN_IF_ERROR(
-        DrawParameter("hidden_bias", {s.heads, s.hidden}, s.width, seed, parameters));
-    depth = s.hidden;
-  }
-  TFB_RETURN_IF_ERROR(
-      DrawParameter("score_weights", {s.heads, depth, s.Columns()}, depth, seed, parameters));
-  return DrawParameter("score_bias", {s.heads, s.Columns()}, depth, seed, parameters);
-}
-
-absl::StatusOr<NamedTensors> DrawParameters(const Problem& problem, const SinkhornSizes& s,
-                                            uint64_t seed) {
-  NamedTensors parameters;
-  if (s.scores != SortScores::kGiven) TFB_RETURN_IF_ERROR(DrawNetwork(s, seed, &parameters));
-  if (s.null_blocks == 0) return parameters;
-  TFB_RETURN_IF_ERROR(
-      DrawParameter("null_key", {s.heads, problem.head_dim}, /*inputs=*/1, seed, &parameters));
-  TFB_RETURN_IF_ERROR(
-      DrawParameter("null_value", {s.heads, problem.value_dim}, /*inputs=*/1, seed, &parameters));
-  return parameters;
-}
 
 }  // namespace
 
-Sinkhorn::Sinkhorn() : TechniqueOf(Info()) {}
+Sinkhorn::Sinkhorn() : FlashTechnique(Info()) {}
 
-absl::Status Sinkhorn::Check(const Problem& problem, const SinkhornOptions& options) {
-  if (problem.query_tokens != problem.kv_tokens) {
-    return absl::UnimplementedError(absl::StrCat("sinkhorn is self-attention: query_tokens is ",
-                                                 problem.query_tokens, ", kv_tokens is ",
-                                                 problem.kv_tokens));
+absl::StatusOr<NamedTensors> Sinkhorn::Draw(const Job& job) const {
+  const SinkhornSizes s = SizesOf(job.problem, job.options);
+  std::vector<NormalParameter> parameters;
+  const auto add = [&](const char* name, const Shape& shape, int64_t inputs) {
+    parameters.push_back({name, shape, 1 / std::sqrt(static_cast<double>(inputs))});
+  };
+  if (s.scores != SortScores::kGiven) {
+    if (s.hidden > 0) {
+      add("hidden_weights", {s.heads, s.width, s.hidden}, s.width);
+      add("hidden_bias", {s.heads, s.hidden}, s.width);
+    }
+    const int64_t depth = s.hidden > 0 ? s.hidden : s.width;
+    add("score_weights", {s.heads, depth, s.Columns()}, depth);
+    add("score_bias", {s.heads, s.Columns()}, depth);
   }
+  if (s.null_blocks > 0) {
+    add("null_key", {s.heads, job.problem.head_dim}, 1);
+    add("null_value", {s.heads, job.problem.value_dim}, 1);
+  }
+  return DrawNormal(job.seed, parameters);
+}
+
+// A softmax over the sorted blocks and, without SortCut, the queries' own.
+absl::StatusOr<FlashPlan> Sinkhorn::Describe(const Job& job) const {
+  const SinkhornSizes sizes = SizesOf(job.problem, job.options);
+  FlashPlan plan = FlashPlan::Empty(job.problem);
+  plan.AddStep<SortBlocks>(job.problem, job.options, job.parameters)
+      .AddRows(TokenRange{0, job.problem.query_tokens})
+      .AddPart({0, sizes.mixed_blocks * sizes.block})
+      .Tensors("q", "sorted_keys", "sorted_values")
+      .KeyMask("sorted_mask");
+  if (job.options.sorted_blocks > 0) return plan;
+  return plan.Sees(SortedBlockPattern(sizes)).AddPart().Sees(OwnBlockPattern(sizes));
+}
+
+absl::Status Sinkhorn::Check(const Problem& problem, const SinkhornOptions& options) const {
   if (problem.causal && options.sorted_blocks > 0) {
     return absl::UnimplementedError(
         absl::StrCat("sorted_blocks is ", options.sorted_blocks,
@@ -456,17 +393,6 @@ std::vector<TensorSpec> Sinkhorn::WrittenTensors(const Problem& problem,
   tensors.push_back(MatrixSpec("sort", SizesOf(problem, options)));
   tensors.back().optional = true;
   return tensors;
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> Sinkhorn::MakeLayer(const Problem& problem,
-                                                           const SinkhornOptions& options,
-                                                           Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
-  TFB_ASSIGN_OR_RETURN(NamedTensors parameters,
-                       DrawParameters(problem, SizesOf(problem, options), seed));
-  return std::make_unique<SinkhornLayer>(problem, ReadTensors(problem, options),
-                                         WrittenTensors(problem, options), options,
-                                         std::move(parameters), device);
 }
 
 }  // namespace tfb::sinkhorn

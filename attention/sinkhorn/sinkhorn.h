@@ -64,6 +64,7 @@
 #include <vector>
 
 #include "attention/sinkhorn/sinkhorn_sizes.h"
+#include "core/flash/flash_technique.h"
 #include "core/technique.h"
 
 namespace tfb::sinkhorn {
@@ -122,14 +123,14 @@ struct SinkhornOptions {
 // two do not exist and score_weights is [kv_heads, width, M]; where scores are given, none of the
 // four exists. A null key has null_key [kv_heads, head_dim] and null_value [kv_heads, value_dim],
 // N(0, 1).
-class Sinkhorn : public TechniqueOf<SinkhornOptions> {
+class Sinkhorn : public FlashTechnique<SinkhornOptions> {
  public:
   Sinkhorn();
 
  protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const SinkhornOptions& options, Device device,
-                                                   uint64_t seed) const override;
+  absl::Status Check(const Problem& problem, const SinkhornOptions& options) const override;
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override;
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override;
   absl::Status Definition(const Problem& problem, const SinkhornOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
@@ -137,9 +138,6 @@ class Sinkhorn : public TechniqueOf<SinkhornOptions> {
                                       const SinkhornOptions& options) const override;
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const SinkhornOptions& options) const override;
-
- private:
-  static absl::Status Check(const Problem& problem, const SinkhornOptions& options);
 };
 
 }  // namespace tfb::sinkhorn

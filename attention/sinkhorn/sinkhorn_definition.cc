@@ -264,7 +264,6 @@ SortedTensors SortByDefinition(const Problem& p, const SinkhornOptions& options,
 absl::Status Sinkhorn::Definition(const Problem& problem, const SinkhornOptions& options,
                                   const NamedTensors& parameters, const Inputs& inputs,
                                   const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
   SortedTensors sorted = SortByDefinition(problem, options, parameters, inputs);
   const int64_t block = std::min(options.block, std::max<int64_t>(problem.kv_tokens, 1));
   const int64_t rows = sorted.k.dim(2) - problem.kv_tokens;

@@ -1,8 +1,6 @@
 #include "attention/strided/strided.h"
 
-#include <algorithm>
 #include <numeric>
-#include <utility>
 #include <vector>
 
 #include "core/flash/flash_technique.h"
@@ -10,17 +8,6 @@
 
 namespace tfb::strided {
 namespace {
-
-TechniqueInfo Info() {
-  TechniqueInfo info = {
-      "strided", "attention", "Sparse Transformer, strided",
-      "Child, Gray, Radford, Sutskever 2019, arXiv:1904.10509v1, sections 4.2 and 4.3"};
-  info.budget_option = "stride";
-  info.growth = 1.5;
-  info.supports_noncausal = false;
-  info.self_attention = true;
-  return info;
-}
 
 using Combine = StridedOptions::Combine;
 
@@ -61,7 +48,11 @@ std::vector<int32_t> OrdersOfHeads(const Problem& problem, const ResidueOrder& o
 
 class Strided : public FlashTechnique<StridedOptions> {
  public:
-  Strided() : FlashTechnique(Info()) {}
+  Strided()
+      : FlashTechnique(SparseSelfAttention(
+            {"strided", "attention", "Sparse Transformer, strided",
+             "Child, Gray, Radford, Sutskever 2019, arXiv:1904.10509v1, sections 4.2 and 4.3"},
+            /*budget_option=*/"stride", /*growth=*/1.5, Masking::kCausal)) {}
 
  private:
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
@@ -69,46 +60,30 @@ class Strided : public FlashTechnique<StridedOptions> {
     const ResidueOrder order(job.problem.query_tokens, options.stride);
     const BandPattern row(-RowReach(options), 0);
     FlashPlan plan(job.problem);
-    switch (options.combine) {
-      case Combine::kMerged: {
-        plan.Sees(row);
-        const int64_t lacking = RowReach(options) / options.stride + 1;  // steps that the row lacks
-        plan.AddPart().Sees(Column(order, lacking)).Order(order.tokens());
-        break;
-      }
-      case Combine::kInterleaved:
-        if (options.layer % 2 == 0) {
-          plan.Sees(row);
-        } else {
-          plan.Sees(Column(order, 0)).Order(order.tokens());
-        }
-        break;
-      case Combine::kPerHead:
-        plan.Sees(Alternating(job.problem, row, Column(order, 0)))
-            .Order(OrdersOfHeads(job.problem, order), job.problem.kv_heads);
-        break;
+    if (options.combine == Combine::kPerHead) {
+      return plan.Sees(Alternating(job.problem, row, Column(order, 0)))
+          .Order(OrdersOfHeads(job.problem, order), job.problem.kv_heads);
     }
-    return plan;
+    if (options.combine == Combine::kInterleaved && options.layer % 2 != 0) {
+      return plan.Sees(Column(order, 0)).Order(order.tokens());
+    }
+    plan.Sees(row);
+    if (options.combine == Combine::kInterleaved) return plan;
+    const int64_t lacking = RowReach(options) / options.stride + 1;  // steps that the row lacks
+    return plan.AddPart().Sees(Column(order, lacking)).Order(order.tokens());
   }
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
-    PairScore score;
-    score.sees = [options = job.options, group = job.problem.group()](int64_t h, int64_t i,
-                                                                      int64_t j) {
-      const int64_t l = options.stride;  // j <= i: the problem is causal
-      const bool is_paper = options.bandwidth == StridedOptions::Bandwidth::kPaper;
-      const bool in_row = is_paper ? j >= i - l : j > i - l;
-      const bool in_column = (i - j) % l == 0;
-      switch (options.combine) {
-        case Combine::kInterleaved:
-          return options.layer % 2 == 0 ? in_row : in_column;
-        case Combine::kPerHead:
-          return h / group % 2 == 0 ? in_row : in_column;
-        default:
-          return in_row || in_column;
-      }
-    };
-    return score;
+    return PairScore::Sees(
+        [options = job.options, group = job.problem.group()](int64_t h, int64_t i, int64_t j) {
+          const int64_t l = options.stride;  // j <= i: the problem is causal
+          const bool is_paper = options.bandwidth == StridedOptions::Bandwidth::kPaper;
+          const bool in_row = is_paper ? j >= i - l : j > i - l;
+          const bool in_column = (i - j) % l == 0;
+          if (options.combine == Combine::kMerged) return in_row || in_column;
+          const bool is_per_head = options.combine == Combine::kPerHead;
+          return (is_per_head ? h / group : options.layer) % 2 == 0 ? in_row : in_column;
+        });
   }
 };
 

@@ -1,20 +1,20 @@
 // What engine flash computes for a technique, as data: softmaxes, of parts, of score terms.
 //
-// A plan says which queries see which keys of which tensors, and with what terms besides the product
-// of the two. PlannedLayer does the rest on every device: it builds schedules and tables, merges
-// parts, gathers orders, cuts long rows, and lays out the workspace. Dense attention is
+// A plan says which queries see which keys of which tensors, and with what terms besides the
+// product of the two. PlannedLayer does the rest on every device: it builds schedules and tables,
+// merges parts, gathers orders, cuts long rows, and lays out the workspace. Dense attention is
 //
 //   return FlashPlan(problem);
 //
 // and a sliding window with a bias
 //
-//   FlashPlan plan(problem);
-//   plan.Sees(BandPattern(-window, 0)).Add<DistanceBias>([=](int64_t h, int64_t distance) { ... });
-//   return plan;
+//   return FlashPlan(problem).Sees(BandPattern(-window, 0)).Add<DistanceBias>(
+//       [=](int64_t h, int64_t distance) { ... });
 //
 // Where a query's keys are best reached in several ways, or lie in several tensors, each way is a
 // part of one softmax (see flash_parts.h). Where queries differ in more than their keys, as rows
-// that have tensors of their own do, they are another softmax: AddRows.
+// that have tensors of their own do, they are another softmax: AddRows. Functions of a plan return
+// it, so that they can be chained.
 #ifndef TFB_CORE_FLASH_PLAN_H_
 #define TFB_CORE_FLASH_PLAN_H_
 
@@ -37,29 +37,41 @@
 namespace tfb {
 
 // The token of each place: `orders` lists of equal length one after the other, one for all heads or
-// one for each key-value head. No token: place n is token n.
+// one for each key-value head; or a tensor of such lists that a step makes. Neither: place n is
+// token n.
 struct PlaceOrder {
   std::vector<int32_t> tokens;
   int64_t orders = 1;
+  std::string tensor = "";  // of i32 [batch, key-value heads or 1, places or more]; empty: none
+  int64_t tensor_places = 0;
 
-  int64_t places() const { return static_cast<int64_t>(tokens.size()) / orders; }
+  bool empty() const { return tokens.empty() && tensor.empty(); }
+  int64_t places() const {
+    return tensor.empty() ? static_cast<int64_t>(tokens.size()) / orders : tensor_places;
+  }
 };
 
-// A computation that runs before the softmaxes and makes tensors that their parts and terms name, such
-// as rotated queries.
+// A computation that runs before the softmaxes and makes tensors that their parts and terms name,
+// such as rotated queries, or that works behind them on tensors that they write.
 class FlashStep {
  public:
   virtual ~FlashStep() = default;
   // Does the work that need not be repeated while the inputs' sizes and the parameters stay. It may
   // allocate.
   virtual absl::Status Setup(Device, const Inputs&, const Execution&) { return absl::OkStatus(); }
-  // Takes memory for the step's tensors, which only Run fills, and adds them to the named ones. Names
-  // are other ones than the inputs'.
+  // Takes memory for the step's tensors, which only Run fills, and adds them to the named ones.
+  // Names are other ones than the inputs'.
   virtual void LayOut(Workspace* workspace, Inputs* tensors) = 0;
   // Returns the bytes that Run needs besides, as the execution's workspace.
   virtual size_t workspace_bytes(Device, int /*threads*/) const { return 0; }
-  // Makes the tensors. It allocates nothing and, on a GPU, does not synchronise.
-  virtual absl::Status Run(const Inputs& tensors, const Execution& execution) = 0;
+  // Makes the tensors, and writes those of the layer's outputs that the softmaxes do not. It
+  // allocates nothing and, on a GPU, does not synchronise.
+  virtual absl::Status Run(const Inputs& tensors, const Outputs& outputs,
+                           const Execution& execution) = 0;
+  // Does what comes behind the softmaxes of a Run, under the same conditions.
+  virtual absl::Status Finish(const Inputs&, const Outputs&, const Execution&) {
+    return absl::OkStatus();
+  }
 
   virtual double flops() const { return 0; }
   virtual std::map<std::string, double> statistics() const { return {}; }
@@ -74,8 +86,7 @@ struct MaskInput {
   int64_t high = 0;
 };
 
-// Queries and keys that one pattern and one set of terms describe. The setters return the part, so
-// that they can be chained.
+// Queries and keys that one pattern and one set of terms describe.
 struct FlashPart {
   std::string q = "q";
   std::string k = "k";
@@ -83,86 +94,112 @@ struct FlashPart {
   TokenRange keys;         // of k, v and the key mask
   PlaceOrder query_order;  // of the softmax's queries
   PlaceOrder key_order;    // of `keys`
-  bool causal = false;     // query i sees keys j <= i + kv_tokens - query_tokens alone
+  // Query i sees keys j <= i + kv_tokens - query_tokens alone. Where a tensor orders places or
+  // marks queries, i and j are tokens nevertheless, and there are as many queries as keys.
+  bool causal = false;
+  std::string key_mask = "key_mask";
   std::shared_ptr<const Pattern> pattern;  // over places; null: every query sees every key
   std::vector<std::shared_ptr<ScoreTerm>> terms;
   MaskInput mask;
 
-  FlashPart& Tensors(std::string q_name, std::string k_name, std::string v_name);
-  // The pattern contains the causal mask where the part has an order: its places are no tokens.
-  template <class PatternT>
-  FlashPart& Sees(PatternT&& of_pairs) {
-    pattern = std::make_shared<std::decay_t<PatternT>>(std::forward<PatternT>(of_pairs));
-    return *this;
-  }
-  FlashPart& QueryOrder(std::vector<int32_t> tokens, int64_t orders = 1);
-  FlashPart& KeyOrder(std::vector<int32_t> tokens, int64_t orders = 1);
-  FlashPart& Order(const std::vector<int32_t>& tokens, int64_t orders = 1) {
-    return QueryOrder(tokens, orders).KeyOrder(tokens, orders);
-  }
-  template <class Term, class... Arguments>
-  FlashPart& Add(Arguments&&... arguments) {
-    terms.push_back(std::make_shared<Term>(std::forward<Arguments>(arguments)...));
-    return *this;
-  }
-  // Adds a term that other parts have, too: its tables are made once.
-  FlashPart& Share(std::shared_ptr<ScoreTerm> term);
-
   bool has_relative_keys() const;
+  bool has_tensor_order() const { return !query_order.tensor.empty() || !key_order.tensor.empty(); }
+};
+
+// The queries that a tensor of a step marks with 1, u8 [batch, query_tokens] without strides,
+// aligned to 16 bytes: `least` to `most` of each sequence.
+struct MarkedQueries {
+  std::string tensor;  // empty: none
+  int64_t least = 0;
+  int64_t most = 0;
 };
 
 // Queries and the parts of their softmax.
 struct FlashRows {
-  TokenRange queries;            // of q and out
+  TokenRange queries;         // of q and what is written
+  TokenRange heads;           // query heads; keys and values are those of the same groups
+  double scale = 0;           // 0: 1 / sqrt(head_dim)
+  DType dtype = DType::kF32;  // whose precision the products have
+  MarkedQueries marked;       // these queries alone
+  // What is written: outputs, or tensors of a step that are so named.
+  std::string out = "out";
+  std::string log_sum_exp = "log_sum_exp";
+  bool out_by_place = false;  // their rows are the places of the query order, not its tokens
   // At least one. Where there are several, their query orders have every query once; the order of a
-  // single part may list some of the queries.
+  // single part may list some of the queries. Marked queries have one part, without order or
+  // pattern.
   std::vector<FlashPart> parts;
 };
 
 class FlashPlan {
  public:
-  // A plan whose softmax is over all queries, with one part: all keys, and the causal mask where the
-  // problem has one. `scale` 0 means 1 / sqrt(head_dim).
+  // A plan whose softmax is over all queries, with one part: all keys, and the causal mask where
+  // the problem has one. `scale` 0 means 1 / sqrt(head_dim).
   explicit FlashPlan(const Problem& problem, double scale = 0);
   // A plan without any queries, to which AddRows adds some.
   static FlashPlan Empty(const Problem& problem);
 
-  // Change the only part.
+  // Add a part to the last softmax, of all keys or of some, without a causal mask.
+  FlashPlan& AddPart();
+  FlashPlan& AddPart(const TokenRange& keys);
+  // Add a softmax over some queries of all heads, which has no part yet, or one of all keys.
+  FlashPlan& AddRows(const TokenRange& queries);
+  FlashPlan& AddRows(std::vector<int32_t> queries);
+  // Adds a softmax, of all keys, over the queries that a step marks in each Run. Its cost is that
+  // of the marked queries, whose number the host does not learn.
+  FlashPlan& AddMarkedRows(const MarkedQueries& queries);
+  // Change the softmax that was added last. Tensors of steps may have its heads alone.
+  FlashPlan& Heads(const TokenRange& heads);
+  FlashPlan& Scale(double scale);
+  FlashPlan& Precision(DType dtype);  // the problem's, if not another
+  FlashPlan& Writes(std::string out, std::string log_sum_exp, bool by_place = false);
+
+  // Change the part that was added last. The pattern contains the causal mask where the part has an
+  // order: its places are no tokens. Orders by a tensor know the tokens, so that they may be
+  // Causal.
+  FlashPlan& Tensors(std::string q, std::string k, std::string v);
   template <class PatternT>
-  FlashPart& Sees(PatternT&& pattern) {
-    return part().Sees(std::forward<PatternT>(pattern));
+  FlashPlan& Sees(PatternT&& pattern) {
+    part().pattern = std::make_shared<std::decay_t<PatternT>>(std::forward<PatternT>(pattern));
+    return *this;
   }
+  FlashPlan& QueryOrder(std::vector<int32_t> tokens, int64_t orders = 1);
+  FlashPlan& KeyOrder(std::vector<int32_t> tokens, int64_t orders = 1);
+  FlashPlan& Order(const std::vector<int32_t>& tokens, int64_t orders = 1) {
+    return QueryOrder(tokens, orders).KeyOrder(tokens, orders);
+  }
+  FlashPlan& QueryOrder(std::string tensor, int64_t places);
+  FlashPlan& KeyOrder(std::string tensor, int64_t places);
+  FlashPlan& Causal();  // gives the part the causal mask where the problem has one
+  // Replaces the input key_mask by a tensor that may be empty. Neither is counted in cost().
+  FlashPlan& KeyMask(std::string tensor);
   template <class Term, class... Arguments>
-  FlashPart& Add(Arguments&&... arguments) {
-    return part().Add<Term>(std::forward<Arguments>(arguments)...);
+  FlashPlan& Add(Arguments&&... arguments) {
+    return Share(std::make_shared<Term>(std::forward<Arguments>(arguments)...));
   }
-  FlashPart& part() { return rows_.back().parts.back(); }
+  // Adds a term that other parts have, too: its tables are made once.
+  FlashPlan& Share(std::shared_ptr<ScoreTerm> term);
+  FlashPlan& HidePairs(MaskInput mask);
 
-  // Adds a part to the last softmax, of all keys or of some, without a causal mask. References to
-  // other parts of it are then no longer valid.
-  FlashPart& AddPart();
-  FlashPart& AddPart(const TokenRange& keys);
-  // Adds a softmax over some queries, which has no part yet, or one of all keys.
-  void AddRows(const TokenRange& queries);
-  FlashPart& AddRows(std::vector<int32_t> queries);
-
-  // Adds a step, which runs after those before it.
+  // Add a step, which runs after those before it.
   template <class Step, class... Arguments>
-  void AddStep(Arguments&&... arguments) {
-    steps_.push_back(std::make_shared<Step>(std::forward<Arguments>(arguments)...));
+  FlashPlan& AddStep(Arguments&&... arguments) {
+    return ShareStep(std::make_shared<Step>(std::forward<Arguments>(arguments)...));
   }
-  void ShareStep(std::shared_ptr<FlashStep> step) { steps_.push_back(std::move(step)); }
+  FlashPlan& ShareStep(std::shared_ptr<FlashStep> step);
   const std::vector<std::shared_ptr<FlashStep>>& steps() const { return steps_; }
 
   const Problem& problem() const { return problem_; }
-  double scale() const { return scale_; }
   const std::vector<FlashRows>& rows() const { return rows_; }
   std::vector<FlashRows>& rows() { return rows_; }
 
-  // Returns the part's problem for the engine: its numbers of places.
-  Problem ProblemOf(const FlashRows& rows, const FlashPart& part) const;
+  // Returns the part's problem for the engine: its numbers of places. Of marked queries there are
+  // the most on the CPU, which lists them, and all on CUDA, which passes over others.
+  Problem ProblemOf(const FlashRows& rows, const FlashPart& part, Device device) const;
 
  private:
+  FlashPart& part() { return rows_.back().parts.back(); }
+
   Problem problem_;
   double scale_;
   std::vector<std::shared_ptr<FlashStep>> steps_;

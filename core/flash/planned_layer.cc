@@ -1,6 +1,7 @@
 #include "core/flash/planned_layer.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 #include <string>
 
@@ -28,8 +29,8 @@ bool SeeNothing(const Pattern& pattern, const std::vector<int32_t>& places) {
 std::vector<int32_t> LongRowsOf(const FlashPlan& plan, const FlashRows& rows) {
   std::vector<int32_t> places;
   for (const FlashPart& part : rows.parts) {
-    if (part.causal || !part.query_order.tokens.empty()) return {};
-    const Problem problem = plan.ProblemOf(rows, part);
+    if (part.causal || !part.query_order.empty() || !rows.marked.tensor.empty()) return {};
+    const Problem problem = plan.ProblemOf(rows, part, Device::kCuda);
     const std::shared_ptr<const Pattern> pattern = PatternOf(part);
     const std::vector<int32_t> longest =
         LongRows(*pattern, BuildSchedule(problem, *pattern, FlashCudaQueries(problem.dtype)));
@@ -50,30 +51,44 @@ void CutLongRows(FlashPlan* plan) {
   for (FlashRows& rows : plan->rows()) {
     const std::vector<int32_t> places = LongRowsOf(*plan, rows);
     if (places.empty()) continue;
-    FlashRows& of_long = cut.emplace_back(FlashRows{rows.queries, {}});
+    FlashRows& of_long = cut.emplace_back(rows);
+    of_long.parts.clear();
     for (FlashPart& part : rows.parts) {
       const std::shared_ptr<const Pattern> pattern = PatternOf(part);
       if (SeeNothing(*pattern, places)) continue;
       FlashPart& of_part = of_long.parts.emplace_back(part);
       of_part.pattern = RowsOf(pattern, places);
-      of_part.QueryOrder(places);
+      of_part.query_order.tokens = places;
       part.pattern = WithoutRows(pattern, places);
     }
   }
   for (FlashRows& rows : cut) plan->rows().push_back(std::move(rows));
 }
 
-// A part of one order for all heads, or of one for each key-value head, which `group` query heads
-// share.
-TokenOrder OrderOf(const PlaceOrder& order, const DeviceArray<int32_t>& tokens, int64_t group) {
+// Returns one order for all heads, or one for each key-value head, which `group` query heads share.
+TokenOrder OrderOf(const PlaceOrder& order, const DeviceArray<int32_t>& tokens,
+                   const Inputs& tensors, int64_t group) {
+  if (!order.tensor.empty()) {
+    const ConstTensorView tensor = tensors.Get(order.tensor);
+    return {static_cast<const int32_t*>(tensor.data), tensor.stride(0),
+            tensor.dim(1) > 1 ? tensor.stride(1) : 0, group};
+  }
   if (tokens.size() == 0) return {};
   return {tokens.data(), 0, order.orders > 1 ? order.places() : 0, group};
 }
 
 template <class View>
-View Tokens(const View& view, int axis, const TokenRange& tokens) {
-  if (view.empty() || (tokens.begin == 0 && tokens.end == view.dim(axis))) return view;
-  return Slice(view, axis, tokens.begin, tokens.size());
+View Crop(const View& view, int axis, const TokenRange& range) {
+  if (view.empty() || (range.begin == 0 && range.end == view.dim(axis))) return view;
+  return Slice(view, axis, range.begin, range.size());
+}
+
+// Returns some heads and tokens of a view, which may have these heads alone.
+template <class View>
+View Crop(const View& view, const TokenRange& heads, const TokenRange& tokens) {
+  if (view.empty()) return view;
+  const bool has_others = view.dim(1) > heads.size();
+  return Crop(has_others ? Slice(view, 1, heads.begin, heads.size()) : view, 2, tokens);
 }
 
 PairMask MaskOf(const MaskInput& mask, const ConstTensorView& view) {
@@ -90,27 +105,48 @@ PairMask MaskOf(const MaskInput& mask, const ConstTensorView& view) {
           mask.high};
 }
 
+// Writes the marked tokens of one sequence, and -1 behind them.
+void ListMarked(const uint8_t* marks, int64_t tokens, absl::Span<int32_t> list) {
+  size_t count = 0;
+  for (int64_t i = 0; i < tokens && count < list.size(); ++i) {
+    if (marks[i] != 0) list[count++] = static_cast<int32_t>(i);
+  }
+  std::fill(list.begin() + count, list.end(), -1);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& problem,
                                                             std::vector<TensorSpec> inputs,
                                                             std::vector<TensorSpec> outputs,
                                                             NamedTensors parameters, Device device,
-                                                            Describe describe) {
+                                                            Describe describe, Fit fit) {
   TFB_ASSIGN_OR_RETURN(FlashPlan plan, describe(parameters));
   std::unique_ptr<PlannedLayer> layer(new PlannedLayer(problem, std::move(inputs),
                                                        std::move(outputs), device,
                                                        std::move(describe), std::move(plan)));
-  layer->sizes_ = SizesOf(layer->plan_);
+  layer->sizes_ = layer->SizesOf(layer->plan_);
   layer->step_bytes_ =
       Workspace::Measure([&](Workspace& workspace) { layer->LayOut(Inputs(), &workspace); });
   layer->parameters_ = std::move(parameters);
+  layer->fit_ = std::move(fit);
   return layer;
 }
 
 void PlannedLayer::LayOut(const Inputs& inputs, Workspace* workspace) {
   for (const TensorSpec& input : this->inputs()) tensors_.Set(input.name, inputs.Get(input.name));
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) step->LayOut(workspace, &tensors_);
+  marked_.resize(plan_.rows().size());
+  for (size_t n = 0; n < marked_.size(); ++n) {
+    const MarkedQueries& marked = plan_.rows()[n].marked;
+    if (marked.tensor.empty()) continue;
+    if (device_ == Device::kCpu) {
+      marked_[n].queries = workspace->Take<int32_t>(problem().batch * marked.most);
+    } else {
+      marked_[n].rows.rows = workspace->Take<int32_t>(problem().batch * problem().query_tokens);
+      marked_[n].rows.begins = workspace->Take<int32_t>(problem().batch + 1);
+    }
+  }
 }
 
 size_t PlannedLayer::workspace_bytes(int threads) const {
@@ -125,12 +161,12 @@ size_t PlannedLayer::workspace_bytes(int threads) const {
   return step_bytes_ + bytes;
 }
 
-std::vector<PlannedLayer::Sizes> PlannedLayer::SizesOf(const FlashPlan& plan) {
+std::vector<PlannedLayer::Sizes> PlannedLayer::SizesOf(const FlashPlan& plan) const {
   std::vector<Sizes> all;
   for (const FlashRows& rows : plan.rows()) {
     Sizes& sizes = all.emplace_back();
     for (const FlashPart& part : rows.parts) {
-      sizes.parts.push_back(plan.ProblemOf(rows, part));
+      sizes.parts.push_back(plan.ProblemOf(rows, part, device_));
       sizes.has_relative_keys |= part.has_relative_keys();
     }
   }
@@ -171,10 +207,9 @@ Cost PlannedLayer::cost() const {
 std::optional<double> PlannedLayer::FlopsOf(const FlashPart& part,
                                             const FlashEngine& engine) const {
   const Problem& p = problem();
-  const double queries =
-      static_cast<double>(p.batch * p.query_heads * engine.problem().query_tokens);
-  std::optional<double> pairs =
-      static_cast<double>(p.batch) * engine.schedule().KeptPairs(p.query_heads);
+  const int64_t heads = engine.problem().query_heads;
+  const double queries = static_cast<double>(p.batch * heads * engine.problem().query_tokens);
+  std::optional<double> pairs = static_cast<double>(p.batch) * engine.schedule().KeptPairs(heads);
   double of_pair = 2.0 * static_cast<double>(p.head_dim + p.value_dim), of_query = 0;
   for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
     of_pair += term->FlopsPerPair(p);
@@ -192,18 +227,24 @@ std::map<std::string, double> PlannedLayer::statistics() const {
 }
 
 double PlannedLayer::ShareRead(const TensorSpec& input) const {
-  double queries = 0;
+  bool is_query = false;
+  int64_t queries = 0;
   for (const FlashRows& rows : plan_.rows()) {
-    bool is_key = false;
-    for (const FlashPart& part : rows.parts) is_key |= part.k == input.name || part.v == input.name;
-    if (is_key || rows.parts[0].q != input.name) continue;
-    queries += static_cast<double>(plan_.ProblemOf(rows, rows.parts[0]).query_tokens);
+    for (const FlashPart& part : rows.parts) {
+      if (part.k == input.name || part.v == input.name) return 1;
+    }
+    if (rows.parts[0].q != input.name) continue;
+    is_query = true;
+    queries += rows.marked.tensor.empty()
+                   ? plan_.ProblemOf(rows, rows.parts[0], device_).query_tokens
+                   : rows.marked.least;
   }
-  const double all = static_cast<double>(problem().query_tokens);
-  return queries > 0 && queries < all ? queries / all : 1;
+  if (!is_query || queries >= problem().query_tokens) return 1;
+  return static_cast<double>(queries) / static_cast<double>(problem().query_tokens);
 }
 
 absl::Status PlannedLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
+  if (fit_ != nullptr) TFB_RETURN_IF_ERROR(fit_(device_, inputs, execution, &parameters_));
   TFB_ASSIGN_OR_RETURN(FlashPlan plan, describe_(parameters_));
   if (SizesOf(plan) != sizes_) {
     return absl::InternalError("a plan has other sizes in Setup than when the layer was created");
@@ -214,14 +255,16 @@ absl::Status PlannedLayer::DoSetup(const Inputs& inputs, const Execution& execut
     TFB_RETURN_IF_ERROR(step->Setup(device_, inputs, execution));
   }
   if (device_ != Device::kCpu) CutLongRows(&plan_);
+  marked_.resize(plan_.rows().size());
   softmaxes_.clear();
   for (const FlashRows& rows : plan_.rows()) {
-    if (plan_.ProblemOf(rows, rows.parts[0]).query_tokens == 0) continue;
+    if (plan_.ProblemOf(rows, rows.parts[0], device_).query_tokens == 0) continue;
     TFB_ASSIGN_OR_RETURN(Softmax softmax, Build(rows));
     softmaxes_.push_back(std::move(softmax));
   }
   hides_pairs_ = false;
   for (const FlashRows& rows : plan_.rows()) {
+    hides_pairs_ |= !rows.marked.tensor.empty();
     for (const FlashPart& part : rows.parts) hides_pairs_ |= !inputs.Get(part.mask.name).empty();
   }
   is_set_up_ = true;
@@ -242,12 +285,19 @@ absl::Status PlannedLayer::BuildTerms(ThreadPool* pool) {
 
 absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows) const {
   Softmax softmax;
-  softmax.queries = rows.queries;
+  softmax.rows = &rows;
+  const bool is_marked = !rows.marked.tensor.empty();
   for (const FlashPart& part : rows.parts) {
     const bool lists_some =
-        !part.query_order.tokens.empty() && part.query_order.places() != rows.queries.size();
+        !part.query_order.empty() && part.query_order.places() != rows.queries.size();
     if (lists_some && rows.parts.size() > 1) {
       return absl::InternalError("a plan lists some queries of a softmax of several parts");
+    }
+    const bool is_plain =
+        part.query_order.empty() && part.key_order.empty() && part.pattern == nullptr;
+    if (is_marked && (rows.parts.size() > 1 || !is_plain)) {
+      return absl::InternalError(
+          "a plan's marked queries have several parts, an order or a pattern");
     }
   }
   std::vector<FlashEngine> engines;
@@ -255,9 +305,12 @@ absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows)
     ScoreRule rule;
     for (const std::shared_ptr<ScoreTerm>& term : part.terms) term->AddTo(&rule);
     rule.query_position = rows.queries.begin - part.keys.begin;
-    TFB_ASSIGN_OR_RETURN(
-        FlashEngine engine,
-        FlashEngine::Create(device_, plan_.ProblemOf(rows, part), *PatternOf(part), rule));
+    const Problem problem = plan_.ProblemOf(rows, part, device_);
+    const bool passes_over_rows = is_marked && device_ != Device::kCpu;
+    TFB_ASSIGN_OR_RETURN(FlashEngine engine,
+                         passes_over_rows
+                             ? FlashEngine::CreateForStream(device_, problem, rule)
+                             : FlashEngine::Create(device_, problem, *PatternOf(part), rule));
     // A part of which no query sees anything is left out; one part remains, to write the rows.
     if (engine.schedule().runs.empty() && &part != &rows.parts[0]) continue;
     Part on_device;
@@ -274,24 +327,63 @@ absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows)
   return softmax;
 }
 
+// A step's tensor is in the layer's workspace, so that it may be written.
+TensorView PlannedLayer::Written(const std::string& name, const FlashRows& rows,
+                                 const Outputs& outputs) const {
+  TensorView view = outputs.Get(name);
+  if (view.empty()) static_cast<ConstTensorView&>(view) = tensors_.Get(name);
+  return rows.out_by_place ? view : Crop(view, rows.heads, rows.queries);
+}
+
 FlashCall PlannedLayer::CallOf(const Softmax& softmax, size_t n, const Outputs& outputs) const {
   const Part& on_device = softmax.parts[n];
   const FlashPart& part = *on_device.part;
+  const FlashRows& rows = *softmax.rows;
+  const int64_t group = problem().group();
+  const TokenRange kv_heads = {rows.heads.begin / group, rows.heads.end / group};
   FlashCall call = softmax.engines.engines()[n].NewCall();
-  call.q = Tokens(tensors_.Get(part.q), 2, softmax.queries);
-  call.k = Tokens(tensors_.Get(part.k), 2, part.keys);
-  call.v = Tokens(tensors_.Get(part.v), 2, part.keys);
-  call.key_mask = Tokens(tensors_.Get("key_mask"), 1, part.keys);
-  call.out = Tokens(outputs.Get("out"), 2, softmax.queries);
-  call.log_sum_exp = Tokens(outputs.Get("log_sum_exp"), 2, softmax.queries);
-  call.query_order = OrderOf(part.query_order, on_device.query_order, problem().group());
-  call.key_order = OrderOf(part.key_order, on_device.key_order, 1);
+  call.q = Crop(tensors_.Get(part.q), rows.heads, rows.queries);
+  call.k = Crop(tensors_.Get(part.k), kv_heads, part.keys);
+  call.v = Crop(tensors_.Get(part.v), kv_heads, part.keys);
+  call.key_mask = Crop(tensors_.Get(part.key_mask), 1, part.keys);
+  call.out = Written(rows.out, rows, outputs);
+  call.log_sum_exp = Written(rows.log_sum_exp, rows, outputs);
+  call.out_by_row = rows.out_by_place;
+  call.query_order = OrderOf(part.query_order, on_device.query_order, tensors_, group);
+  call.key_order = OrderOf(part.key_order, on_device.key_order, tensors_, 1);
+  call.tokens.causal = part.causal && part.has_tensor_order();
   call.tokens.mask = MaskOf(part.mask, tensors_.Get(part.mask.name));
   for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
-    term->Bind(tensors_, softmax.queries, part.keys, &call);
+    term->Bind(tensors_, rows.queries, part.keys, &call);
   }
-  call.scale = plan_.scale();
+  call.scale = rows.scale;
   return call;
+}
+
+absl::Status PlannedLayer::RunMarked(const Softmax& softmax, const Outputs& outputs,
+                                     const Execution& execution) const {
+  const MarkedQueries& marked = softmax.rows->marked;
+  MarkedList list = marked_[softmax.rows - plan_.rows().data()];
+  const int64_t batch = problem().batch, tokens = problem().query_tokens;
+  const auto* marks = static_cast<const uint8_t*>(tensors_.Get(marked.tensor).data);
+  FlashCall call = CallOf(softmax, 0, outputs);
+  const bool causal = softmax.parts[0].part->causal;
+  if (device_ == Device::kCpu) {
+    for (int64_t b = 0; b < batch; ++b) {
+      ListMarked(marks + b * tokens, tokens,
+                 {list.queries + b * marked.most, static_cast<size_t>(marked.most)});
+    }
+    call.query_order = {list.queries, marked.most, 0};
+    call.tokens.causal = causal;
+    return softmax.engines.engines()[0].Run(call, execution);
+  }
+  list.rows.is_listed = const_cast<uint8_t*>(marks);  // which ListRows reads
+  TFB_RETURN_IF_ERROR(ListRows(device_, list.rows, batch, tokens, execution));
+  Band band;
+  band.high = causal ? 0 : std::numeric_limits<int64_t>::max() / 2;
+  call.band = &band;
+  call.asked = list.rows.list(batch);
+  return softmax.engines.engines()[0].Run(call, execution);
 }
 
 absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
@@ -301,13 +393,20 @@ absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
-    TFB_RETURN_IF_ERROR(step->Run(tensors_, rest));
+    TFB_RETURN_IF_ERROR(step->Run(tensors_, outputs, rest));
   }
   for (Softmax& softmax : softmaxes_) {
+    if (!softmax.rows->marked.tensor.empty()) {
+      TFB_RETURN_IF_ERROR(RunMarked(softmax, outputs, rest));
+      continue;
+    }
     for (size_t n = 0; n < softmax.parts.size(); ++n) {
       softmax.calls[n] = CallOf(softmax, n, outputs);
     }
     TFB_RETURN_IF_ERROR(softmax.engines.Run(softmax.calls, rest));
+  }
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    TFB_RETURN_IF_ERROR(step->Finish(tensors_, outputs, rest));
   }
   return absl::OkStatus();
 }

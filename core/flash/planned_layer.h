@@ -1,11 +1,12 @@
 // A layer that runs a FlashPlan on any device: what most attention techniques are.
 //
-// The plan is described twice: when the layer is created, to learn the sizes, and in Setup, from the
-// parameters as they are then. Both have the same numbers of queries and keys in the same parts.
+// The plan is described twice: when the layer is created, to learn the sizes, and in Setup, from
+// the parameters as they are then. Both have the same numbers of queries and keys in the same
+// parts.
 //
 // On CUDA, where one block of threads would walk a row of many keys while all others are done, such
-// rows become a softmax of their own: the engine cuts the keys of few queries into parts. On the CPU
-// threads take rows in the order of their lengths, and the long ones need nothing.
+// rows become a softmax of their own: the engine cuts the keys of few queries into parts. On the
+// CPU threads take rows in the order of their lengths, and the long ones need nothing.
 #ifndef TFB_CORE_FLASH_PLANNED_LAYER_H_
 #define TFB_CORE_FLASH_PLANNED_LAYER_H_
 
@@ -24,6 +25,7 @@
 #include "core/cuda/device_array.h"
 #include "core/flash/flash_parts.h"
 #include "core/flash/plan.h"
+#include "core/layers/list_rows.h"
 #include "core/technique.h"
 
 namespace tfb {
@@ -31,16 +33,18 @@ namespace tfb {
 class PlannedLayer : public Layer {
  public:
   using Describe = std::function<absl::StatusOr<FlashPlan>(const NamedTensors& parameters)>;
+  // Fits parameters to the inputs of a Setup, before the plan is described.
+  using Fit = std::function<absl::Status(Device, const Inputs&, const Execution&, NamedTensors*)>;
 
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
                                                        std::vector<TensorSpec> outputs,
                                                        NamedTensors parameters, Device device,
-                                                       Describe describe);
+                                                       Describe describe, Fit fit = nullptr);
 
   size_t workspace_bytes(int threads) const override;
   // Counts the pairs of the parts' schedules, which Setup builds; the FLOPs are absent before Setup,
-  // and where an input hides pairs.
+  // and where an input hides pairs or a Run marks queries.
   Cost cost() const override;
   std::map<std::string, double> statistics() const override;
 
@@ -65,10 +69,16 @@ class PlannedLayer : public Layer {
     DeviceArray<int32_t> key_order;
   };
   struct Softmax {
-    TokenRange queries;
+    const FlashRows* rows;
     std::vector<Part> parts;
     FlashParts engines;
     std::vector<FlashCall> calls;  // room for the calls of a Run
+  };
+
+  // The list of a softmax's marked queries.
+  struct MarkedList {
+    int32_t* queries;    // on the CPU [batch][most], -1 behind the last one
+    RowListMemory rows;  // on CUDA
   };
 
   PlannedLayer(const Problem& problem, std::vector<TensorSpec> inputs,
@@ -78,12 +88,16 @@ class PlannedLayer : public Layer {
         describe_(std::move(describe)),
         plan_(std::move(plan)) {}
 
-  // Takes the memory of the steps' tensors and names these beside the inputs.
+  // Takes the memory of the steps' tensors, which it names beside the inputs, and of the marked
+  // lists.
   void LayOut(const Inputs& inputs, Workspace* workspace);
-  static std::vector<Sizes> SizesOf(const FlashPlan& plan);
+  std::vector<Sizes> SizesOf(const FlashPlan& plan) const;
   absl::Status BuildTerms(ThreadPool* pool);
   absl::StatusOr<Softmax> Build(const FlashRows& rows) const;
+  TensorView Written(const std::string& name, const FlashRows& rows, const Outputs& outputs) const;
   FlashCall CallOf(const Softmax& softmax, size_t part, const Outputs& outputs) const;
+  absl::Status RunMarked(const Softmax& softmax, const Outputs& outputs,
+                         const Execution& execution) const;
   // Returns the FLOPs of a part, where its pairs are known.
   std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine) const;
   // Returns the share of an input's rows that a Run reads.
@@ -91,13 +105,15 @@ class PlannedLayer : public Layer {
 
   Device device_;
   Describe describe_;
+  Fit fit_;
   FlashPlan plan_;
-  std::vector<Sizes> sizes_;  // of the softmaxes, before long rows are cut
-  size_t step_bytes_ = 0;     // of the steps' tensors
-  Inputs tensors_;            // of a Run: the inputs, and the tensors of the steps
+  std::vector<Sizes> sizes_;        // of the softmaxes, before long rows are cut
+  size_t step_bytes_ = 0;           // of what LayOut takes
+  Inputs tensors_;                  // of a Run: the inputs, and the tensors of the steps
+  std::vector<MarkedList> marked_;  // of the plan's softmaxes
   std::vector<Softmax> softmaxes_;
   bool is_set_up_ = false;
-  bool hides_pairs_ = false;  // Setup had an input that hides pairs
+  bool hides_pairs_ = false;  // Setup had an input that hides pairs, or a Run marks queries
 };
 
 }  // namespace tfb

@@ -164,10 +164,113 @@ TEST_P(Planned, LongRowsAmongShortOnesAreExact) {
 TEST_P(Planned, AListOfSomeQueriesWithSeveralPartsIsAnError) {
   const Problem problem = Problem::SelfAttention(1, 1, 20, 8);
   FlashPlan plan(problem);
-  plan.part().QueryOrder({3, 4});
+  plan.QueryOrder({3, 4});
   plan.AddPart();
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   EXPECT_FALSE(Run(problem, QkvInputs(problem), inputs, [&](const auto&) { return plan; }).ok());
+}
+
+// Tensors of a Run decide: here they are inputs, and else a step makes them.
+TEST_P(Planned, OrdersAndKeyMasksMayBeTensors) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 130, 16, causal);
+    std::vector<TensorSpec> specs = QkvInputs(problem);
+    specs.push_back({"far_keys", {2, 1, 4}, DType::kI32});
+    specs.push_back({"near_mask", {2, 130}, DType::kU8});
+    NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+    Fill((inputs["near_mask"] = Tensor(DType::kU8, {2, 130})).view(), 1);
+    const int32_t far_keys[] = {3, 50, 7, 129, 0, 1, 2, 128};
+    inputs["far_keys"] = Tensor(DType::kI32, {2, 1, 4});
+    for (int64_t n = 0; n < 8; ++n) {
+      inputs["far_keys"].span<int32_t>()[n] = far_keys[n];
+      *inputs["near_mask"].view().MutableAt<uint8_t>(n / 4, far_keys[n]) = 0;
+    }
+    FlashPlan plan(problem);
+    plan.Sees(BandPattern(-9, 0)).QueryOrder({}).KeyMask("near_mask");
+    plan.AddPart().KeyOrder("far_keys", 4).Causal();
+    const auto outputs = Run(problem, specs, inputs, [&](const auto&) { return plan; });
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    const DoubleTensor q(inputs.at("q").view()), k(inputs.at("k").view());
+    NamedTensors expected;
+    DefineAttention(
+        problem, ViewsOf(inputs), {},
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const bool is_far = std::count(far_keys + 4 * b, far_keys + 4 * b + 4, j) > 0;
+          const bool sees = is_far ? !causal || j <= i : j <= i && j >= i - 9;
+          return sees ? Dot(q.Row(b, h, i), k.Row(b, h, j), 16) / 4 : kNotSeen;
+        },
+        &expected);
+    for (const char* name : {"out", "log_sum_exp"}) {
+      EXPECT_LE(MaxDifference(outputs->at(name).view(), expected.at(name).view()),
+                Fp32Bound(inputs.at("v").view()))
+          << name;
+    }
+  }
+}
+
+// Marked queries see all keys, of a tensor of their own; the others a band.
+TEST_P(Planned, QueriesThatATensorMarksHaveASoftmaxOfTheirOwn) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 130, 16, causal);
+    std::vector<TensorSpec> specs = QkvInputs(problem);
+    specs.push_back(specs[0]);
+    specs.back().name = "q_marked";
+    NamedTensors inputs = RandomInputs(specs, 3);
+    specs.push_back({"marks", {2, 130}, DType::kU8});
+    Fill((inputs["marks"] = Tensor(DType::kU8, {2, 130})).view(), 0);
+    for (const int64_t i : {0, 64, 129}) *inputs["marks"].view().MutableAt<uint8_t>(1, i) = 1;
+    FlashPlan plan(problem);
+    plan.Sees(BandPattern(-9, 0)).AddMarkedRows({"marks", 0, 4}).Causal();
+    plan.Tensors("q_marked", "k", "v");
+    const auto outputs = Run(problem, specs, inputs, [&](const auto&) { return plan; });
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    // Of q_marked no row is known to be read.
+    EXPECT_EQ(layer_->cost().bytes, 4 * 4 * 2 * 2 * 130 * 16 + 2 * 130);
+    EXPECT_FALSE(layer_->cost().flops.has_value());
+    const DoubleTensor q(inputs.at("q").view()), q_marked(inputs.at("q_marked").view());
+    const DoubleTensor k(inputs.at("k").view());
+    NamedTensors expected;
+    DefineAttention(
+        problem, ViewsOf(inputs), {},
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const bool is_marked = *inputs.at("marks").view().At<uint8_t>(b, i) != 0;
+          const bool sees = is_marked ? !causal || j <= i : j <= i && j >= i - 9;
+          const double* query = (is_marked ? q_marked : q).Row(b, h, i);
+          return sees ? Dot(query, k.Row(b, h, j), 16) / 4 : kNotSeen;
+        },
+        &expected);
+    for (const char* name : {"out", "log_sum_exp"}) {
+      EXPECT_LE(MaxDifference(outputs->at(name).view(), expected.at(name).view()),
+                Fp32Bound(inputs.at("v").view()))
+          << name;
+    }
+  }
+}
+
+TEST_P(Planned, MarkedQueriesWithAPatternAreAnError) {
+  const Problem problem = Problem::SelfAttention(1, 1, 20, 8);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  FlashPlan plan = FlashPlan::Empty(problem);
+  plan.AddMarkedRows({"key_mask", 0, 4}).Sees(BandPattern(0, 3));
+  EXPECT_EQ(
+      Run(problem, QkvInputs(problem), inputs, [&](const auto&) { return plan; }).status().code(),
+      absl::StatusCode::kInternal);
+}
+
+TEST_P(Planned, HeadsMayHaveSoftmaxesOfTheirOwn) {
+  Problem problem = Problem::SelfAttention(2, 6, 70, 16);
+  problem.kv_heads = 3;
+  FlashPlan plan = FlashPlan::Empty(problem);
+  plan.AddRows(TokenRange{0, 70}).Heads({0, 4}).Scale(0.5).AddPart().Sees(BandPattern(-9, 9));
+  plan.AddRows(TokenRange{0, 70}).Heads({4, 6}).AddPart();
+  PairScore score;
+  score.sees = [](int64_t h, int64_t i, int64_t j) { return h >= 4 || std::abs(i - j) <= 9; };
+  score.of_product = [](int64_t h, int64_t, int64_t, double product) {
+    return product * (h < 4 ? 0.5 : 0.25);
+  };
+  ExpectMatches(problem, plan, score);
+  const double pairs = 4 * (70 * 19 - 2 * 45) + 2 * 70 * 70;
+  EXPECT_EQ(layer_->cost().flops, 2 * pairs * 2 * (16 + 16));
 }
 
 TEST_P(Planned, APlanWhoseSizesChangeInSetupIsAnError) {
@@ -192,7 +295,7 @@ class Doubling : public FlashStep {
     doubled_ = TensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape);
     tensors->Set("doubled", doubled_);
   }
-  absl::Status Run(const Inputs& tensors, const Execution&) override {
+  absl::Status Run(const Inputs& tensors, const Outputs&, const Execution&) override {
     const ConstTensorView q = tensors.Get("q");
     for (int64_t n = 0; n < q.num_elements(); ++n) {
       static_cast<float*>(doubled_.mutable_data())[n] = 2 * static_cast<const float*>(q.data)[n];
@@ -211,10 +314,7 @@ TEST(PlannedOnTheCpu, StepsMakeTensorsForTheParts) {
   const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   const auto describe = [&](const NamedTensors&) {
-    FlashPlan plan(problem);
-    plan.AddStep<Doubling>(problem);
-    plan.part().Tensors("doubled", "k", "v");
-    return plan;
+    return FlashPlan(problem).AddStep<Doubling>(problem).Tensors("doubled", "k", "v");
   };
   const std::unique_ptr<Layer> layer =
       PlannedLayer::Create(problem, QkvInputs(problem), AttentionOutputs(problem), {}, Device::kCpu,

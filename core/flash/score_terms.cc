@@ -79,4 +79,18 @@ void SpanTerm::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
                           ramp_};
 }
 
+void TokenSlots::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
+                      FlashCall* call) const {
+  const ConstTensorView codes = inputs.Get(query_codes_);
+  TokenRule& rule = call->tokens;
+  rule.own = own_;
+  rule.counts = counts_;
+  rule.query_codes = static_cast<const int32_t*>(codes.data);
+  rule.key_codes = static_cast<const int32_t*>(inputs.Get(key_codes_).data);
+  rule.slots = codes.dim(0);
+  rule.slot_stride = codes.stride(0);
+  rule.batch_stride = codes.stride(1);
+  rule.head_stride = codes.stride(2);
+}
+
 }  // namespace tfb

@@ -155,6 +155,42 @@ class SpanTerm : public ScoreTerm {
   std::function<std::optional<double>()> kept_pairs_;
 };
 
+// Adds a number to the score of a token with itself, where parts have orders, too.
+class SelfBias : public ScoreTerm {
+ public:
+  explicit SelfBias(double bias) : bias_(static_cast<float>(bias)) {}
+  absl::Status Build(const Problem&, ThreadPool*) override { return absl::OkStatus(); }
+  void AddTo(ScoreRule*) const override {}
+  void Bind(const Inputs&, const TokenRange&, const TokenRange&, FlashCall* call) const override {
+    call->tokens.self_bias = bias_;
+  }
+
+ private:
+  float bias_;
+};
+
+// Compares codes of queries and keys in the slots of core/flash/flash.h's TokenRule: hides the keys
+// that slot `own` does not show, if that is not -1, and with `counts` divides a key's weight by the
+// number of slots that show it. The codes are tensors of steps, i32 [slots, batch, heads, tokens].
+class TokenSlots : public ScoreTerm {
+ public:
+  TokenSlots(std::string query_codes, std::string key_codes, int64_t own, bool counts)
+      : query_codes_(std::move(query_codes)),
+        key_codes_(std::move(key_codes)),
+        own_(own),
+        counts_(counts) {}
+  absl::Status Build(const Problem&, ThreadPool*) override { return absl::OkStatus(); }
+  void AddTo(ScoreRule*) const override {}
+  void Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
+            FlashCall* call) const override;
+
+ private:
+  std::string query_codes_;
+  std::string key_codes_;
+  int64_t own_;
+  bool counts_;
+};
+
 }  // namespace tfb
 
 #endif  // TFB_CORE_FLASH_SCORE_TERMS_H_

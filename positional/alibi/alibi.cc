@@ -2,48 +2,15 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <vector>
 
 #include "core/flash/flash_technique.h"
 
 namespace tfb::alibi {
 namespace {
 
-class Alibi : public FlashTechnique<NoOptions> {
- public:
-  Alibi()
-      : FlashTechnique({"alibi", "positional", "ALiBi linear biases",
-                        "Press, Smith, Lewis 2022, arXiv:2108.12409v2, section 3"}) {}
-
- private:
-  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
-    NamedTensors parameters;
-    parameters["slopes"] = TensorOf(AlibiSlopes(job.problem.query_heads));
-    return parameters;
-  }
-  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
-    FlashPlan plan(job.problem);
-    const absl::Span<const float> slopes = job.parameters.at("slopes").span<float>();
-    plan.Add<DistanceBias>([slopes](int64_t h, int64_t distance) {
-      return -slopes[h] * static_cast<double>(std::abs(distance));
-    });
-    return plan;
-  }
-  absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
-    PairScore score;
-    const DoubleTensor slopes(job.parameters.at("slopes").view());
-    score.bias = [slopes, past = job.problem.causal_offset()](int64_t, int64_t h, int64_t i,
-                                                              int64_t j) {
-      return -slopes.at(h) * std::abs(static_cast<double>(i + past - j));
-    };
-    return score;
-  }
-};
-
-const bool registered = RegisterTechnique<Alibi>();
-
-}  // namespace
-
-std::vector<double> AlibiSlopes(int64_t heads) {
+// Returns m_1 .. m_heads.
+std::vector<double> Slopes(int64_t heads) {
   int64_t power = 1;
   while (2 * power <= heads) power *= 2;
   const auto slope = [](int64_t h, int64_t of) {
@@ -57,4 +24,34 @@ std::vector<double> AlibiSlopes(int64_t heads) {
   return slopes;
 }
 
+class Alibi : public FlashTechnique<NoOptions> {
+ public:
+  Alibi()
+      : FlashTechnique({"alibi", "positional", "ALiBi linear biases",
+                        "Press, Smith, Lewis 2022, arXiv:2108.12409v2, section 3"}) {}
+
+ private:
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
+    NamedTensors parameters;
+    parameters["slopes"] = TensorOf(Slopes(job.problem.query_heads));
+    return parameters;
+  }
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    const auto bias = [m = job.parameters.at("slopes").span<float>()](int64_t h, int64_t distance) {
+      return -m[h] * static_cast<double>(std::abs(distance));
+    };
+    return FlashPlan(job.problem).Add<DistanceBias>(bias);
+  }
+  absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
+    return PairScore::Bias(
+        [m = DoubleTensor(job.parameters, "slopes"), past = job.problem.causal_offset()](
+            int64_t, int64_t h, int64_t i, int64_t j) {
+          return -m.at(h) * std::abs(static_cast<double>(i + past - j));
+        });
+  }
+};
+
+const bool registered = RegisterTechnique<Alibi>();
+
+}  // namespace
 }  // namespace tfb::alibi

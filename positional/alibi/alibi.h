@@ -15,13 +15,4 @@
 #ifndef TFB_POSITIONAL_ALIBI_ALIBI_H_
 #define TFB_POSITIONAL_ALIBI_ALIBI_H_
 
-#include <cstdint>
-#include <vector>
-
-namespace tfb::alibi {
-
-std::vector<double> AlibiSlopes(int64_t heads);  // m_1 .. m_heads
-
-}  // namespace tfb::alibi
-
 #endif  // TFB_POSITIONAL_ALIBI_ALIBI_H_

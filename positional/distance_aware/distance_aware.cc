@@ -5,7 +5,6 @@
 #include <cstdlib>
 
 #include "core/flash/flash_technique.h"
-#include "core/random.h"
 
 namespace tfb::distance_aware {
 namespace {
@@ -22,28 +21,20 @@ class DistanceAware : public FlashTechnique<NoOptions> {
 
  private:
   absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
-    NamedTensors parameters;
-    for (const char* name : {"alpha", "beta"}) {
-      parameters[name] = Tensor(DType::kF32, {job.problem.query_heads});
-    }
-    FillNormal(&parameters["alpha"], job.seed, "alpha", 0, 0.1);
-    FillNormal(&parameters["beta"], job.seed, "beta");
-    return parameters;
+    const Shape shape = {job.problem.query_heads};
+    return DrawNormal(job.seed, {{"alpha", shape, 0.1}, {"beta", shape}});
   }
 
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
-    FlashPlan plan(job.problem);
-    const auto alpha = job.parameters.at("alpha").span<float>();
-    const auto beta = job.parameters.at("beta").span<float>();
-    plan.Add<ReluMultiplier>([alpha, beta](int64_t h, int64_t distance) {
-      return DistanceAwareFactor(alpha[h], beta[h], std::abs(distance));
-    });
-    return plan;
+    const auto factor = [alpha = job.parameters.at("alpha").span<float>(),
+                         beta = job.parameters.at("beta").span<float>()](int64_t h, int64_t d) {
+      return DistanceAwareFactor(alpha[h], beta[h], std::abs(d));
+    };
+    return FlashPlan(job.problem).Add<ReluMultiplier>(factor);
   }
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
-    const DoubleTensor alpha(job.parameters.at("alpha").view());
-    const DoubleTensor beta(job.parameters.at("beta").view());
+    const DoubleTensor alpha(job.parameters, "alpha"), beta(job.parameters, "beta");
     const int64_t past = job.problem.kv_tokens - job.problem.query_tokens;
     const double root = std::sqrt(static_cast<double>(job.problem.head_dim));
     PairScore score;

@@ -71,7 +71,7 @@ class Rotation : public FlashStep {
     tensors->Set("k_rotated", k_);
   }
 
-  absl::Status Run(const Inputs& tensors, const Execution& execution) override {
+  absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override {
     const ConstTensorView q = tensors.Get("q"), k = tensors.Get("k");
     if (device_ != Device::kCpu) return TurnOnCuda(q, q_, k, k_, execution);
     Turn(q, problem_.causal_offset(), q_, execution);
@@ -179,8 +179,7 @@ class Rope : public FlashTechnique<RopeOptions> {
     } else {
       plan.AddStep<Rotation<double>>(job.problem, job.options, rotary_dims);
     }
-    plan.part().Tensors("q_rotated", "k_rotated", "v");
-    return plan;
+    return plan.Tensors("q_rotated", "k_rotated", "v");
   }
 
   absl::Status Definition(const Problem& problem, const RopeOptions& options, const NamedTensors&,

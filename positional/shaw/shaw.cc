@@ -10,9 +10,7 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
-#include "core/flash/flash_engine.h"
 #include "core/flash/rows.h"
-#include "core/random.h"
 #include "core/workspace.h"
 #include "positional/shaw/shaw_cpu.h"
 #include "positional/shaw/shaw_cuda.h"
@@ -21,17 +19,6 @@ namespace tfb::shaw {
 namespace {
 
 const bool registered = RegisterTechnique<Shaw>();
-
-TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "shaw";
-  info.family = "positional";
-  info.title = "Shaw relative positions";
-  info.citation = "Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155v2, section 3";
-  info.exactness = Exactness::kExact;
-  info.growth = 2;
-  return info;
-}
 
 ShawSizes SizesOf(const Problem& problem, const ShawOptions& options) {
   ShawSizes sizes = {};
@@ -51,89 +38,71 @@ ShawSizes SizesOf(const Problem& problem, const ShawOptions& options) {
   return sizes;
 }
 
-class ShawLayer : public Layer {
+// What the engine writes for the far keys before and behind a query: f32 [batch, query_heads,
+// query_tokens, value_dim] and [batch, query_heads, query_tokens].
+constexpr const char* kFarRows[] = {"rows_before", "rows_behind"};
+constexpr const char* kFarLogSumExp[] = {"lse_before", "lse_behind"};
+
+// The softmax over the bins of the clipped offsets, behind those over the far keys.
+class SoftmaxOfBins : public FlashStep {
  public:
-  ShawLayer(const Problem& problem, const ShawOptions& options, NamedTensors parameters,
-            Device device)
-      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
-        sizes_(SizesOf(problem, options)),
-        device_(device) {
-    parameters_ = std::move(parameters);
-  }
+  SoftmaxOfBins(const Problem& problem, const ShawOptions& options, const NamedTensors& parameters)
+      : sizes_(SizesOf(problem, options)), parameters_(parameters) {}
 
-  size_t workspace_bytes(int threads) const override {
-    const size_t kept = Workspace::Measure([this](Workspace& workspace) { TakeFar(workspace); });
-    const size_t own = device_ == Device::kCpu ? ShawCpuWorkspaceBytes(sizes_, threads) : 0;
-    return kept + std::max(own, FlashEngine::WorkspaceBytes(device_, problem(),
-                                                            /*relative_keys=*/false, threads));
-  }
-
-  // Returns the products of far pairs, of near pairs, and of queries and weights with the tables.
-  Cost cost() const override {
-    const Problem& p = problem();
-    Cost cost;
-    cost.bytes = TensorBytes();
-    if (far_.empty()) return cost;
-    double pairs = NearPairs() * static_cast<double>(p.query_heads);
-    for (const FlashEngine& engine : far_) pairs += engine.schedule().KeptPairs(p.query_heads);
-    const double values = static_cast<double>(p.value_dim);
-    const double of_bin = static_cast<double>(p.head_dim) + (value_table_.size() > 0 ? values : 0);
-    cost.flops =
-        2 * static_cast<double>(p.batch) * pairs * (static_cast<double>(p.head_dim) + values) +
-        2 * static_cast<double>(sizes_.rows() * sizes_.bins()) * of_bin;
-    return cost;
-  }
-
- protected:
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
-    TFB_ASSIGN_OR_RETURN(key_table_, CopyFloats(device_, parameters_.at("key_positions").view()));
+  absl::Status Setup(Device device, const Inputs&, const Execution&) override {
+    device_ = device;
+    TFB_ASSIGN_OR_RETURN(key_table_, CopyFloats(device, parameters_.at("key_positions").view()));
     const auto values = parameters_.find("value_positions");
-    if (values != parameters_.end()) {
-      TFB_ASSIGN_OR_RETURN(value_table_, CopyPadded(values->second.view()));
-    }
-    far_.clear();
-    for (int64_t part = 0; part < sizes_.far_parts; ++part) {
-      TFB_ASSIGN_OR_RETURN(FlashEngine engine,
-                           FlashEngine::Create(device_, problem(), *FarPattern(part)));
-      far_.push_back(std::move(engine));
-    }
+    if (values == parameters_.end()) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(value_table_, CopyPadded(values->second.view()));
     return absl::OkStatus();
   }
 
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    Workspace workspace(execution.workspace);
-    const FarKeys far = TakeFar(workspace);
-    Execution rest = execution;
-    rest.workspace = workspace.Rest();
-    const Problem& p = problem();
-    const Shape rows = {p.batch, p.query_heads, p.query_tokens};
-    const Shape channels = {p.batch, p.query_heads, p.query_tokens, p.value_dim};
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    const int64_t rows = sizes_.rows();
+    far_.rows = workspace->Take<float>(sizes_.far_parts * rows * sizes_.value_dim);
+    far_.log_sum_exp = workspace->Take<float>(sizes_.far_parts * rows);
+    const Shape of_rows = {sizes_.batch, sizes_.query_heads, sizes_.query_tokens};
+    const Shape of_values = {sizes_.batch, sizes_.query_heads, sizes_.query_tokens,
+                             sizes_.value_dim};
+    const bool is_measured = far_.rows == nullptr;  // and there is no memory yet
     for (int64_t part = 0; part < sizes_.far_parts; ++part) {
-      FlashCall call = far_[part].NewCall(inputs, outputs);
-      const int64_t first = part * sizes_.rows();
-      call.out = TensorView(far.rows + first * p.value_dim, DType::kF32, channels);
-      call.log_sum_exp = TensorView(far.log_sum_exp + first, DType::kF32, rows);
-      TFB_RETURN_IF_ERROR(far_[part].Run(call, rest));
+      const int64_t first = is_measured ? 0 : part * rows;
+      tensors->Set(kFarRows[part],
+                   ConstTensorView(far_.rows + first * sizes_.value_dim, DType::kF32, of_values));
+      tensors->Set(kFarLogSumExp[part],
+                   ConstTensorView(far_.log_sum_exp + first, DType::kF32, of_rows));
     }
-    if (device_ != Device::kCpu) return RunOnCuda(inputs, outputs, far, execution.stream);
+  }
+  size_t workspace_bytes(Device device, int threads) const override {
+    return device == Device::kCpu ? ShawCpuWorkspaceBytes(sizes_, threads) : 0;
+  }
+
+  absl::Status Run(const Inputs&, const Outputs&, const Execution&) override {
+    return absl::OkStatus();
+  }
+  absl::Status Finish(const Inputs& inputs, const Outputs& outputs,
+                      const Execution& execution) override {
+    if (device_ != Device::kCpu) return RunOnCuda(inputs, outputs, execution.stream);
     ShawCpu(
         sizes_,
-        {inputs.Get("q"), inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), far,
+        {inputs.Get("q"), inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), far_,
          key_table_.data(), value_table_.data(), outputs.Get("out"), outputs.Get("log_sum_exp")},
-        rest);
+        execution);
     return absl::OkStatus();
+  }
+
+  // Counts the products of near pairs, and of queries and weights with the tables.
+  double flops() const override {
+    const double keys = static_cast<double>(sizes_.head_dim);
+    const double values = static_cast<double>(sizes_.value_dim);
+    const double of_bin = keys + (parameters_.count("value_positions") > 0 ? values : 0);
+    return 2 * static_cast<double>(sizes_.batch * sizes_.query_heads) * NearPairs() *
+               (keys + values) +
+           2 * static_cast<double>(sizes_.rows() * sizes_.bins()) * of_bin;
   }
 
  private:
-  FarKeys TakeFar(Workspace& workspace) const {
-    const int64_t rows = sizes_.far_parts * sizes_.rows();
-    FarKeys far;
-    far.rows = workspace.Take<float>(rows * sizes_.value_dim);
-    far.log_sum_exp = workspace.Take<float>(rows);
-    return far;
-  }
-
   // Copies rows, each padded to value_row numbers.
   absl::StatusOr<DeviceArray<float>> CopyPadded(const ConstTensorView& table) const {
     Tensor padded(DType::kF32, {table.dim(0), table.dim(1), sizes_.value_row});
@@ -142,18 +111,7 @@ class ShawLayer : public Layer {
     return CopyFloats(device_, padded.view());
   }
 
-  // Returns the pattern of the keys at distance k or more, before a query or behind it. With k = 0
-  // all are in one bin.
-  std::unique_ptr<Pattern> FarPattern(int64_t part) const {
-    const Problem& p = problem();
-    const int64_t k = sizes_.max_distance, here = p.causal_offset();
-    if (k == 0) return std::make_unique<FullPattern>();
-    return part == 0 ? std::make_unique<BandPattern>(-p.query_tokens, here - k)
-                     : std::make_unique<BandPattern>(here + k, p.kv_tokens);
-  }
-
-  absl::Status RunOnCuda(const Inputs& inputs, const Outputs& outputs, const FarKeys& far,
-                         void* stream) const {
+  absl::Status RunOnCuda(const Inputs& inputs, const Outputs& outputs, void* stream) const {
     ShawArguments a = {};
     a.sizes = sizes_;
     a.q = ToDeviceView(inputs.Get("q"));
@@ -163,8 +121,8 @@ class ShawLayer : public Layer {
     const ConstTensorView mask = inputs.Get("key_mask");
     a.key_mask = static_cast<const uint8_t*>(mask.data);
     std::copy_n(mask.strides.data(), 2, a.mask_strides);
-    a.far_rows = far.rows;
-    a.far_log_sum_exp = far.log_sum_exp;
+    a.far_rows = far_.rows;
+    a.far_log_sum_exp = far_.log_sum_exp;
     a.key_table = key_table_.data();
     a.value_table = value_table_.data();
     const TensorView log_sum_exp = outputs.Get("log_sum_exp");
@@ -186,31 +144,42 @@ class ShawLayer : public Layer {
   }
 
   ShawSizes sizes_;
-  Device device_;
-  std::vector<FlashEngine> far_;
+  const NamedTensors& parameters_;
+  Device device_ = Device::kCpu;
+  FarKeys far_ = {};
   DeviceArray<float> key_table_;
   DeviceArray<float> value_table_;  // empty: none
 };
 
 }  // namespace
 
-Shaw::Shaw() : TechniqueOf(Info()) {}
+Shaw::Shaw()
+    : FlashTechnique({"shaw", "positional", "Shaw relative positions",
+                      "Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155v2, section 3"}) {}
 
-absl::StatusOr<std::unique_ptr<Layer>> Shaw::MakeLayer(const Problem& problem,
-                                                       const ShawOptions& options, Device device,
-                                                       uint64_t seed) const {
-  const ShawSizes sizes = SizesOf(problem, options);
-  NamedTensors parameters;
-  const auto draw = [&](const char* name, int64_t channels) -> absl::Status {
-    const Shape shape = {sizes.table_heads, sizes.bins(), channels};
-    TFB_ASSIGN_OR_RETURN(Tensor table, Tensor::Allocate(DType::kF32, shape));
-    FillNormal(&table, seed, name, 0, 0.1);
-    parameters[name] = std::move(table);
-    return absl::OkStatus();
+absl::StatusOr<NamedTensors> Shaw::Draw(const Job& job) const {
+  const ShawSizes sizes = SizesOf(job.problem, job.options);
+  const auto table = [&](const char* name, int64_t channels) {
+    return NormalParameter{name, {sizes.table_heads, sizes.bins(), channels}, 0.1};
   };
-  TFB_RETURN_IF_ERROR(draw("key_positions", problem.head_dim));
-  if (options.values) TFB_RETURN_IF_ERROR(draw("value_positions", problem.value_dim));
-  return std::make_unique<ShawLayer>(problem, options, std::move(parameters), device);
+  std::vector<NormalParameter> tables = {table("key_positions", sizes.head_dim)};
+  if (job.options.values) tables.push_back(table("value_positions", sizes.value_dim));
+  return DrawNormal(job.seed, tables);
+}
+
+// A softmax over the keys at distance k or more on each side. With k = 0 all are in one bin.
+absl::StatusOr<FlashPlan> Shaw::Describe(const Job& job) const {
+  const Problem& p = job.problem;
+  const int64_t k = job.options.max_distance, here = p.causal_offset();
+  FlashPlan plan = FlashPlan::Empty(p);
+  plan.AddStep<SoftmaxOfBins>(p, job.options, job.parameters);
+  for (int64_t part = 0; part < SizesOf(p, job.options).far_parts; ++part) {
+    plan.AddRows(TokenRange{0, p.query_tokens}).Writes(kFarRows[part], kFarLogSumExp[part]);
+    plan.AddPart().Causal();
+    if (k > 0 && part == 0) plan.Sees(BandPattern(-p.query_tokens, here - k));
+    if (k > 0 && part == 1) plan.Sees(BandPattern(here + k, p.kv_tokens));
+  }
+  return plan;
 }
 
 // P^V is added to v_j before the sum, pair by pair.

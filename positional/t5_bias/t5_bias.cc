@@ -3,41 +3,34 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <utility>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/flash_technique.h"
-#include "core/random.h"
 
 namespace tfb::t5_bias {
 namespace {
 
-// A natural number of any size.
-class Natural {
- public:
-  void MultiplyByPower(uint32_t base, int64_t exponent) {
-    for (int64_t n = 0; n < exponent; ++n) MultiplyBy(base);
-  }
-  bool operator>=(const Natural& other) const {
-    if (digits_.size() != other.digits_.size()) return digits_.size() > other.digits_.size();
-    return !std::lexicographical_compare(digits_.rbegin(), digits_.rend(), other.digits_.rbegin(),
-                                         other.digits_.rend());
-  }
+// A natural number of any size: digits to the base 2^32, the lowest first, without leading zeros.
+using Natural = std::vector<uint32_t>;
 
- private:
-  void MultiplyBy(uint32_t factor) {
+Natural TimesPower(Natural number, int64_t base, int64_t exponent) {
+  for (int64_t n = 0; n < exponent; ++n) {
     uint64_t carry = 0;
-    for (uint32_t& digit : digits_) {
-      carry += uint64_t{digit} * factor;
+    for (uint32_t& digit : number) {
+      carry += uint64_t{digit} * static_cast<uint64_t>(base);
       digit = static_cast<uint32_t>(carry);
       carry >>= 32;
     }
-    if (carry != 0) digits_.push_back(static_cast<uint32_t>(carry));
+    if (carry != 0) number.push_back(static_cast<uint32_t>(carry));
   }
+  return number;
+}
 
-  // Digits to the base 2^32, the lowest first, without leading zeros.
-  std::vector<uint32_t> digits_ = {1};
-};
+bool IsAtLeast(const Natural& a, const Natural& b) {
+  if (a.size() != b.size()) return a.size() > b.size();
+  return !std::lexicographical_compare(a.rbegin(), a.rend(), b.rbegin(), b.rend());
+}
 
 int64_t BucketsOfASide(const Problem& problem, const T5BiasOptions& options) {
   return problem.causal ? options.buckets : options.buckets / 2;
@@ -77,44 +70,33 @@ class T5Bias : public FlashTechnique<T5BiasOptions> {
   }
 
   absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
-    NamedTensors parameters;
-    Tensor& beta = parameters["beta"] =
-        Tensor(DType::kF32, {job.options.buckets, job.problem.query_heads});
-    FillNormal(&beta, job.seed, "beta", 0,
-               1 / std::sqrt(static_cast<double>(job.problem.model_dim())));
-    return parameters;
+    return DrawNormal(job.seed, {{"beta",
+                                  {job.options.buckets, job.problem.query_heads},
+                                  1 / std::sqrt(static_cast<double>(job.problem.model_dim()))}});
   }
 
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
-    const bool causal = job.problem.causal;
     const int64_t side = BucketsOfASide(job.problem, job.options);
-    const auto bucket = [=,
-                         starts = T5BucketStarts(side, job.options.max_distance)](int64_t behind) {
+    const auto bias = [=, starts = T5BucketStarts(side, job.options.max_distance),
+                       causal = job.problem.causal,
+                       beta = job.parameters.at("beta").view()](int64_t h, int64_t behind) {
       const int64_t distance = causal ? std::max<int64_t>(behind, 0) : std::abs(behind);
-      const int64_t n =
+      const int64_t bucket =
           std::upper_bound(starts.begin(), starts.end(), distance) - starts.begin() - 1;
-      return !causal && behind < 0 ? side + n : n;
+      return *beta.At<float>(!causal && behind < 0 ? side + bucket : bucket, h);
     };
-    FlashPlan plan(job.problem, job.options.scale);
-    plan.Add<DistanceBias>([bucket, beta = job.parameters.at("beta").view()](int64_t h, int64_t d) {
-      return *beta.At<float>(bucket(d), h);
-    });
-    return plan;
+    return FlashPlan(job.problem, job.options.scale).Add<DistanceBias>(bias);
   }
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
-    const Problem& p = job.problem;
-    const int64_t past = p.kv_tokens - p.query_tokens, half = job.options.buckets / 2;
-    PairScore score;
-    score.scale = job.options.scale;
-    score.bias = [=, beta = DoubleTensor(job.parameters.at("beta").view()), causal = p.causal,
-                  options = job.options](int64_t, int64_t h, int64_t i, int64_t j) {
-      const int64_t behind = i + past - j;
-      if (causal) return beta.Row(DefinedBucket(behind, options.buckets, options.max_distance))[h];
-      const int64_t bucket = DefinedBucket(std::abs(behind), half, options.max_distance);
-      return beta.Row(behind < 0 ? half + bucket : bucket)[h];
+    const auto bias = [beta = DoubleTensor(job.parameters, "beta"), problem = job.problem,
+                       options = job.options](int64_t, int64_t h, int64_t i, int64_t j) {
+      const int64_t behind = i + problem.kv_tokens - problem.query_tokens - j;
+      const int64_t side = problem.causal ? options.buckets : options.buckets / 2;
+      const int64_t bucket = DefinedBucket(std::abs(behind), side, options.max_distance);
+      return beta.Row(!problem.causal && behind < 0 ? side + bucket : bucket)[h];
     };
-    return score;
+    return PairScore::Bias(bias, job.options.scale);
   }
 };
 
@@ -123,22 +105,15 @@ const bool registered = RegisterTechnique<T5Bias>();
 }  // namespace
 
 std::vector<int64_t> T5BucketStarts(int64_t buckets, int64_t max_distance) {
-  const int64_t exact = buckets / 2;
-  const int64_t growing = buckets - exact;
-  std::vector<int64_t> starts;
-  for (int64_t n = 0; n <= exact; ++n) starts.push_back(n);
+  const int64_t exact = buckets / 2, growing = buckets - exact;
+  const double ratio = static_cast<double>(max_distance) / static_cast<double>(exact);
+  std::vector<int64_t> starts(exact + 1);
+  std::iota(starts.begin(), starts.end(), 0);
   for (int64_t r = 1; r < growing; ++r) {
     // This finds the smallest n with (n/m)^c >= (D/m)^r, that is n^c >= D^r m^(c-r), near m
     // (D/m)^(r/c).
-    Natural bound;
-    bound.MultiplyByPower(static_cast<uint32_t>(max_distance), r);
-    bound.MultiplyByPower(static_cast<uint32_t>(exact), growing - r);
-    const auto reaches = [&](int64_t n) {
-      Natural power;
-      power.MultiplyByPower(static_cast<uint32_t>(n), growing);
-      return power >= bound;
-    };
-    const double ratio = static_cast<double>(max_distance) / static_cast<double>(exact);
+    const Natural bound = TimesPower(TimesPower({1}, max_distance, r), exact, growing - r);
+    const auto reaches = [&](int64_t n) { return IsAtLeast(TimesPower({1}, n, growing), bound); };
     int64_t n =
         std::llround(static_cast<double>(exact) *
                      std::pow(ratio, static_cast<double>(r) / static_cast<double>(growing)));

@@ -8,7 +8,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/flash/flash_technique.h"
 #include "core/layers/attention/relative_positions.h"
-#include "core/random.h"
 
 namespace tfb::transformer_xl_relative {
 namespace {
@@ -90,26 +89,22 @@ class TransformerXlRelative : public FlashTechnique<TransformerXlRelativeOptions
           p.query_heads, "; allowed with head_dim ", p.head_dim, " are 1 to ",
           kMaxWidth / p.head_dim));
     }
-    NamedTensors parameters;
-    parameters["w_r"] = Tensor(DType::kF32, {p.model_dim(), p.model_dim()});
-    for (const char* name : {"u", "v"}) {
-      parameters[name] = Tensor(DType::kF32, {p.query_heads, p.head_dim});
-    }
-    for (auto& [name, parameter] : parameters) FillNormal(&parameter, job.seed, name, 0, 0.02);
-    return parameters;
+    constexpr double kDeviation = 0.02;
+    const Shape of_heads = {p.query_heads, p.head_dim};
+    return DrawNormal(job.seed, {{"w_r", {p.model_dim(), p.model_dim()}, kDeviation},
+                                 {"u", of_heads, kDeviation},
+                                 {"v", of_heads, kDeviation}});
   }
 
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
-    FlashPlan plan(job.problem);
-    plan.Add<PositionTerm>(job.parameters, job.options.max_distance);
-    return plan;
+    return FlashPlan(job.problem).Add<PositionTerm>(job.parameters, job.options.max_distance);
   }
 
   absl::Status Definition(const Problem& problem, const TransformerXlRelativeOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
-    const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), w_r(parameters.at("w_r").view()),
-        u(parameters.at("u").view()), v(parameters.at("v").view());
+    const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), w_r(parameters, "w_r"),
+        u(parameters, "u"), v(parameters, "v");
     const KeyMask is_token(inputs);
     const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
     const int64_t nearest = problem.causal ? 0 : -problem.query_tokens;

@@ -77,7 +77,7 @@ ENGINES = re.compile(r'^tfb::(?:\(anonymous namespace\)::)?(?:Flash|Planned|Buil
 # Parts of a class that belong to no computation, options and destructors, and what is a library's own.
 PLAIN = re.compile(r'^tfb::\w+::\w*Options::|::~|(?:^| )(?:std|absl|__gnu_cxx)::')
 
-ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|Do[A-Z]\w*|Run|Setup|Build|Prepare|RunLayer|Attend|Decide)\(.*tfb::')
+ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|MakeFit|Finish|Do[A-Z]\w*|Run|Setup|Build|Prepare|RunLayer|Attend|Decide)\(.*tfb::')
 
 
 def read_graph(lines):
