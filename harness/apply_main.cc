@@ -18,7 +18,7 @@
 #include "core/status.h"
 #include "core/technique.h"
 #include "core/thread_pool.h"
-#include "harness/inputs/inputs.h"
+#include "harness/inputs/job.h"
 #include "harness/inputs/technique_help.h"
 #include "harness/inputs/technique_tensors.h"
 #include "harness/judge/evaluate.h"
@@ -81,16 +81,7 @@ absl::Status WithFlag(absl::string_view flag, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
 }
 
-// The request that the flags make, before any tensor is read.
-struct Plan {
-  const Technique* technique = nullptr;
-  Options options;  // canonical
-  Problem problem;
-  Device device = Device::kCpu;
-  InputSource input;
-};
-
-absl::Status ReadTechnique(Plan* plan) {
+absl::Status ReadTechnique(Job* job) {
   std::string text = absl::GetFlag(FLAGS_technique);
   if (text.empty()) {
     std::vector<std::string> names;
@@ -109,8 +100,8 @@ absl::Status ReadTechnique(Plan* plan) {
   if (!technique.ok()) return WithFlag("technique", technique.status());
   const absl::StatusOr<Options> canonical = (*technique)->Canonical(spec->options);
   if (!canonical.ok()) return WithFlag(flag, canonical.status());
-  plan->technique = *technique;
-  plan->options = *canonical;
+  job->technique = *technique;
+  job->options = *canonical;
   return absl::OkStatus();
 }
 
@@ -168,16 +159,16 @@ absl::Status CheckPaths() {
 }
 
 // Reads technique, device, dtype, heads and direction, and checks the other numbers.
-absl::StatusOr<Plan> ReadWithoutInput() {
-  Plan plan;
-  TFB_RETURN_IF_ERROR(ReadTechnique(&plan));
+absl::StatusOr<Job> ReadWithoutInput() {
+  Job job;
+  TFB_RETURN_IF_ERROR(ReadTechnique(&job));
   const absl::StatusOr<Device> device = ParseDevice(absl::GetFlag(FLAGS_device));
   if (!device.ok()) return WithFlag("device", device.status());
-  plan.device = *device;
+  job.device = *device;
   const absl::StatusOr<DType> dtype = ParseDType(absl::GetFlag(FLAGS_dtype));
   if (!dtype.ok()) return WithFlag("dtype", dtype.status());
-  plan.problem.dtype = *dtype;
-  if (const absl::Status valid = Validate(plan.problem); !valid.ok()) {
+  job.problem.dtype = *dtype;
+  if (const absl::Status valid = Validate(job.problem); !valid.ok()) {
     return WithFlag("dtype", valid);
   }
   if (absl::GetFlag(FLAGS_heads) < 0 || absl::GetFlag(FLAGS_heads) > kMaxTokens) {
@@ -193,63 +184,66 @@ absl::StatusOr<Plan> ReadWithoutInput() {
         absl::StrCat("--threads: ", absl::GetFlag(FLAGS_threads), "; allowed are 0 to 4096"));
   }
   if (absl::GetFlag(FLAGS_heads) > 0) {
-    plan.problem.query_heads = plan.problem.kv_heads = absl::GetFlag(FLAGS_heads);
+    job.problem.query_heads = job.problem.kv_heads = absl::GetFlag(FLAGS_heads);
   }
-  plan.problem.causal = absl::GetFlag(FLAGS_causal);
-  return plan;
+  job.problem.causal = absl::GetFlag(FLAGS_causal);
+  const int threads = absl::GetFlag(FLAGS_threads);
+  job.threads = threads == 0 ? UsableCores() : threads;
+  job.seed = absl::GetFlag(FLAGS_seed);
+  return job;
 }
 
-absl::Status CheckDirection(const Plan& plan) {
-  const TechniqueInfo& info = plan.technique->info();
-  if (plan.problem.causal ? info.supports_causal : info.supports_noncausal) {
+absl::Status CheckDirection(const Job& job) {
+  const TechniqueInfo& info = job.technique->info();
+  if (job.problem.causal ? info.supports_causal : info.supports_noncausal) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
-      plan.problem.causal ? absl::StrCat("--causal: ", info.name, " has no causal form")
-                          : absl::StrCat("--causal: ", info.name, " is causal only: give it"));
+      job.problem.causal ? absl::StrCat("--causal: ", info.name, " has no causal form")
+                         : absl::StrCat("--causal: ", info.name, " is causal only: give it"));
 }
 
 // Reads the input, and gives the problem its sizes.
-absl::Status FitToInput(Plan* plan) {
-  TFB_ASSIGN_OR_RETURN(plan->input, ReadInput());
-  Problem wanted = plan->problem;
+absl::Status FitToInput(Job* job) {
+  TFB_ASSIGN_OR_RETURN(job->input, ReadInput());
+  Problem wanted = job->problem;
   wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;  // as much as the file has
   const absl::StatusOr<Problem> problem =
-      FitProblem(plan->input, *plan->technique, plan->options, wanted);
+      FitProblem(job->input, *job->technique, job->options, wanted);
   if (!problem.ok()) return WithFlag("input", problem.status());
-  plan->problem = *problem;
+  job->problem = *problem;
   return absl::OkStatus();
 }
 
-absl::StatusOr<Plan> ReadPlan() {
+absl::StatusOr<Job> ReadJob() {
   TFB_RETURN_IF_ERROR(CheckPaths());
-  TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
-  TFB_RETURN_IF_ERROR(FitToInput(&plan));
-  TFB_RETURN_IF_ERROR(CheckDirection(plan));
-  return plan;
+  TFB_ASSIGN_OR_RETURN(Job job, ReadWithoutInput());
+  TFB_RETURN_IF_ERROR(FitToInput(&job));
+  TFB_RETURN_IF_ERROR(CheckDirection(job));
+  return job;
 }
 
-std::map<std::string, std::string> MetadataOf(const Plan& plan) {
-  return {{"technique", plan.technique->info().name},
-          {"options", ToString(plan.options)},
-          {"problem", plan.problem.ToString()},
-          {"device", std::string(Name(plan.device))},
-          {"input", plan.input.ToString()},
-          {"seed", absl::StrCat(absl::GetFlag(FLAGS_seed))},
+std::map<std::string, std::string> MetadataOf(const Job& job) {
+  return {{"technique", job.technique->info().name},
+          {"options", ToString(job.options)},
+          {"problem", job.problem.ToString()},
+          {"device", std::string(Name(job.device))},
+          {"input", job.input.ToString()},
+          {"seed", absl::StrCat(job.seed)},
           {"made_by", "Transformer Family Bench, //harness:apply"}};
 }
 
-absl::Status WriteFiles(const Plan& plan, const Accuracy& accuracy) {
+absl::Status WriteFiles(const Job& job, const Accuracy& accuracy) {
   const std::string output = absl::GetFlag(FLAGS_output);
   if (!output.empty()) {
     const absl::Status status =
-        WriteSafetensors(CallerPath(output), accuracy.outputs, MetadataOf(plan));
+        WriteSafetensors(CallerPath(output), accuracy.outputs, MetadataOf(job));
     if (!status.ok()) return WithFlag("output", status);
   }
   const std::string dump = absl::GetFlag(FLAGS_dump_parameters);
   if (!dump.empty()) {
     const absl::Status status =
-        WriteSafetensors(CallerPath(dump), accuracy.parameters, MetadataOf(plan));
+        WriteSafetensors(CallerPath(dump), accuracy.parameters, MetadataOf(job));
     if (!status.ok()) return WithFlag("dump_parameters", status);
   }
   return absl::OkStatus();
@@ -264,9 +258,9 @@ std::string Against(const Bounded& error) {
                       error.passed() ? "" : "  EXCEEDED");
 }
 
-void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
-  absl::PrintF("%s\n%s, %s, on %s\n\n", ToString({plan.technique->info().name, plan.options}),
-               plan.problem.ToString(), plan.input.ToString(), Name(plan.device));
+void PrintErrors(const Job& job, const Accuracy& accuracy) {
+  absl::PrintF("%s\n%s, %s, on %s\n\n", ToString({job.technique->info().name, job.options}),
+               job.problem.ToString(), job.input.ToString(), Name(job.device));
   const OutputError& own = accuracy.against_definition;
   const std::string rows =
       own.rows_checked == own.rows
@@ -290,7 +284,7 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
     PrintLine(absl::StrCat("  of ", name), Against(error));
   }
   if (accuracy.ratio_to_dense_precision.has_value()) {
-    PrintLine(absl::StrCat("  over that of dense attention in ", Name(plan.problem.dtype)),
+    PrintLine(absl::StrCat("  over that of dense attention in ", Name(job.problem.dtype)),
               Against(*accuracy.ratio_to_dense_precision));
   }
   if (accuracy.against_dense.has_value()) {
@@ -315,7 +309,7 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
     if (!path.empty()) PrintLine(absl::StrCat(flag, " written to"), CallerPath(path));
   }
   if (accuracy.parameters.empty() && !absl::GetFlag(FLAGS_dump_parameters).empty()) {
-    absl::PrintF("%s has no parameters: that file is empty\n", plan.technique->info().name);
+    absl::PrintF("%s has no parameters: that file is empty\n", job.technique->info().name);
   }
   if (!accuracy.passed) absl::PrintF("FAILED: %s\n", accuracy.failure);
 }
@@ -323,22 +317,17 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
 // Returns the page about the technique that is named, or "" where none is.
 absl::StatusOr<std::string> Help() {
   if (absl::GetFlag(FLAGS_technique).empty()) return "";
-  TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
+  TFB_ASSIGN_OR_RETURN(Job job, ReadWithoutInput());
   // A technique of one direction alone needs no flag to be explained.
-  const TechniqueInfo& info = plan.technique->info();
-  if (!info.supports_noncausal) plan.problem.causal = true;
-  HelpRequest request;
-  request.sizes_from = "by default";
+  const TechniqueInfo& info = job.technique->info();
+  if (!info.supports_noncausal) job.problem.causal = true;
+  std::string sizes_from = "by default";
   if (!absl::GetFlag(FLAGS_input).empty()) {
-    TFB_RETURN_IF_ERROR(FitToInput(&plan));
-    request.sizes_from = absl::StrCat("of ", plan.input.ToString());
+    TFB_RETURN_IF_ERROR(FitToInput(&job));
+    sizes_from = absl::StrCat("of ", job.input.ToString());
   }
-  TFB_RETURN_IF_ERROR(CheckDirection(plan));
-  request.technique = plan.technique;
-  request.options = plan.options;
-  request.problem = plan.problem;
-  request.seed = absl::GetFlag(FLAGS_seed);
-  return TechniqueHelp(request);
+  TFB_RETURN_IF_ERROR(CheckDirection(job));
+  return TechniqueHelp(job, sizes_from);
 }
 
 absl::StatusOr<int> DrawInput() {
@@ -353,14 +342,11 @@ absl::StatusOr<int> DrawInput() {
     return absl::InvalidArgumentError(absl::StrCat(
         "--draw_input: writes drawn tensors in place of all else; leave out --", flag));
   }
-  TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
-  TFB_RETURN_IF_ERROR(CheckDirection(plan));
-  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
-                       plan.technique->InputSpecs(plan.problem, plan.options));
-  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs,
-                       MakeInputs(plan.input, specs, plan.problem, absl::GetFlag(FLAGS_seed)));
+  TFB_ASSIGN_OR_RETURN(Job job, ReadWithoutInput());
+  TFB_RETURN_IF_ERROR(CheckDirection(job));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs, job.LoadInputs());
   const std::string path = CallerPath(absl::GetFlag(FLAGS_draw_input));
-  const absl::Status written = WriteSafetensors(path, inputs, MetadataOf(plan));
+  const absl::Status written = WriteSafetensors(path, inputs, MetadataOf(job));
   if (!written.ok()) return WithFlag("draw_input", written);
   std::vector<std::string> names;
   for (const auto& [name, tensor] : inputs) {
@@ -371,51 +357,42 @@ absl::StatusOr<int> DrawInput() {
 }
 
 // Prints to standard error which inputs and parameters nobody gave, which were drawn therefore.
-void PrintDrawn(const Plan& plan, const std::vector<TensorSpec>& specs,
+void PrintDrawn(const Job& job, const std::vector<TensorSpec>& specs,
                 const std::vector<std::string>& given_parameters, const NamedTensors& parameters) {
-  const uint64_t seed = absl::GetFlag(FLAGS_seed);
   std::vector<std::string> drawn;
   for (const std::string& name :
-       DrawnParameters(*plan.technique, plan.options, plan.problem, parameters, seed)) {
+       DrawnParameters(*job.technique, job.options, job.problem, parameters, job.seed)) {
     if (std::find(given_parameters.begin(), given_parameters.end(), name) ==
         given_parameters.end()) {
       drawn.push_back(name);
     }
   }
   for (const std::string& line :
-       DrawnLines(DrawnInputs(plan.input, specs), drawn, parameters, seed)) {
+       DrawnLines(DrawnInputs(job.input, specs), drawn, parameters, job.seed)) {
     PrintError(kProgram, line);
   }
 }
 
 absl::StatusOr<int> Apply() {
   if (!absl::GetFlag(FLAGS_draw_input).empty()) return DrawInput();
-  TFB_ASSIGN_OR_RETURN(const Plan plan, ReadPlan());
+  TFB_ASSIGN_OR_RETURN(const Job job, ReadJob());
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
-                       plan.technique->InputSpecs(plan.problem, plan.options));
-  if (const absl::Status read = CheckTensorsAreRead(plan.input, specs); !read.ok()) {
+                       job.technique->InputSpecs(job.problem, job.options));
+  if (const absl::Status read = CheckTensorsAreRead(job.input, specs); !read.ok()) {
     return WithFlag("input", read);
   }
-  const absl::StatusOr<NamedTensors> inputs =
-      MakeInputs(plan.input, specs, plan.problem, absl::GetFlag(FLAGS_seed));
+  const absl::StatusOr<NamedTensors> inputs = job.LoadInputs();
   if (!inputs.ok()) return WithFlag("input", inputs.status());
 
-  const int threads = absl::GetFlag(FLAGS_threads);
-  ThreadPool pool(threads == 0 ? UsableCores() : threads);
+  ThreadPool pool(job.threads);
   EvaluateRequest request;
-  request.technique = plan.technique;
-  request.options = plan.options;
-  request.problem = plan.problem;
-  request.device = plan.device;
-  request.seed = absl::GetFlag(FLAGS_seed);
+  request.job = job;
   request.inputs = &*inputs;
   request.pool = &pool;
   if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
-    request.rows = SampleRows(plan.problem.query_tokens, rows, request.seed);
+    request.rows = SampleRows(job.problem.query_tokens, rows, job.seed);
   }
-  TFB_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Layer> layer,
-      plan.technique->Create(plan.problem, plan.options, plan.device, request.seed));
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, job.CreateLayer());
   std::vector<std::string> given_parameters;
   if (const std::string path = absl::GetFlag(FLAGS_parameters); !path.empty()) {
     absl::StatusOr<SafetensorsFile> file = ReadSafetensors(CallerPath(path));
@@ -425,9 +402,9 @@ absl::StatusOr<int> Apply() {
     if (!fits.ok()) return WithFlag("parameters", fits);
   }
   TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, EvaluateLayer(request, layer.get()));
-  TFB_RETURN_IF_ERROR(WriteFiles(plan, accuracy));
-  PrintDrawn(plan, specs, given_parameters, accuracy.parameters);
-  PrintErrors(plan, accuracy);
+  TFB_RETURN_IF_ERROR(WriteFiles(job, accuracy));
+  PrintDrawn(job, specs, given_parameters, accuracy.parameters);
+  PrintErrors(job, accuracy);
   return accuracy.passed ? kExitDone : kExitCheckFailed;
 }
 

@@ -25,7 +25,7 @@
 #include "core/cuda/runtime.h"
 #include "core/status.h"
 #include "core/technique.h"
-#include "harness/inputs/inputs.h"
+#include "harness/judge/bound_layer.h"
 #include "harness/judge/device_memory.h"
 #include "harness/measure/device_peaks.h"
 #include "harness/measure/machine.h"
@@ -65,64 +65,42 @@ constexpr char kUsage[] =
     "On\n"
     "a GPU a time is that of many calls that are enqueued together.";
 
-// The arguments of a layer's calls.
+// A bound layer, and what it is bound to.
 struct Callable {
-  NamedTensors host;
-  DeviceTensors inputs, outputs;
-  DeviceMemory workspace;
+  NamedTensors inputs;  // of the host
   std::unique_ptr<Layer> layer;
-  CudaRuntime* runtime = nullptr;  // null on the CPU
-  Execution execution;
+  BoundLayer bound;
 };
 
-absl::StatusOr<Callable> Prepare(const SweepCase& sweep_case, ThreadPool* pool) {
-  TFB_RETURN_IF_ERROR(sweep_case.obstacle);
-  const Technique& technique = *sweep_case.technique;
+// The inputs are multiplied by `scale`: with 1e-40 all of them, and their products, are denormal.
+absl::StatusOr<Callable> Prepare(const Job& job, ThreadPool* pool, double scale = 1) {
+  TFB_RETURN_IF_ERROR(job.obstacle);
   Callable callable;
-  TFB_ASSIGN_OR_RETURN(callable.layer, technique.Create(sweep_case.problem, sweep_case.options,
-                                                        sweep_case.device, sweep_case.seed));
-  const Device device = sweep_case.device;
-  TFB_ASSIGN_OR_RETURN(callable.runtime, RuntimeOf(device));
-  TFB_ASSIGN_OR_RETURN(callable.host, MakeInputs(sweep_case.input, callable.layer->inputs(),
-                                                 sweep_case.problem, sweep_case.seed));
-  TFB_ASSIGN_OR_RETURN(callable.inputs, DeviceTensors::Of(device, ViewsOf(callable.host)));
-  TFB_ASSIGN_OR_RETURN(callable.outputs, DeviceTensors::Allocate(device, callable.layer->outputs(),
-                                                                 /*optional_too=*/false));
-  const size_t bytes = std::max<size_t>(callable.layer->workspace_bytes(pool->threads()), 1);
-  TFB_ASSIGN_OR_RETURN(callable.workspace, DeviceMemory::Allocate(device, bytes));
-  callable.execution.pool = pool;
-  callable.execution.workspace = callable.workspace.bytes();
-  return callable;
-}
-
-// Prepares the same case with inputs so small that all of them, and their products, are denormal.
-absl::StatusOr<Callable> PrepareDenormal(const SweepCase& sweep_case, ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(Callable callable, Prepare(sweep_case, pool));
-  for (auto& [name, tensor] : callable.host) {
-    if (!IsFloating(tensor.dtype())) continue;
+  TFB_ASSIGN_OR_RETURN(callable.layer, job.CreateLayer());
+  TFB_ASSIGN_OR_RETURN(callable.inputs, job.LoadInputs());
+  for (auto& [name, tensor] : callable.inputs) {
+    if (scale == 1 || !IsFloating(tensor.dtype())) continue;
     const TensorView view = tensor.view();
-    for (int64_t i = 0; i < tensor.num_elements(); ++i) view.Set(i, 1e-40 * view.Get(i));
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) view.Set(i, scale * view.Get(i));
   }
-  TFB_ASSIGN_OR_RETURN(callable.inputs,
-                       DeviceTensors::Of(sweep_case.device, ViewsOf(callable.host)));
-  TFB_RETURN_IF_ERROR(callable.layer->Setup(callable.inputs.inputs(), callable.execution));
+  TFB_ASSIGN_OR_RETURN(callable.bound,
+                       Bind(callable.layer.get(), job.device, ViewsOf(callable.inputs), pool,
+                            /*optional_too=*/false));
+  TFB_RETURN_IF_ERROR(callable.bound.Setup());
   return callable;
 }
 
 // The fastest run on denormal inputs over the fastest on the usual ones, which take turns. The
 // fastest, because what disturbs a run makes it slower.
-absl::StatusOr<double> DenormalRatio(const SweepCase& sweep_case, Callable* usual,
-                                     ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(Callable denormal, PrepareDenormal(sweep_case, pool));
+absl::StatusOr<double> DenormalRatio(const Job& job, const BoundLayer& usual, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const Callable denormal, Prepare(job, pool, 1e-40));
   constexpr int kPairs = 15;
   double fastest[2] = {std::numeric_limits<double>::infinity(),
                        std::numeric_limits<double>::infinity()};
   for (int pair = 0; pair < kPairs; ++pair) {
     for (int which = 0; which < 2; ++which) {
-      Callable& one = which == 0 ? *usual : denormal;
       const double begin = MonotonicSeconds();
-      TFB_RETURN_IF_ERROR(
-          one.layer->Run(one.inputs.inputs(), one.outputs.outputs(), one.execution));
+      TFB_RETURN_IF_ERROR((which == 0 ? usual : denormal.bound).Run());
       fastest[which] = std::min(fastest[which], MonotonicSeconds() - begin);
     }
   }
@@ -130,59 +108,53 @@ absl::StatusOr<double> DenormalRatio(const SweepCase& sweep_case, Callable* usua
 }
 
 // Times Run, or Setup, and sets the counters.
-absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, double peak,
+absl::Status Measure(const Job& job, bool setup, ThreadPool* pool, double peak,
                      benchmark::State& state) {
-  TFB_ASSIGN_OR_RETURN(Callable callable, Prepare(sweep_case, pool));
-  Layer& layer = *callable.layer;
-  const auto call = [&] {
-    return setup ? layer.Setup(callable.inputs.inputs(), callable.execution)
-                 : layer.Run(callable.inputs.inputs(), callable.outputs.outputs(),
-                             callable.execution);
-  };
-  TFB_RETURN_IF_ERROR(layer.Setup(callable.inputs.inputs(), callable.execution));
+  TFB_ASSIGN_OR_RETURN(const Callable callable, Prepare(job, pool));
+  const BoundLayer& bound = callable.bound;
+  const auto call = [&] { return setup ? bound.Setup() : bound.Run(); };
   TFB_RETURN_IF_ERROR(call());  // warms up
-  TFB_RETURN_IF_ERROR(Synchronize(callable.runtime));
+  TFB_RETURN_IF_ERROR(bound.Synchronize());
   const double begin = MonotonicSeconds();
   absl::Status status;
   benchmark::IterationCount calls = 0;
   for (auto _ : state) {
     status.Update(call());
     // Synchronize is inside the timed part, once, since a device works asynchronously.
-    if (++calls == state.max_iterations) status.Update(Synchronize(callable.runtime));
+    if (++calls == state.max_iterations) status.Update(bound.Synchronize());
   }
   const double seconds = (MonotonicSeconds() - begin) / static_cast<double>(state.max_iterations);
   TFB_RETURN_IF_ERROR(status);
   if (setup) return absl::OkStatus();
-  const Problem& problem = sweep_case.problem;
+  const Problem& problem = job.problem;
   state.counters["tokens/s"] = static_cast<double>(problem.batch * problem.query_tokens) / seconds;
-  if (const auto flops = layer.cost().flops; flops.has_value()) {
+  if (const auto flops = callable.layer->cost().flops; flops.has_value()) {
     state.counters["GFLOP/s"] = *flops / seconds / 1e9;
     if (peak > 0) state.counters["of_peak"] = 100 * *flops / seconds / peak;
   }
-  if (absl::GetFlag(FLAGS_denormals) && callable.runtime == nullptr) {
-    TFB_ASSIGN_OR_RETURN(state.counters["denormal_x"], DenormalRatio(sweep_case, &callable, pool));
+  if (absl::GetFlag(FLAGS_denormals) && bound.runtime == nullptr) {
+    TFB_ASSIGN_OR_RETURN(state.counters["denormal_x"], DenormalRatio(job, bound, pool));
   }
   return absl::OkStatus();
 }
 
 // Returns "longformer:window=256/1024x8x64/causal/f32": tokens, heads and channels. It has no
 // spaces, for --benchmark_filter.
-std::string NameOf(const SweepCase& sweep_case, bool setup) {
-  const Problem& p = sweep_case.problem;
-  std::string name = absl::StrReplaceAll(sweep_case.DisplayName(), {{" ", ":"}});
+std::string NameOf(const Job& job, bool setup) {
+  const Problem& p = job.problem;
+  std::string name = absl::StrReplaceAll(job.DisplayName(), {{" ", ":"}});
   absl::StrAppend(&name, "/", p.query_tokens, "x", p.query_heads, "x", p.head_dim);
   if (p.kv_heads != p.query_heads) absl::StrAppend(&name, "/kv_heads:", p.kv_heads);
   if (p.batch != 1) absl::StrAppend(&name, "/batch:", p.batch);
   absl::StrAppend(&name, p.causal ? "/causal" : "", "/", Name(p.dtype));
-  if (sweep_case.device != Device::kCpu) absl::StrAppend(&name, "/", Name(sweep_case.device));
-  if (sweep_case.input.captured != nullptr) {
-    absl::StrAppend(&name, "/", sweep_case.input.captured->file, ":",
-                    sweep_case.input.captured->layer);
+  if (job.device != Device::kCpu) absl::StrAppend(&name, "/", Name(job.device));
+  if (job.input.captured != nullptr) {
+    absl::StrAppend(&name, "/", job.input.captured->file, ":", job.input.captured->layer);
   }
   return setup ? name + "/setup" : name;
 }
 
-absl::StatusOr<std::vector<SweepCase>> CasesFromFlags() {
+absl::StatusOr<std::vector<Job>> CasesFromFlags() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_technique);
   flags.devices = absl::GetFlag(FLAGS_device);
@@ -216,9 +188,9 @@ std::map<ElementType, double> MeasuredPeaks(Device device, int threads) {
 
 absl::StatusOr<int> RunBenchmarks() {
   // It is static because the registered functions refer to it until the program ends.
-  static const std::vector<SweepCase>* cases;
-  TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> made, CasesFromFlags());
-  cases = new std::vector<SweepCase>(std::move(made));
+  static const std::vector<Job>* cases;
+  TFB_ASSIGN_OR_RETURN(std::vector<Job> made, CasesFromFlags());
+  cases = new std::vector<Job>(std::move(made));
   const int threads = absl::GetFlag(FLAGS_threads);
   static ThreadPool& pool = *new ThreadPool(threads);
   const Device device = cases->front().device;
@@ -230,15 +202,15 @@ absl::StatusOr<int> RunBenchmarks() {
         absl::StrCat("peak ", Name(dtype)),
         absl::StrFormat("%.4g GFLOP/s on device %s", peak / 1e9, Name(device)));
   }
-  for (const SweepCase& sweep_case : *cases) {
+  for (const Job& job : *cases) {
     for (const bool setup : {false, true}) {
       if (setup && !absl::GetFlag(FLAGS_setup)) continue;
-      const auto found = peaks.find(MakeRecord(sweep_case).key().dtype());
+      const auto found = peaks.find(MakeRecord(job).key().dtype());
       const double peak = found == peaks.end() ? 0 : found->second;
-      benchmark::RegisterBenchmark(NameOf(sweep_case, setup).c_str(),
-                                   [&sweep_case, setup, peak](benchmark::State& state) {
+      benchmark::RegisterBenchmark(NameOf(job, setup).c_str(),
+                                   [&job, setup, peak](benchmark::State& state) {
                                      const absl::Status status =
-                                         Measure(sweep_case, setup, &pool, peak, state);
+                                         Measure(job, setup, &pool, peak, state);
                                      if (!status.ok())
                                        state.SkipWithError(std::string(status.message()).c_str());
                                    })

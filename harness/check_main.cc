@@ -11,19 +11,16 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "core/command_line.h"
 #include "core/status.h"
-#include "core/thread_pool.h"
 #include "harness/inputs/inputs.h"
-#include "harness/judge/accuracy_record.h"
 #include "harness/judge/device_memory.h"
-#include "harness/judge/evaluate.h"
 #include "harness/measure/machine.h"
-#include "harness/measure/measure.h"
+#include "harness/measure/sweep_worker.h"
 #include "harness/measure/worker.h"
+#include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/cases.h"
 #include "results/analysis.h"
 #include "results/describe.h"
@@ -81,7 +78,7 @@ bool IsDrawn(absl::string_view input) {
 }
 
 // Returns the cases of all inputs; drawn ones have lengths of their own.
-absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
+absl::StatusOr<std::vector<Job>> MakeAllCases() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_techniques);
   flags.devices = absl::GetFlag(FLAGS_devices);
@@ -106,13 +103,13 @@ absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
   flags.threads = absl::StrCat(threads == 0 ? UsableCores() : threads);
   flags.counterparts = false;
   const std::string lengths = absl::GetFlag(FLAGS_lengths);
-  std::vector<SweepCase> all;
+  std::vector<Job> all;
   for (absl::string_view input : absl::StrSplit(absl::GetFlag(FLAGS_input), ',')) {
     flags.inputs = std::string(input);
     flags.lengths = lengths.empty() && IsDrawn(input) ? kDrawnLengths : lengths;
-    TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> cases,
+    TFB_ASSIGN_OR_RETURN(std::vector<Job> cases,
                          MakeCases(flags, Registry::Global(), CallerPath(".")));
-    for (SweepCase& one : cases) {
+    for (Job& one : cases) {
       // Text makes an accuracy case beside each of these.
       if (one.input.text != nullptr && one.purpose == Case::PURPOSE_SCALING) continue;
       one.purpose = Case::PURPOSE_ACCURACY;
@@ -122,94 +119,53 @@ absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
   return all;
 }
 
-absl::StatusOr<Accuracy> CheckCase(const SweepCase& one, ThreadPool* pool) {
-  TFB_RETURN_IF_ERROR(one.obstacle);
-  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
-                       one.technique->InputSpecs(one.problem, one.options));
-  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs,
-                       MakeInputs(one.input, specs, one.problem, one.seed));
-  EvaluateRequest request;
-  request.technique = one.technique;
-  request.options = one.options;
-  request.problem = one.problem;
-  request.device = one.device;
-  request.seed = one.seed;
-  request.inputs = &inputs;
-  NamedTensors parameters;
-  if (one.input.text != nullptr) {
-    TFB_ASSIGN_OR_RETURN(const auto layer,
-                         one.technique->Create(one.problem, one.options, one.device, one.seed));
-    TFB_ASSIGN_OR_RETURN(parameters, one.input.text->ParametersOf(*layer));
-    request.parameters = &parameters;
-  }
-  request.pool = pool;
-  if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
-    request.rows = SampleRows(one.problem.query_tokens, rows, one.seed);
-  }
-  return Evaluate(request);
-}
-
-Case RecordOf(const SweepCase& one, ThreadPool* pool) {
-  Case record = MakeRecord(one);
-  const absl::StatusOr<Accuracy> accuracy = CheckCase(one, pool);
-  if (accuracy.ok()) {
-    RecordAccuracy(*accuracy, record.mutable_outcome());
-    RecordText(one, accuracy->parameters, accuracy->outputs, record.mutable_outcome());
-  } else {
-    record.mutable_outcome()->set_status(OutcomeOf(accuracy.status()));
-    record.mutable_outcome()->set_reason(std::string(accuracy.status().message()));
-  }
-  return record;
-}
-
 // Checks cases in a process of their own, so that a case that crashes, or destroys a GPU's context,
 // does not end the next one.
 class CaseProcess {
  public:
-  explicit CaseProcess(const std::vector<SweepCase>& cases) : cases_(cases) {}
+  explicit CaseProcess(const std::vector<Job>& cases) : cases_(cases) {
+    options_.measure.times = false;
+    options_.measure.case_timeout = 0;
+    options_.measure.sampled_rows = options_.measure.accuracy_rows = absl::GetFlag(FLAGS_rows);
+  }
 
   absl::StatusOr<Case> Check(size_t index) {
     if (worker_ == nullptr) {
       TFB_ASSIGN_OR_RETURN(
-          worker_, Worker::Start([this](WorkerSide& side) { Work(side); }, /*memory_limit=*/0));
+          worker_, Worker::Start([this](WorkerSide& side) { WorkForSweep(options_, cases_, side); },
+                                 /*memory_limit=*/0));
     }
-    TFB_RETURN_IF_ERROR(worker_->Send(absl::StrCat(index)));
-    std::string message;
-    for (;;) {
+    ToWorker request;
+    Visit::Item* item = request.mutable_visit()->add_items();
+    item->set_index(index);
+    item->set_check(true);
+    TFB_RETURN_IF_ERROR(worker_->Send(request.SerializeAsString()));
+    Case record;
+    for (bool done = false; !done;) {
+      std::string message;
       const Worker::Event event = worker_->Wait(kWaitSeconds, &message);
       if (event == Worker::Event::kNothing) continue;
-      Case record;
+      FromWorker answer;
       if (event == Worker::Event::kEnded) {
         record = MakeRecord(cases_[index]);
         record.mutable_outcome()->set_status(Outcome::STATUS_FAILED);
         record.mutable_outcome()->set_reason(
             absl::StrCat("it ended the process: ", worker_->HowItEnded()));
-      } else if (message.empty() || !record.ParseFromString(message.substr(1))) {
+      } else if (!answer.ParseFromString(message)) {
         return absl::InternalError("the record of a case does not parse");
       }
-      if (event == Worker::Event::kEnded || message[0] == kLost) worker_.reset();
-      return record;
+      if (answer.has_report()) record = std::move(*answer.mutable_report()->mutable_record());
+      done = !answer.has_report();
+      if (done && !answer.visit_done()) worker_.reset();
     }
+    return record;
   }
 
  private:
   static constexpr double kWaitSeconds = 1;
-  static constexpr char kDone = 'D', kLost = 'L';  // kLost: this process can run no more cases
 
-  void Work(WorkerSide& side) const {
-    ThreadPool pool(cases_.front().threads);
-    while (const std::optional<std::string> message = side.Receive()) {
-      size_t index = 0;
-      if (!absl::SimpleAtoi(*message, &index) || index >= cases_.size()) return;
-      const SweepCase& one = cases_[index];
-      const Case record = RecordOf(one, &pool);
-      const bool failed = record.outcome().status() == Outcome::STATUS_FAILED;
-      const bool lost = failed && !DeviceStatus(one.device).ok();
-      side.Send(std::string(1, lost ? kLost : kDone) + record.SerializeAsString());
-    }
-  }
-
-  const std::vector<SweepCase>& cases_;
+  SweepOptions options_;
+  const std::vector<Job>& cases_;
   std::unique_ptr<Worker> worker_;
 };
 
@@ -230,7 +186,7 @@ absl::StatusOr<int> Check() {
     return absl::InvalidArgumentError(
         absl::StrCat("--rows: ", absl::GetFlag(FLAGS_rows), "; allowed are 0 and more"));
   }
-  TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases, MakeAllCases());
+  TFB_ASSIGN_OR_RETURN(const std::vector<Job> cases, MakeAllCases());
   if (cases.empty()) return absl::InvalidArgumentError("these flags leave no case to check");
   const bool verbose = absl::GetFlag(FLAGS_verbose);
   CaseProcess process(cases);

@@ -245,10 +245,9 @@ absl::StatusOr<int> Sweep(const std::vector<std::string>& argv) {
     return kExitDone;
   }
   TFB_ASSIGN_OR_RETURN(SweepOptions options, OptionsFromFlags());
-  TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases,
-                       MakeCases(flags, registry, CallerPath(".")));
+  TFB_ASSIGN_OR_RETURN(const std::vector<Job> cases, MakeCases(flags, registry, CallerPath(".")));
   if (absl::GetFlag(FLAGS_dry_run)) {
-    for (const SweepCase& one : cases) std::printf("%s\n", one.ToString().c_str());
+    for (const Job& one : cases) std::printf("%s\n", one.ToString().c_str());
     std::printf("%zu cases\n", cases.size());
     return kExitDone;
   }

@@ -10,7 +10,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 namespace {

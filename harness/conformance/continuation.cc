@@ -16,13 +16,13 @@
 #include "core/status.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/drawn.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 namespace {
 
-bool HandsOver(const Subject& subject, const Problem& problem) {
-  const auto handed_over = HandedOverBy(*subject.technique, problem, subject.options);
+bool HandsOver(const Job& job) {
+  const auto handed_over = HandedOverBy(*job.technique, job.problem, job.options);
   EXPECT_TRUE(handed_over.ok()) << handed_over.status();
   return handed_over.ok() && !handed_over->empty();
 }
@@ -40,9 +40,9 @@ std::set<int64_t> CutsOf(Layer& layer, int64_t tokens) {
 // Runs one part with the whole's parameters. Returns nothing where it fails.
 NamedTensors RunPart(Trial* whole, const Problem& problem, const Options& options,
                      const Inputs& inputs) {
-  Subject subject = whole->subject();
-  subject.options = options;
-  const auto part = Trial::Make(subject, problem);
+  Job job = On(problem, whole->job());
+  job.options = options;
+  const auto part = Trial::Make(job);
   if (part == nullptr) return {};
   const absl::Status status = part->layer().SetParameters(whole->layer().parameters());
   EXPECT_TRUE(status.ok()) << status;
@@ -55,7 +55,7 @@ NamedTensors RunPart(Trial* whole, const Problem& problem, const Options& option
 
 // Returns the joined outputs of two runs, of which the second is given the first's.
 absl::StatusOr<NamedTensors> RunInTwo(Trial* whole, int64_t first) {
-  const CutSequence cut = {whole->subject().technique, whole->problem(), whole->subject().options,
+  const CutSequence cut = {whole->job().technique, whole->job().problem, whole->job().options,
                            first};
   const Inputs inputs = ViewsOf(whole->inputs());
   TFB_ASSIGN_OR_RETURN(const Inputs of_first, cut.FirstInputs(inputs));
@@ -89,11 +89,11 @@ bool GiveChoices(Trial* whole) {
 void ExpectTwoRunsAreOne(Trial* whole, const Tolerance& tolerance) {
   std::set<std::string> compared = {"out"};
   const auto handed_over =
-      HandedOverBy(*whole->subject().technique, whole->problem(), whole->subject().options);
+      HandedOverBy(*whole->job().technique, whole->job().problem, whole->job().options);
   ASSERT_TRUE(handed_over.ok()) << handed_over.status();
   for (const auto& each : *handed_over) compared.insert(each.second.begin(), each.second.end());
   const bool gives_choices = GiveChoices(whole);
-  for (const int64_t first : CutsOf(whole->layer(), whole->problem().query_tokens)) {
+  for (const int64_t first : CutsOf(whole->layer(), whole->job().problem.query_tokens)) {
     SCOPED_TRACE(absl::StrCat("after ", first, " tokens"));
     auto joined = RunInTwo(whole, first);
     ASSERT_TRUE(joined.ok()) << joined.status();
@@ -105,36 +105,35 @@ void ExpectTwoRunsAreOne(Trial* whole, const Tolerance& tolerance) {
   }
 }
 
-void ARunGoesOnWithWhatAnotherHandsOver(const Subject& subject, const Problem& problem) {
-  if (!HandsOver(subject, problem)) return Skip("the technique hands nothing over");
-  const auto trial = Trial::Make(subject, problem);
+void ARunGoesOnWithWhatAnotherHandsOver(const Job& job) {
+  if (!HandsOver(job)) return Skip("the technique hands nothing over");
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  if (CutsOf(trial->layer(), problem.query_tokens).empty()) {
+  if (CutsOf(trial->layer(), job.problem.query_tokens).empty()) {
     return Skip("one segment has all tokens");
   }
   ExpectTwoRunsAreOne(trial.get(), {});
 }
 
 // The same for problems and options that are drawn, what is given to the first run among them.
-void WhatIsHandedOverIsEnoughUnderAnyOptions(const Subject& subject, const Problem& problem) {
-  if (!HandsOver(subject, problem)) return Skip("the technique hands nothing over");
-  const bool simulated = subject.device != Device::kCpu;
+void WhatIsHandedOverIsEnoughUnderAnyOptions(const Job& job) {
+  if (!HandsOver(job)) return Skip("the technique hands nothing over");
+  const bool simulated = job.device != Device::kCpu;
   const int64_t draws = FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10);
-  const TechniqueInfo& info = subject.technique->info();
+  const TechniqueInfo& info = job.technique->info();
   std::mt19937_64 random = RandomOf(info);
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 100 * draws && tried < draws; ++attempt) {
-    Problem drawn_problem = ProblemAtRandom(simulated ? 40 : 100, &random);
+    Job drawn = On(ProblemAtRandom(simulated ? 40 : 100, &random), job);
     // What is handed over is rounded to 16 bits once more.
-    drawn_problem.dtype = DType::kF32;
-    Subject drawn = subject;
-    drawn.options = OptionsAtRandom(info, drawn_problem.query_tokens, &random);
-    SCOPED_TRACE(absl::StrCat(LabelOf(drawn_problem), " ", ToString(drawn.options)));
-    const auto layer = drawn.technique->Create(drawn_problem, drawn.options, drawn.device, kSeed);
+    drawn.problem.dtype = DType::kF32;
+    drawn.options = OptionsAtRandom(info, drawn.problem.query_tokens, &random);
+    SCOPED_TRACE(absl::StrCat(LabelOf(drawn.problem), " ", ToString(drawn.options)));
+    const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status())) continue;
     ASSERT_TRUE(layer.ok()) << layer.status();
-    if (CutsOf(**layer, drawn_problem.query_tokens).empty()) continue;
-    const auto trial = Trial::Make(drawn, drawn_problem);
+    if (CutsOf(**layer, drawn.problem.query_tokens).empty()) continue;
+    const auto trial = Trial::Make(drawn);
     ASSERT_NE(trial, nullptr);
     ExpectTwoRunsAreOne(trial.get(), Tolerance::Conditioned());
     ++tried;

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/safetensors.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 namespace {
@@ -31,8 +31,8 @@ NamedTensors Smaller(const NamedTensors& parameters) {
 }
 
 // Parameters that a technique computes instead of drawing are replaced like any others.
-void ChangedParametersChangeTheLayer(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void ChangedParametersChangeTheLayer(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   if (trial->layer().parameters().empty()) return Skip("the technique has no parameters");
   const NamedTensors smaller = Smaller(trial->layer().parameters());
@@ -42,9 +42,9 @@ void ChangedParametersChangeTheLayer(const Subject& subject, const Problem& prob
 }
 
 // A layer that gets another's parameters, through a file, computes the same as that layer.
-void ParametersMakeTheLayer(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem, kSeed);
-  const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
+void ParametersMakeTheLayer(const Job& job) {
+  const auto trial = Trial::Make(job, kSeed);
+  const auto other = trial == nullptr ? nullptr : Trial::Make(job, kSeed + 1);
   if (other == nullptr) return;
   if (trial->layer().parameters().empty()) return Skip("the technique has no parameters");
   const std::string path = absl::StrCat(::testing::TempDir(), "/parameters.", getpid());
@@ -62,8 +62,8 @@ void ParametersMakeTheLayer(const Subject& subject, const Problem& problem) {
   trial->ExpectMatchesDefinition(outputs);
 }
 
-void WrongParametersAreRefused(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void WrongParametersAreRefused(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   NamedTensors unknown;
   unknown["no_such_parameter"] = Tensor(DType::kF32, {1});
@@ -95,16 +95,17 @@ void ExpectError(const absl::Status& status, absl::StatusCode code, absl::string
   EXPECT_TRUE(absl::StrContains(status.message(), part)) << status;
 }
 
-void WrongCallsAreRefusedWithAReason(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void WrongCallsAreRefusedWithAReason(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   Layer& layer = trial->layer();
-  auto call = Call::Make(trial.get());
-  ASSERT_TRUE(call.ok()) << call.status();
-  const Execution good = call->execution();
+  ThreadPool pool(2);
+  const auto bound = Bind(trial.get(), &pool);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  const Execution good = bound->execution;
   const size_t needed = layer.workspace_bytes(good.pool->threads());
-  const Inputs& inputs = call->inputs();
-  const Outputs& outputs = call->outputs();
+  const Inputs& inputs = bound->inputs;
+  const Outputs& outputs = bound->outputs;
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
   ExpectError(layer.Run(inputs, outputs, good), absl::StatusCode::kFailedPrecondition, "Setup");
   ASSERT_TRUE(layer.Setup(inputs, good).ok());
@@ -131,20 +132,22 @@ void WrongCallsAreRefusedWithAReason(const Subject& subject, const Problem& prob
     wrong.Set(name, other_type);
     ExpectError(layer.Run(wrong, outputs, good), kInvalid, "f64");
   }
-  EXPECT_TRUE(call->Run().ok());
+  EXPECT_TRUE(bound->Run().ok());
+  EXPECT_TRUE(bound->Synchronize().ok());
 }
 
-void OptionalOutputsMayBeLeftOut(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void OptionalOutputsMayBeLeftOut(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors all = trial->Run();
   if (all.empty()) return;
-  auto call = Call::Make(trial.get(), 2, /*optional_outputs=*/false);
-  ASSERT_TRUE(call.ok()) << call.status();
-  if (call->outputs().size() == all.size()) return Skip("the technique has no optional output");
-  const absl::Status status = call->Run();
+  ThreadPool pool(2);
+  const auto bound = Bind(trial.get(), &pool, /*optional_outputs=*/false);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  if (bound->outputs.size() == all.size()) return Skip("the technique has no optional output");
+  const absl::Status status = bound->Run();
   ASSERT_TRUE(status.ok()) << status;
-  const auto written = call->Results();
+  const auto written = bound->Results();
   ASSERT_TRUE(written.ok()) << written.status();
   NamedTensors required;
   for (const auto& [name, tensor] : *written) required[name] = all.at(name).Clone();
@@ -152,17 +155,17 @@ void OptionalOutputsMayBeLeftOut(const Subject& subject, const Problem& problem)
 }
 
 // The requested rows equal those rows of the whole.
-void ADefinitionOfSomeRowsIsPartOfTheWhole(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void ADefinitionOfSomeRowsIsPartOfTheWhole(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors whole = trial->Define();
-  const std::vector<int64_t> rows = {0, 5, 64, problem.query_tokens - 1};
+  const std::vector<int64_t> rows = {0, 5, 64, job.problem.query_tokens - 1};
   NamedTensors some;
   DefinitionRequest request;
   request.rows = rows;
   const absl::Status status =
-      subject.technique->Define(problem, subject.options, trial->layer().parameters(),
-                                ViewsOf(trial->inputs()), request, &some);
+      job.technique->Define(job.problem, job.options, trial->layer().parameters(),
+                            ViewsOf(trial->inputs()), request, &some);
   ASSERT_TRUE(status.ok()) << status;
   const Tensor& out = some.at("out");
   if (out.shape() == whole.at("out").shape()) return Skip("the definition evaluates all rows");

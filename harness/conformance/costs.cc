@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 namespace {
@@ -44,17 +44,16 @@ double ParameterElements(const Layer& layer, int64_t last_dim = 0) {
 // One more channel of the values costs a multiply-add for each kept pair, and no more than one for
 // each query and row of parameters that are added to values. A count that forgets heads or batches,
 // is wrong by a factor, or takes head_dim for value_dim, is outside.
-void ExpectValuesCostTheKeptPairs(const Subject& subject, const Problem& problem, double flops,
-                                  double pairs) {
+void ExpectValuesCostTheKeptPairs(const Job& job, double flops, double pairs) {
   constexpr int64_t kMore = 8;
-  Problem wider = problem;
+  Problem wider = job.problem;
   wider.value_dim += kMore;
-  const auto trial = Trial::Make(subject, wider);
+  const auto trial = Trial::Make(On(wider, job));
   if (trial == nullptr) return;
   const std::optional<Cost> cost = CostOf(trial.get());
   ASSERT_TRUE(cost.has_value() && cost->flops.has_value());
-  const double rows = static_cast<double>(problem.batch * problem.query_heads) *
-                      static_cast<double>(problem.query_tokens);
+  const double rows = static_cast<double>(job.problem.batch * job.problem.query_heads) *
+                      static_cast<double>(job.problem.query_tokens);
   const double table_rows =
       ParameterElements(trial->layer(), wider.value_dim) / static_cast<double>(wider.value_dim);
   const double grown = *cost->flops - flops;
@@ -66,8 +65,8 @@ void ExpectValuesCostTheKeptPairs(const Subject& subject, const Problem& problem
 // few for every channel of a token. A rule on scores, which has parameters, may add as much as
 // another product of head_dim channels to a pair, and one with each row of its parameters to a
 // query; layers with projections and several attentions are held to hand counts in their own tests.
-void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void FlopsAreThoseOfTheKeptPairs(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const std::optional<Cost> cost = CostOf(trial.get());
   if (!cost.has_value()) return;
@@ -76,11 +75,12 @@ void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem)
   if (!trial->RequireExact()) return;
   const std::optional<double> pairs = KeptPairs(trial.get());
   if (!pairs.has_value()) return Skip("the definition has no weights");
-  const double least = 2 * *pairs * static_cast<double>(problem.head_dim + problem.value_dim);
+  const double least =
+      2 * *pairs * static_cast<double>(job.problem.head_dim + job.problem.value_dim);
   EXPECT_GE(*cost->flops, least) << *pairs << " pairs are kept";
-  const double model_dim = static_cast<double>(problem.query_heads * problem.head_dim);
+  const double model_dim = static_cast<double>(job.problem.query_heads * job.problem.head_dim);
   const double tokens =
-      static_cast<double>(problem.batch * (problem.query_tokens + problem.kv_tokens));
+      static_cast<double>(job.problem.batch * (job.problem.query_tokens + job.problem.kv_tokens));
   if (trial->inputs().count("q") == 0) {
     EXPECT_LE(*cost->flops, 4 * least + tokens * 32 * model_dim * model_dim);
     return;
@@ -88,10 +88,10 @@ void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem)
   const double parameters = ParameterElements(trial->layer());
   const double of_rule =
       parameters == 0 ? 0
-                      : 2 * *pairs * static_cast<double>(problem.head_dim) +
-                            2 * tokens * static_cast<double>(problem.query_heads) * parameters;
+                      : 2 * *pairs * static_cast<double>(job.problem.head_dim) +
+                            2 * tokens * static_cast<double>(job.problem.query_heads) * parameters;
   EXPECT_LE(*cost->flops, least + of_rule + 4 * tokens * model_dim) << *pairs << " pairs are kept";
-  ExpectValuesCostTheKeptPairs(subject, problem, *cost->flops, *pairs);
+  ExpectValuesCostTheKeptPairs(job, *cost->flops, *pairs);
 }
 
 double BytesOf(const std::vector<TensorSpec>& specs, bool optional) {
@@ -114,8 +114,8 @@ bool IsChannels(int64_t rows, const Problem& problem) {
 // The bytes are required inputs and outputs and parameters, once each. Of a table with a row for
 // each position, rows beyond the sequence need not move; what a layer always writes may count
 // though the caller need not ask for it.
-void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void BytesAreThoseOfTheTensors(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const std::optional<Cost> cost = CostOf(trial.get());
   if (!cost.has_value()) return;
@@ -127,9 +127,9 @@ void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
     bytes += static_cast<double>(tensor.bytes());
     if (tensor.shape().size() < 2) continue;
     const int64_t rows = tensor.dim(static_cast<int>(tensor.shape().size()) - 2);
-    if (rows <= problem.kv_tokens || IsChannels(rows, problem)) continue;
-    unread += static_cast<double>(tensor.bytes()) * static_cast<double>(rows - problem.kv_tokens) /
-              static_cast<double>(rows);
+    if (rows <= job.problem.kv_tokens || IsChannels(rows, job.problem)) continue;
+    unread += static_cast<double>(tensor.bytes()) *
+              static_cast<double>(rows - job.problem.kv_tokens) / static_cast<double>(rows);
   }
   const double written = BytesOf(layer.outputs(), true);
   EXPECT_TRUE(*cost->bytes == bytes || *cost->bytes == bytes - unread ||

@@ -11,42 +11,42 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/allocation_meter.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 #include "harness/inputs/inputs.h"
 
 namespace tfb::conformance {
 namespace {
 
-void TwoRunsGiveTheSameBits(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void TwoRunsGiveTheSameBits(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors first = trial->Run();
   ExpectSameBits(first, trial->Run(RunSettings::WithoutSetup()), "the first run and the second");
   ExpectSameBits(first, trial->Run(), "before and after another Setup");
 }
 
-void TwoLayersOfASeedGiveTheSameBits(const Subject& subject, const Problem& problem) {
-  const auto one = Trial::Make(subject, problem);
-  const auto other = Trial::Make(subject, problem);
+void TwoLayersOfASeedGiveTheSameBits(const Job& job) {
+  const auto one = Trial::Make(job);
+  const auto other = Trial::Make(job);
   if (one == nullptr || other == nullptr) return;
   ExpectSameBits(one->layer().parameters(), other->layer().parameters(), "parameters");
   ExpectSameBits(one->Run(), other->Run(), "two layers of a seed");
 }
 
-void AnyNumberOfThreadsGivesTheSameBits(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AnyNumberOfThreadsGivesTheSameBits(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors one = trial->Run(RunSettings::Threads(1));
   // On a device the threads are the host's, which do not matter there.
-  const bool on_cpu = subject.device == Device::kCpu;
+  const bool on_cpu = job.device == Device::kCpu;
   for (const int threads : on_cpu ? std::vector<int>{2, 3, 7} : std::vector<int>{7}) {
     ExpectSameBits(one, trial->Run(RunSettings::Threads(threads)), absl::StrCat("1 and ", threads));
   }
 }
 
 // The definition too, whose work a pool's threads share.
-void AnyNumberOfThreadsDefinesTheSameBits(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AnyNumberOfThreadsDefinesTheSameBits(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors alone = trial->Define(/*weights=*/true);
   for (const int threads : {1, 2, 3}) {
@@ -57,11 +57,11 @@ void AnyNumberOfThreadsDefinesTheSameBits(const Subject& subject, const Problem&
 }
 
 // Batch 0 alone, and beside another: draws belong to (seed, batch, head, token).
-void ABatchDoesNotDependOnItsCompany(const Subject& subject, const Problem& problem) {
-  const auto both = Trial::Make(subject, problem);
-  Problem single = problem;
+void ABatchDoesNotDependOnItsCompany(const Job& job) {
+  const auto both = Trial::Make(job);
+  Problem single = job.problem;
   single.batch = 1;
-  const auto alone = both == nullptr ? nullptr : Trial::Make(subject, single);
+  const auto alone = both == nullptr ? nullptr : Trial::Make(On(single, job));
   if (alone == nullptr) return;
   for (auto& [name, tensor] : alone->inputs()) {
     ASSERT_EQ(tensor.dim(0), 1) << name << " has no batch";
@@ -85,9 +85,9 @@ void ABatchDoesNotDependOnItsCompany(const Subject& subject, const Problem& prob
   }
 }
 
-void OtherSeedsDrawOtherParameters(const Subject& subject, const Problem& problem) {
-  const auto one = Trial::Make(subject, problem, kSeed);
-  const auto other = Trial::Make(subject, problem, kSeed + 1);
+void OtherSeedsDrawOtherParameters(const Job& job) {
+  const auto one = Trial::Make(job, kSeed);
+  const auto other = Trial::Make(job, kSeed + 1);
   if (one == nullptr || other == nullptr) return;
   if (one->layer().parameters().empty()) return Skip("the technique has no parameters");
   bool differ = false;
@@ -117,49 +117,50 @@ void ChangeFuture(const Problem& problem, int64_t t, const NamedTensors& drawn,
 
 // The results of Setup, and the groups of tokens by content, are frozen: they may depend on the
 // future.
-void TheFutureDoesNotReachThePast(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
-  const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
+void TheFutureDoesNotReachThePast(const Job& job) {
+  const auto trial = Trial::Make(job);
+  const auto other = trial == nullptr ? nullptr : Trial::Make(job, kSeed + 1);
   if (other == nullptr) return;
   NamedTensors before = trial->Run();
   if (before.empty()) return;
-  const std::string& selection = subject.technique->info().selection;
+  const std::string& selection = job.technique->info().selection;
   if (!selection.empty()) {
     trial->inputs()[selection] = before.at(selection).Clone();
     before = trial->Run();
     if (before.empty()) return;
   }
   const NamedTensors setup_inputs = Copies(trial->inputs());
-  std::vector<int64_t> last_tokens = {0, 62, 63, 64, 100, problem.query_tokens - 2};
-  if (subject.device == Device::kSimulator && !IsExhaustive()) last_tokens = {62, 63};
+  std::vector<int64_t> last_tokens = {0, 62, 63, 64, 100, job.problem.query_tokens - 2};
+  if (job.device == Device::kSimulator && !IsExhaustive()) last_tokens = {62, 63};
   for (const int64_t t : last_tokens) {
     trial->inputs() = Copies(setup_inputs);
-    ChangeFuture(problem, t, other->inputs(), &trial->inputs());
+    ChangeFuture(job.problem, t, other->inputs(), &trial->inputs());
     RunSettings settings;
     settings.setup_inputs = &setup_inputs;
-    ExpectSameTokens(before, trial->Run(settings), t + 1, problem,
+    ExpectSameTokens(before, trial->Run(settings), t + 1, job.problem,
                      absl::StrCat("tokens after ", t, " changed"));
   }
 }
 
-void RunAllocatesNothing(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void RunAllocatesNothing(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  const bool on_cpu = subject.device == Device::kCpu;
+  const bool on_cpu = job.device == Device::kCpu;
   for (const int threads : on_cpu ? std::vector<int>{1, 2} : std::vector<int>{2}) {
-    auto call = Call::Make(trial.get(), threads);
-    ASSERT_TRUE(call.ok()) << call.status();
-    ASSERT_TRUE(call->Setup().ok());
+    ThreadPool pool(threads);
+    const auto bound = Bind(trial.get(), &pool);
+    ASSERT_TRUE(bound.ok()) << bound.status();
+    ASSERT_TRUE(bound->Setup().ok());
+    ASSERT_TRUE(bound->Synchronize().ok());
     // The first run counts as well: a layer must not postpone allocations to it.
     for (int run = 0; run < 2; ++run) {
-      const AllocationMeter meter(call->runtime());
-      const absl::Status status =
-          call->layer().Run(call->inputs(), call->outputs(), call->execution());
+      const AllocationMeter meter(bound->runtime);
+      const absl::Status status = bound->Run();
       const int64_t allocations = meter.count();
       ASSERT_TRUE(status.ok()) << status;
       EXPECT_EQ(allocations, 0) << "in run " << run << " with " << threads << " threads";
     }
-    EXPECT_TRUE(Synchronize(call->runtime()).ok());
+    EXPECT_TRUE(bound->Synchronize().ok());
   }
 }
 
@@ -188,9 +189,9 @@ double ShareThatDiffers(const Tensor& a, const Tensor& b) {
 // A definition may choose as the layer did only among what fp32 cannot tell apart: of the choices
 // of a run on other inputs it follows hardly any. (What it may follow is a choice for a token or
 // two.)
-void ADefinitionFollowsNoChoiceOfARunOnOtherInputs(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
-  const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
+void ADefinitionFollowsNoChoiceOfARunOnOtherInputs(const Job& job) {
+  const auto trial = Trial::Make(job);
+  const auto other = trial == nullptr ? nullptr : Trial::Make(job, kSeed + 1);
   if (other == nullptr) return;
   const NamedTensors choices = other->Run();
   const auto define = [&](const NamedTensors* computed) {

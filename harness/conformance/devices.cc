@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 #include "harness/judge/errors.h"
 
 namespace tfb::conformance {
@@ -17,8 +17,8 @@ namespace {
 
 // Blocks run in any order, and so do threads between two barriers: the simulator tries two orders, or
 // several where IsExhaustive, and a GPU has another every time.
-void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors one = trial->Run(RunSettings::Schedule(1));
   for (uint64_t schedule = 2; schedule <= (IsExhaustive() ? 4 : 2); ++schedule) {
@@ -28,19 +28,20 @@ void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Subject& subject, const Pr
 }
 
 // Run must not wait, so that work of several streams, or of the host, can go on meanwhile.
-void RunDoesNotWaitForTheDevice(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void RunDoesNotWaitForTheDevice(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  auto call = Call::Make(trial.get());
-  ASSERT_TRUE(call.ok()) << call.status();
-  ASSERT_TRUE(call->Setup().ok());
+  ThreadPool pool(2);
+  const auto bound = Bind(trial.get(), &pool);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  ASSERT_TRUE(bound->Setup().ok());
+  ASSERT_TRUE(bound->Synchronize().ok());
   for (int run = 0; run < 2; ++run) {
-    const int64_t before = call->runtime()->waits();
-    const absl::Status status =
-        call->layer().Run(call->inputs(), call->outputs(), call->execution());
+    const int64_t before = bound->runtime->waits();
+    const absl::Status status = bound->Run();
     ASSERT_TRUE(status.ok()) << status;
-    EXPECT_EQ(call->runtime()->waits() - before, 0) << "in run " << run;
-    ASSERT_TRUE(Synchronize(call->runtime()).ok());
+    EXPECT_EQ(bound->runtime->waits() - before, 0) << "in run " << run;
+    ASSERT_TRUE(bound->Synchronize().ok());
   }
 }
 
@@ -57,13 +58,13 @@ bool ChoseOtherwise(const NamedTensors& a, const NamedTensors& b) {
 
 // Compares with the CPU's layer with the same parameters on the same inputs. Each is within its
 // bound of the definition, so the two differ by at most twice the bound.
-void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void TheDeviceAgreesWithTheCpu(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  Subject on_cpu = subject;
+  Job on_cpu = job;
   on_cpu.device = Device::kCpu;
-  if (!RunsOn(subject.technique->info(), Device::kCpu)) return Skip("there is no layer of the CPU");
-  const auto cpu = Trial::Make(on_cpu, problem, kSeed + 1);
+  if (!RunsOn(job.technique->info(), Device::kCpu)) return Skip("there is no layer of the CPU");
+  const auto cpu = Trial::Make(on_cpu, kSeed + 1);
   if (cpu == nullptr) return;
   const absl::Status set = cpu->layer().SetParameters(trial->layer().parameters());
   ASSERT_TRUE(set.ok()) << set;
@@ -72,13 +73,13 @@ void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
   ASSERT_EQ(outputs.size(), expected.size());
   // A layer behind another chooses by scores of states in 16 bits, and sums in another order are
   // rounded otherwise. The definition accepts a choice that it finds as good as its own.
-  if (SizeOf(problem.dtype) == 2 && ChoseOtherwise(outputs, expected)) {
+  if (SizeOf(job.problem.dtype) == 2 && ChoseOtherwise(outputs, expected)) {
     trial->ExpectMatchesDefinition(outputs);
     cpu->ExpectMatchesDefinition(expected);
     return;
   }
   const NamedTensors reference = trial->Define();
-  const int64_t keys = std::max(problem.kv_tokens, problem.query_tokens);
+  const int64_t keys = std::max(job.problem.kv_tokens, job.problem.query_tokens);
   for (const auto& [name, output] : outputs) {
     const ConstTensorView other = expected.at(name).view();
     double bound = 0;  // of integers

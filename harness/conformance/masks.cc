@@ -5,7 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 #include "harness/judge/errors.h"
 
 namespace tfb::conformance {
@@ -41,17 +41,17 @@ void ExpectEmptyRowsAreZero(Trial* trial, const NamedTensors& outputs, bool some
   }
 }
 
-void AFullyMaskedBatchGivesZero(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AFullyMaskedBatchGivesZero(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireKeyMask()) return;
-  MaskKeys(trial.get(), 0, 0, problem.kv_tokens);
+  MaskKeys(trial.get(), 0, 0, job.problem.kv_tokens);
   const NamedTensors outputs = trial->Run();
   trial->ExpectMatchesDefinition(outputs);
   ExpectEmptyRowsAreZero(trial.get(), outputs, /*some_are_expected=*/false);
 }
 
-void QueriesBeforeAllKeysGiveZero(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void QueriesBeforeAllKeysGiveZero(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireExact()) return;
   const NamedTensors outputs = trial->Run();
   trial->ExpectMatchesDefinition(outputs);
@@ -59,8 +59,8 @@ void QueriesBeforeAllKeysGiveZero(const Subject& subject, const Problem& problem
 }
 
 // The running maximum is -inf until a tile has a key, and does not change in tiles that have none.
-void MaskedTilesBeforeAmongAndBehindTheKeys(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void MaskedTilesBeforeAmongAndBehindTheKeys(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireKeyMask()) return;
   MaskKeys(trial.get(), 0, 0, 129);    // a single key, in the last tile
   MaskKeys(trial.get(), 1, 3, 70);     // a hole over an edge of tiles
@@ -70,8 +70,8 @@ void MaskedTilesBeforeAmongAndBehindTheKeys(const Subject& subject, const Proble
 
 // Scores are below any finite substitute for -inf, beside keys that are masked. All keys are equal,
 // so that the output is the mean of the values that are seen, however large the scores.
-void ScoresBelowEveryFiniteSentinel(const Subject& subject, const Problem& problem, float score) {
-  const auto trial = Trial::Make(subject, problem);
+void ScoresBelowEveryFiniteSentinel(const Job& job, float score) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireExact() || !trial->RequireQkv()) return;
   const float root = std::sqrt(-score);
   Fill(trial->inputs()["q"].view(), -root);
@@ -90,9 +90,8 @@ void ScoresBelowEveryFiniteSentinel(const Subject& subject, const Problem& probl
 
 // The definition says which outputs a NaN affects: not those that it is masked from, and all that
 // see it.
-void NansReachWhatTheDefinitionSays(const Subject& subject, const Problem& problem,
-                                    const char* name, int64_t token, bool masked) {
-  const auto trial = Trial::Make(subject, problem);
+void NansReachWhatTheDefinitionSays(const Job& job, const char* name, int64_t token, bool masked) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireQkv()) return;
   if (trial->inputs().count(name) == 0) return Skip("the keys are the queries");
   // Where keys decide which tokens attend to which, the order of a NaN among numbers is not
@@ -118,9 +117,8 @@ void NansReachWhatTheDefinitionSays(const Subject& subject, const Problem& probl
 
 Case NanCase(const std::string& name, const std::string& numbers, const char* tensor, int64_t token,
              bool masked) {
-  return {name, numbers, UsualBoth(), [=](const Subject& subject, const Problem& problem) {
-            NansReachWhatTheDefinitionSays(subject, problem, tensor, token, masked);
-          }};
+  return {name, numbers, UsualBoth(),
+          [=](const Job& job) { NansReachWhatTheDefinitionSays(job, tensor, token, masked); }};
 }
 
 Problem MoreQueriesThanKeys(int64_t queries, int64_t keys) {
@@ -135,8 +133,8 @@ Case SentinelCase(const std::string& name, const std::string& numbers, float sco
   Problem problem = Problem::SelfAttention(2, 2, 130, 1);
   Problem causal = problem;
   causal.causal = true;
-  return {name, numbers, {problem, causal}, [=](const Subject& subject, const Problem& p) {
-            ScoresBelowEveryFiniteSentinel(subject, p, score);
+  return {name, numbers, {problem, causal}, [=](const Job& job) {
+            ScoresBelowEveryFiniteSentinel(job, score);
           }};
 }
 

@@ -10,7 +10,7 @@
 #include "core/definition.h"
 #include "core/denormals.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 #include "harness/judge/evaluate.h"
 
 namespace tfb::conformance {
@@ -44,13 +44,13 @@ double RoundingOfExponents(const Problem& problem, NamedTensors& inputs) {
 // Changes the drawn inputs, runs, and compares.
 Case Changed(const std::string& name, const std::string& numbers, std::vector<Problem> problems,
              const Tolerance& tolerance, const Change& change) {
-  return {name, numbers, std::move(problems), [=](const Subject& subject, const Problem& problem) {
-            const auto trial = Trial::Make(subject, problem);
+  return {name, numbers, std::move(problems), [=](const Job& job) {
+            const auto trial = Trial::Make(job);
             if (trial == nullptr || !trial->RequireQkv()) return;
-            change(problem, &trial->inputs());
+            change(job.problem, &trial->inputs());
             Tolerance allowed = tolerance;
-            if (subject.technique->info().exactness != Exactness::kExact) {
-              allowed.log_sum_exp = RoundingOfExponents(problem, trial->inputs());
+            if (job.technique->info().exactness != Exactness::kExact) {
+              allowed.log_sum_exp = RoundingOfExponents(job.problem, trial->inputs());
             }
             trial->ExpectRunMatchesDefinition(allowed);
           }};
@@ -121,8 +121,8 @@ void OverflowingProducts(const Problem&, NamedTensors* inputs) {
 }
 
 // Where all values are the same, the output equals them, whatever the weights.
-void ConstantValuesComeBack(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void ConstantValuesComeBack(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireQkv() || !trial->RequireExact()) return;
   Fill(trial->inputs().at("v").view(), -3.25);
   const NamedTensors weights = trial->Define(/*weights=*/true);
@@ -132,16 +132,17 @@ void ConstantValuesComeBack(const Subject& subject, const Problem& problem) {
   // This holds only where the definition is a mean of the values: its weights sum to 1 and give its
   // output.
   const Tensor& out = outputs.at("out");
-  const int64_t keys = problem.kv_tokens;
-  const int64_t rows = out.num_elements() / problem.value_dim;
+  const int64_t keys = job.problem.kv_tokens;
+  const int64_t rows = out.num_elements() / job.problem.value_dim;
   int64_t checked = 0;
   for (int64_t row = 0; row < rows; ++row) {
     double sum = 0;
     for (int64_t j = 0; j < keys; ++j) sum += found->second.view().Get(row * keys + j);
-    const double defined = weights.at("out").view().Get(row * problem.value_dim);
+    const double defined = weights.at("out").view().Get(row * job.problem.value_dim);
     if (std::abs(sum - 1) > 1e-9 || std::abs(defined + 3.25) > 1e-9) continue;
-    for (int64_t c = 0; c < problem.value_dim; ++c) {
-      ASSERT_NEAR(out.view().Get(row * problem.value_dim + c), -3.25, 3.25 * 2e-5) << "row " << row;
+    for (int64_t c = 0; c < job.problem.value_dim; ++c) {
+      ASSERT_NEAR(out.view().Get(row * job.problem.value_dim + c), -3.25, 3.25 * 2e-5)
+          << "row " << row;
     }
     ++checked;
   }
@@ -163,8 +164,8 @@ std::set<double> ValuesOf(const NamedTensors& tensors) {
 // An engine that keeps the rule of core/denormals.h writes a denormal number only where it copies
 // one. An engine thread that does not flush them would write others: on inputs this small, sums,
 // products and means are denormal.
-void NoDenormalIsComputed(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void NoDenormalIsComputed(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors drawn = Copies(trial->inputs());
   const FloatingPointControl before = FloatingPointControl::Current();
@@ -187,16 +188,12 @@ void NoDenormalIsComputed(const Subject& subject, const Problem& problem) {
 }
 
 // The error in 16 bits is at most twice that of the dense counterpart in the same precision.
-void SixteenBitsAreAsGoodAsDenseAttention(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void SixteenBitsAreAsGoodAsDenseAttention(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   ThreadPool pool(2);
   EvaluateRequest request;
-  request.technique = subject.technique;
-  request.options = subject.options;
-  request.problem = problem;
-  request.device = subject.device;
-  request.seed = kSeed;
+  request.job = job;
   request.inputs = &trial->inputs();
   request.pool = &pool;
   const auto accuracy = Evaluate(request);

@@ -15,7 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/drawn.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 namespace {
@@ -24,23 +24,23 @@ std::string Describe(const Options& options) { return options.empty() ? "" : ToS
 
 // Runs on every value of every option, keeping the others. Values that the technique refuses are
 // printed.
-void EveryOptionAtItsEndsAndBeyondTheSequence(const Subject& subject, const Problem& problem) {
-  const bool few = subject.device == Device::kSimulator && !IsExhaustive();
+void EveryOptionAtItsEndsAndBeyondTheSequence(const Job& job) {
+  const bool few = job.device == Device::kSimulator && !IsExhaustive();
   int tried = 0;
-  for (const OptionSpec& option : subject.technique->info().options) {
-    for (const std::string& value : ValuesToTry(option, problem.query_tokens, few)) {
-      Subject varied = subject;
+  for (const OptionSpec& option : job.technique->info().options) {
+    for (const std::string& value : ValuesToTry(option, job.problem.query_tokens, few)) {
+      Job varied = job;
       varied.options[option.name] = value;
       if (option.type == "techniques") varied.options["layers"] = absl::StrCat(kLayersOfLists);
       SCOPED_TRACE(absl::StrCat("options ", Describe(varied.options)));
-      const auto layer = varied.technique->Create(problem, varied.options, varied.device, kSeed);
+      const auto layer = varied.CreateLayer();
       if (!layer.ok() && IsRefusal(layer.status())) {
         EXPECT_FALSE(layer.status().message().empty());
         std::cout << "  refused " << option.name << "=" << value << ": " << layer.status().message()
                   << "\n";
         continue;
       }
-      const auto trial = Trial::Make(varied, problem);
+      const auto trial = Trial::Make(varied);
       if (trial == nullptr) return;
       trial->ExpectRunMatchesDefinition();
       ++tried;
@@ -49,22 +49,21 @@ void EveryOptionAtItsEndsAndBeyondTheSequence(const Subject& subject, const Prob
   if (tried == 0) Skip("no option has a value that this problem admits");
 }
 
-void UnknownOptionsAreAnsweredWithTheKnownOnes(const Subject& subject, const Problem& problem) {
-  Options options = subject.options;
+void UnknownOptionsAreAnsweredWithTheKnownOnes(const Job& job) {
+  Options options = job.options;
   options["no_such_option"] = "1";
-  const auto layer = subject.technique->Create(problem, options, subject.device, kSeed);
+  const auto layer = job.technique->Create(job.problem, options, job.device, kSeed);
   ASSERT_EQ(layer.status().code(), absl::StatusCode::kInvalidArgument) << layer.status();
   const std::string message(layer.status().message());
   EXPECT_TRUE(absl::StrContains(message, "no_such_option")) << message;
-  for (const OptionSpec& option : subject.technique->info().options) {
+  for (const OptionSpec& option : job.technique->info().options) {
     EXPECT_TRUE(absl::StrContains(message, option.name)) << message;
   }
-  EXPECT_EQ(subject.technique->Canonical(options).status().code(),
-            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(job.technique->Canonical(options).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
-void ValuesOutOfRangeAreRefusedWithTheRange(const Subject& subject, const Problem& problem) {
-  for (const OptionSpec& option : subject.technique->info().options) {
+void ValuesOutOfRangeAreRefusedWithTheRange(const Job& job) {
+  for (const OptionSpec& option : job.technique->info().options) {
     std::vector<std::string> wrong = {"", "pear", "1 2"};
     if (option.type == "int") {
       const Range range = RangeOf(option);
@@ -75,9 +74,9 @@ void ValuesOutOfRangeAreRefusedWithTheRange(const Subject& subject, const Proble
     }
     if (option.type == "real") wrong.insert(wrong.end(), {"nan", "1e999"});
     for (const std::string& value : wrong) {
-      Options options = subject.options;
+      Options options = job.options;
       options[option.name] = value;
-      const auto layer = subject.technique->Create(problem, options, subject.device, kSeed);
+      const auto layer = job.technique->Create(job.problem, options, job.device, kSeed);
       ASSERT_EQ(layer.status().code(), absl::StatusCode::kInvalidArgument)
           << option.name << "=" << value << ": " << layer.status();
       const std::string message(layer.status().message());
@@ -87,9 +86,9 @@ void ValuesOutOfRangeAreRefusedWithTheRange(const Subject& subject, const Proble
   }
 }
 
-void CanonicalOptionsAreFixedPoints(const Subject& subject, const Problem&) {
-  const Technique& technique = *subject.technique;
-  const auto canonical = technique.Canonical(subject.options);
+void CanonicalOptionsAreFixedPoints(const Job& job) {
+  const Technique& technique = *job.technique;
+  const auto canonical = technique.Canonical(job.options);
   ASSERT_TRUE(canonical.ok()) << canonical.status();
   EXPECT_EQ(canonical->size(), technique.info().options.size());
   EXPECT_EQ(ToString(*technique.Canonical(*canonical)), ToString(*canonical));
@@ -104,8 +103,8 @@ void CanonicalOptionsAreFixedPoints(const Subject& subject, const Problem&) {
 }
 
 // Checks the fields that --list prints and rendering needs.
-void ItsDescriptionIsComplete(const Subject& subject, const Problem&) {
-  const TechniqueInfo& info = subject.technique->info();
+void ItsDescriptionIsComplete(const Job& job) {
+  const TechniqueInfo& info = job.technique->info();
   EXPECT_FALSE(info.name.empty());
   EXPECT_FALSE(info.title.empty());
   EXPECT_FALSE(info.citation.empty());
@@ -124,10 +123,10 @@ void ItsDescriptionIsComplete(const Subject& subject, const Problem&) {
   EXPECT_TRUE(has_budget) << "there is no option " << info.budget_option;
 }
 
-void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void OutputsAreDeclaredAsTheyAreWritten(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  const auto specs = subject.technique->OutputSpecs(problem, subject.options);
+  const auto specs = job.technique->OutputSpecs(job.problem, job.options);
   ASSERT_TRUE(specs.ok()) << specs.status();
   ASSERT_EQ(specs->size(), trial->layer().outputs().size());
   EXPECT_EQ(specs->at(0).name, "out");
@@ -136,7 +135,7 @@ void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& p
     EXPECT_EQ(specs->at(n).name, trial->layer().outputs()[n].name);
     EXPECT_EQ(specs->at(n).shape, trial->layer().outputs()[n].shape);
   }
-  const auto inputs = subject.technique->InputSpecs(problem, subject.options);
+  const auto inputs = job.technique->InputSpecs(job.problem, job.options);
   ASSERT_EQ(inputs->size(), trial->layer().inputs().size());
   for (size_t n = 0; n < inputs->size(); ++n) {
     EXPECT_EQ(inputs->at(n).name, trial->layer().inputs()[n].name);
@@ -145,18 +144,17 @@ void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& p
 
 // Draws problems and options together, and holds a layer of each to its definition.
 template <class DrawProblem, class DrawOptions>
-void ExpectDrawnMatch(const Subject& subject, int64_t draws, const DrawProblem& draw_problem,
+void ExpectDrawnMatch(const Job& job, int64_t draws, const DrawProblem& draw_problem,
                       const DrawOptions& draw_options) {
-  std::mt19937_64 random = RandomOf(subject.technique->info());
+  std::mt19937_64 random = RandomOf(job.technique->info());
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 20 * draws && tried < draws; ++attempt) {
-    const Problem problem = draw_problem(&random);
-    Subject drawn = subject;
-    drawn.options = draw_options(problem, &random);
-    SCOPED_TRACE(absl::StrCat(LabelOf(problem), " ", Describe(drawn.options)));
-    const auto layer = drawn.technique->Create(problem, drawn.options, drawn.device, kSeed);
+    Job drawn = On(draw_problem(&random), job);
+    drawn.options = draw_options(drawn.problem, &random);
+    SCOPED_TRACE(absl::StrCat(LabelOf(drawn.problem), " ", Describe(drawn.options)));
+    const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status())) continue;
-    const auto trial = Trial::Make(drawn, problem);
+    const auto trial = Trial::Make(drawn);
     ASSERT_NE(trial, nullptr);
     trial->ExpectRunMatchesDefinition(Tolerance::Conditioned());  // for networks of few channels
     ++tried;
@@ -165,22 +163,22 @@ void ExpectDrawnMatch(const Subject& subject, int64_t draws, const DrawProblem& 
 }
 
 // TFB_PROPERTY_DRAWS sets the number of draws.
-void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
-  const bool simulated = subject.device != Device::kCpu;
+void ProblemsAndOptionsAtRandom(const Job& job) {
+  const bool simulated = job.device != Device::kCpu;
   ExpectDrawnMatch(
-      subject, FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10),
+      job, FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10),
       [=](std::mt19937_64* random) { return ProblemAtRandom(simulated ? 40 : 100, random); },
       [&](const Problem& problem, std::mt19937_64* random) {
-        return OptionsAtRandom(subject.technique->info(), problem.query_tokens, random);
+        return OptionsAtRandom(job.technique->info(), problem.query_tokens, random);
       });
 }
 
 // Problems of more than four tiles of 64 tokens, whose last tile is short, with lists among their
 // options: gaps, positions and sizes. Windows of any length meet the tiles at any place.
-void LongProblemsAndListsAtRandom(const Subject& subject, const Problem&) {
-  const TechniqueInfo& info = subject.technique->info();
+void LongProblemsAndListsAtRandom(const Job& job) {
+  const TechniqueInfo& info = job.technique->info();
   ExpectDrawnMatch(
-      subject, subject.device != Device::kCpu && !IsExhaustive() ? 2 : 10,
+      job, job.device != Device::kCpu && !IsExhaustive() ? 2 : 10,
       [](std::mt19937_64* random) {
         Problem problem = ProblemAtRandom(63, random);
         problem.batch = 1;

@@ -15,14 +15,12 @@ namespace {
 
 class CaseTest : public ::testing::Test {
  public:
-  CaseTest(const Case& one, const Subject& subject, const Problem& problem)
-      : case_(one), subject_(subject), problem_(problem) {}
-  void TestBody() override { case_.check(subject_, problem_); }
+  CaseTest(const Case& one, const Job& job) : case_(one), job_(job) {}
+  void TestBody() override { case_.check(job_); }
 
  private:
   Case case_;
-  Subject subject_;
-  Problem problem_;
+  Job job_;
 };
 
 std::vector<Case> AllCases() {
@@ -106,11 +104,11 @@ const OptionSpec* FindOption(const TechniqueInfo& info, const std::string& name)
 }
 
 // Every technique must pass this case; otherwise all its other cases could be skipped unnoticed.
-void AnOrdinaryProblemIsAdmitted(const Subject& subject, const Problem&) {
-  EXPECT_TRUE(Admits(*subject.technique, subject.device, subject.options))
-      << subject.technique->Create(Usual(false), subject.options, subject.device, kSeed).status()
+void AnOrdinaryProblemIsAdmitted(const Job& job) {
+  EXPECT_TRUE(Admits(*job.technique, job.device, job.options))
+      << job.technique->Create(Usual(false), job.options, job.device, kSeed).status()
       << ", causal: "
-      << subject.technique->Create(Usual(true), subject.options, subject.device, kSeed).status();
+      << job.technique->Create(Usual(true), job.options, job.device, kSeed).status();
 }
 
 // Returns the one test that stands for all cases of a device that cannot run them: it is skipped
@@ -119,12 +117,12 @@ std::optional<Case> Obstacle(const TechniqueInfo& info, Device device) {
   if (!RunsOn(info, device)) {
     const std::string reason =
         absl::StrCat(info.name, " has no implementation for device ", Name(device));
-    return Case{"ItRunsOnTheDevice", "", {}, [=](const Subject&, const Problem&) { Skip(reason); }};
+    return Case{"ItRunsOnTheDevice", "", {}, [=](const Job&) { Skip(reason); }};
   }
   const absl::Status status = DeviceStatus(device);
   if (status.ok()) return std::nullopt;
   const std::string reason(status.message());
-  return Case{"ThereIsADevice", "", {}, [=](const Subject&, const Problem&) {
+  return Case{"ThereIsADevice", "", {}, [=](const Job&) {
                 const char* required = std::getenv("TFB_REQUIRE_GPU");
                 if (required == nullptr || *required == '\0') return Skip(reason);
                 FAIL() << reason << "; TFB_REQUIRE_GPU asks for one";
@@ -157,19 +155,25 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
   int count = 0;
   std::vector<Case> cases = AllCases();
   cases.push_back({"AnOrdinaryProblemIsAdmitted", "", {Usual()}, AnOrdinaryProblemIsAdmitted});
-  const auto add = [&count](const Case& one, const Subject& subject, const std::string& options,
-                            const Problem& problem) {
+  const auto add = [&count](const Case& one, const Technique* technique, const Options& options,
+                            Device device, const std::string& label, const Problem& problem) {
+    Job job;
+    job.technique = technique;
+    job.options = options;
+    job.device = device;
+    job.problem = problem;
+    job.seed = kSeed;
     const std::string name =
-        absl::StrCat(one.name, "/", Name(subject.device), "/", options, "/", LabelOf(problem));
-    ::testing::RegisterTest(
-        subject.technique->info().name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
-        [=]() -> ::testing::Test* { return new CaseTest(one, subject, problem); });
+        absl::StrCat(one.name, "/", Name(device), "/", label, "/", LabelOf(problem));
+    ::testing::RegisterTest(technique->info().name.c_str(), name.c_str(), nullptr, nullptr,
+                            __FILE__, __LINE__,
+                            [=]() -> ::testing::Test* { return new CaseTest(one, job); });
     ++count;
   };
   for (const Technique* technique : techniques) {
     for (const Device device : devices) {
       if (const std::optional<Case> obstacle = Obstacle(technique->info(), device)) {
-        add(*obstacle, {technique, {}, device}, "defaults", Usual());
+        add(*obstacle, technique, {}, device, "defaults", Usual());
         continue;
       }
       const auto option_sets = OptionSets(*technique, device);
@@ -179,7 +183,7 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
         for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
           const auto& [label, options] = option_sets[set];
           for (const Problem& problem : ProblemsOf(one, number, technique->info(), device)) {
-            add(one, {technique, options, device}, label, problem);
+            add(one, technique, options, device, label, problem);
           }
         }
       }

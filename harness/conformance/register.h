@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/technique.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 

@@ -17,7 +17,7 @@
 #include "core/cuda/simulator/simulator.h"
 #include "core/status.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 #include "harness/judge/device_memory.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -112,36 +112,36 @@ class Spread {
   void* data_ = nullptr;
 };
 
-void OffsetsBeyond31Bits(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void OffsetsBeyond31Bits(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr || !trial->RequireQkv()) return;
   const NamedTensors plain = trial->Run();
-  auto call = Call::Make(trial.get());
-  ASSERT_TRUE(call.ok()) << call.status();
-  Inputs inputs = call->inputs();
-  Outputs outputs = call->outputs();
+  ThreadPool pool(2);
+  const auto bound = Bind(trial.get(), &pool);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  BoundLayer far = *bound;
   std::map<std::string, std::unique_ptr<Spread>> spreads;
-  for (const auto& [name, view] : call->inputs()) {
+  for (const auto& [name, view] : bound->inputs) {
     if (view.rank != 4) continue;
-    auto spread = Spread::Make(subject.device);
+    auto spread = Spread::Make(job.device);
     if (!spread.ok()) return Skip(std::string(spread.status().message()));
     const Tensor& tensor = trial->inputs().at(name);
     ASSERT_TRUE((*spread)->Write(tensor.view()).ok());
-    inputs.Set(name, (*spread)->On(tensor.view()));
+    far.inputs.Set(name, (*spread)->On(tensor.view()));
     spreads[name] = *std::move(spread);
   }
-  for (const auto& [name, view] : call->outputs()) {
+  for (const auto& [name, view] : bound->outputs) {
     if (view.rank != 4) continue;
-    auto spread = Spread::Make(subject.device);
+    auto spread = Spread::Make(job.device);
     if (!spread.ok()) return Skip(std::string(spread.status().message()));
-    outputs.Set(name, (*spread)->On(view));
+    far.outputs.Set(name, (*spread)->On(view));
     spreads[name] = *std::move(spread);
   }
-  absl::Status status = call->layer().Setup(inputs, call->execution());
-  if (status.ok()) status = call->layer().Run(inputs, outputs, call->execution());
-  if (status.ok()) status = Synchronize(call->runtime());
+  absl::Status status = far.Setup();
+  if (status.ok()) status = far.Run();
+  if (status.ok()) status = far.Synchronize();
   ASSERT_TRUE(status.ok()) << status;
-  auto results = call->Results();
+  auto results = bound->Results();
   ASSERT_TRUE(results.ok()) << results.status();
   for (auto& [name, tensor] : *results) {
     const auto spread = spreads.find(name);
@@ -160,27 +160,27 @@ int64_t MostOf(Device device) {
 
 // The sizes exceed a grid's y and z. In the simulator, where each block takes its time, the limit is
 // lowered instead; on the CPU, which has no grids, a part of them is enough.
-void ManyBatchesAndHeads(const Subject& subject, Problem problem) {
+void ManyBatchesAndHeads(Job job) {
   cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
   const cuda_simulator::Settings usual = settings;
   const auto restore = absl::MakeCleanup([usual] { cuda_simulator::Configure(usual); });
-  if (subject.device == Device::kSimulator) {
+  if (job.device == Device::kSimulator) {
     settings.max_grid_yz = 8;
     cuda_simulator::Configure(settings);
   }
-  for (int64_t* size : {&problem.batch, &problem.query_heads, &problem.kv_heads}) {
-    *size = std::min(*size, MostOf(subject.device));
+  for (int64_t* size : {&job.problem.batch, &job.problem.query_heads, &job.problem.kv_heads}) {
+    *size = std::min(*size, MostOf(job.device));
   }
-  if (problem.query_heads > 1000 && subject.technique->info().input_kind != InputKind::kQkv) {
+  if (job.problem.query_heads > 1000 && job.technique->info().input_kind != InputKind::kQkv) {
     return Skip("the projections of so many heads would fill the memory");
   }
-  if (const auto trial = Trial::Make(subject, problem)) trial->ExpectRunMatchesDefinition();
+  if (const auto trial = Trial::Make(job)) trial->ExpectRunMatchesDefinition();
 }
 
 // Runs in a child process with little memory and time: a layer of an impossible size is refused
 // with a status, or made; it must not end the process, nor hang.
-void ImpossibleSizesAreAStatus(const Subject& subject, const Problem& problem) {
-  if (subject.device == Device::kCuda) {
+void ImpossibleSizesAreAStatus(const Job& job) {
+  if (job.device == Device::kCuda) {
     return Skip("a forked process cannot use the GPU; the simulator's test stands for it");
   }
   int report[2];
@@ -196,7 +196,7 @@ void ImpossibleSizesAreAStatus(const Subject& subject, const Problem& problem) {
     // A Create that never returns takes all of its own time, however busy the machine is.
     const rlimit processor_seconds = {60, 60};
     setrlimit(RLIMIT_CPU, &processor_seconds);
-    const auto layer = subject.technique->Create(problem, subject.options, subject.device, kSeed);
+    const auto layer = job.CreateLayer();
     std::string text = layer.ok() ? "made" : layer.status().ToString();
     if (layer.ok()) text += " with a workspace of " + std::to_string((*layer)->workspace_bytes(2));
     const ssize_t written = write(report[1], text.data(), text.size());
@@ -209,14 +209,14 @@ void ImpossibleSizesAreAStatus(const Subject& subject, const Problem& problem) {
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
-      << "Create of " << problem.ToString() << " ended its process: "
+      << "Create of " << job.problem.ToString() << " ended its process: "
       << (WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "exit code");
-  std::printf("  %s: %.*s\n", problem.ToString().c_str(), static_cast<int>(length), text);
+  std::printf("  %s: %.*s\n", job.problem.ToString().c_str(), static_cast<int>(length), text);
 }
 
 // After a call that failed the layer works as before.
-void AFailedCallDoesNotPoisonTheNext(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AFailedCallDoesNotPoisonTheNext(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors before = trial->Run();
   if (before.empty()) return;

@@ -8,13 +8,13 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 namespace tfb::conformance {
 namespace {
 
-void MatchesItsDefinition(const Subject& subject, const Problem& problem) {
-  if (const auto trial = Trial::Make(subject, problem)) trial->ExpectRunMatchesDefinition();
+void MatchesItsDefinition(const Job& job) {
+  if (const auto trial = Trial::Make(job)) trial->ExpectRunMatchesDefinition();
 }
 
 Problem Sized(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t head_dim,
@@ -63,77 +63,75 @@ Problem Grouped(int64_t query_heads, int64_t kv_heads) {
 }
 
 // Returns what the definition says to the problem without any tensors.
-absl::Status DefinitionOf(const Subject& subject, const Problem& problem) {
+absl::Status DefinitionOf(const Job& job) {
   NamedTensors outputs;
-  return subject.technique->Define(problem, subject.options, {}, {}, {}, &outputs);
+  return job.technique->Define(job.problem, job.options, {}, {}, {}, &outputs);
 }
 
 // Expects InvalidArgument or Unimplemented, and a message that names the error.
-void ExpectRefusal(const Subject& subject, const Problem& problem, const std::string& size,
-                   int64_t value) {
-  const auto layer = subject.technique->Create(problem, subject.options, subject.device, kSeed);
-  ASSERT_FALSE(layer.ok()) << problem.ToString() << " was accepted";
+void ExpectRefusal(const Job& job, const std::string& size, int64_t value) {
+  const auto layer = job.CreateLayer();
+  ASSERT_FALSE(layer.ok()) << job.problem.ToString() << " was accepted";
   EXPECT_TRUE(IsRefusal(layer.status())) << layer.status();
-  EXPECT_EQ(DefinitionOf(subject, problem), layer.status());
+  EXPECT_EQ(DefinitionOf(job), layer.status());
   const std::string message(layer.status().message());
   EXPECT_TRUE(absl::StrContains(message, size)) << message;
   EXPECT_TRUE(absl::StrContains(message, absl::StrCat(value))) << message;
 }
 
-void HeadDimsOutOfRangeAreRefusedWithTheRange(const Subject& subject, const Problem& problem) {
+void HeadDimsOutOfRangeAreRefusedWithTheRange(const Job& job) {
   for (const int64_t head_dim : {int64_t{0}, int64_t{-1}, kMaxHeadDim + 1}) {
-    Problem wrong = problem;
+    Problem wrong = job.problem;
     wrong.head_dim = head_dim;
-    ExpectRefusal(subject, wrong, "head_dim", head_dim);
-    wrong = problem;
+    ExpectRefusal(On(wrong, job), "head_dim", head_dim);
+    wrong = job.problem;
     wrong.value_dim = head_dim;
-    ExpectRefusal(subject, wrong, "value_dim", head_dim);
+    ExpectRefusal(On(wrong, job), "value_dim", head_dim);
   }
 }
 
-void HeadsThatDoNotDivideAreRefused(const Subject& subject, const Problem& problem) {
-  Problem wrong = problem;
+void HeadsThatDoNotDivideAreRefused(const Job& job) {
+  Problem wrong = job.problem;
   wrong.query_heads = 4;
   wrong.kv_heads = 3;
-  ExpectRefusal(subject, wrong, "kv_heads", 3);
+  ExpectRefusal(On(wrong, job), "kv_heads", 3);
   wrong.kv_heads = 0;
-  ExpectRefusal(subject, wrong, "kv_heads", 0);
+  ExpectRefusal(On(wrong, job), "kv_heads", 0);
 }
 
-void NegativeSizesAreRefused(const Subject& subject, const Problem& problem) {
-  Problem wrong = problem;
+void NegativeSizesAreRefused(const Job& job) {
+  Problem wrong = job.problem;
   wrong.query_tokens = wrong.kv_tokens = -5;
-  ExpectRefusal(subject, wrong, "tokens", -5);
-  wrong = problem;
+  ExpectRefusal(On(wrong, job), "tokens", -5);
+  wrong = job.problem;
   wrong.batch = -1;
-  ExpectRefusal(subject, wrong, "batch", -1);
+  ExpectRefusal(On(wrong, job), "batch", -1);
 }
 
 // Keys of other tokens, shared by heads, or wider than queries, and the other form: what the layer
 // does not have, the definition does not answer either.
-void TheDefinitionRefusesTheProblemsThatTheLayerDoes(const Subject& subject,
-                                                     const Problem& problem) {
-  std::vector<Problem> others(4, problem);
-  others[0].kv_tokens += 1;
-  others[1].kv_heads = 1;
-  others[2].value_dim += 8;
-  others[3].causal = !problem.causal;
+void TheDefinitionRefusesTheProblemsThatTheLayerDoes(const Job& job) {
+  std::vector<Job> others(4, job);
+  others[0].problem.kv_tokens += 1;
+  others[1].problem.kv_heads = 1;
+  others[2].problem.value_dim += 8;
+  others[3].problem.causal = !job.problem.causal;
   int refused = 0;
-  for (const Problem& other : others) {
-    const auto layer = subject.technique->Create(other, subject.options, subject.device, kSeed);
+  for (const Job& other : others) {
+    const auto layer = other.CreateLayer();
     if (layer.ok()) continue;
-    SCOPED_TRACE(other.ToString());
+    SCOPED_TRACE(other.problem.ToString());
     EXPECT_TRUE(IsRefusal(layer.status())) << layer.status();
-    EXPECT_EQ(DefinitionOf(subject, other), layer.status());
+    EXPECT_EQ(DefinitionOf(other), layer.status());
     ++refused;
   }
   if (refused == 0) Skip("it takes all of these problems");
 }
 
-void DtypesThatNoLayerHasAreRefused(const Subject& subject, const Problem& problem) {
-  Problem wrong = problem;
+void DtypesThatNoLayerHasAreRefused(const Job& job) {
+  Problem wrong = job.problem;
   wrong.dtype = DType::kI32;
-  const auto layer = subject.technique->Create(wrong, subject.options, subject.device, kSeed);
+  const auto layer = On(wrong, job).CreateLayer();
   ASSERT_FALSE(layer.ok());
   EXPECT_TRUE(absl::StrContains(layer.status().message(), "i32")) << layer.status();
 }
@@ -151,9 +149,8 @@ void MakeEqualAlongBatchAndHeads(Tensor* tensor) {
 }
 
 // Strides are not part of the arithmetic: the same numbers, to the last bit.
-void ViewsGiveWhatContiguousTensorsGive(const Subject& subject, const Problem& problem,
-                                        Layout inputs, Layout outputs) {
-  const auto trial = Trial::Make(subject, problem);
+void ViewsGiveWhatContiguousTensorsGive(const Job& job, Layout inputs, Layout outputs) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   if (inputs == Layout::kBroadcast) {
     for (auto& entry : trial->inputs()) MakeEqualAlongBatchAndHeads(&entry.second);
@@ -170,9 +167,8 @@ void ViewsGiveWhatContiguousTensorsGive(const Subject& subject, const Problem& p
 
 Case ViewCase(const std::string& name, std::vector<Problem> problems, Layout inputs,
               Layout outputs) {
-  Case one = {name, "18", std::move(problems), [=](const Subject& subject, const Problem& problem) {
-                ViewsGiveWhatContiguousTensorsGive(subject, problem, inputs, outputs);
-              }};
+  Case one = {name, "18", std::move(problems),
+              [=](const Job& job) { ViewsGiveWhatContiguousTensorsGive(job, inputs, outputs); }};
   one.simulated_size = SimulatedSize::kFewerTokens;
   return one;
 }

@@ -15,7 +15,7 @@
 #include "core/status.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/allocation_meter.h"
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 #include "harness/judge/device_memory.h"
 #include "harness/judge/guarded.h"
 
@@ -39,7 +39,7 @@ class Stream {
       return nullptr;
     };
     if (layer == nullptr) return skip("the technique does not stream");
-    if (trial->problem().query_tokens != trial->problem().kv_tokens) {
+    if (trial->job().problem.query_tokens != trial->job().problem.kv_tokens) {
       return skip("a stream has as many queries as keys");
     }
     for (const TensorSpec& spec : layer->segment_inputs()) {
@@ -70,7 +70,7 @@ class Stream {
       std::replace(shape.begin(), shape.end(), kSegmentTokens, count);
       TFB_ASSIGN_OR_RETURN(
           GuardedTensor output,
-          GuardedTensor::Allocate(spec.dtype, shape, /*gaps=*/false, trial_->subject().device));
+          GuardedTensor::Allocate(spec.dtype, shape, /*gaps=*/false, trial_->job().device));
       TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
       outputs.Set(spec.name, output.device_view());
       written[spec.name] = std::move(output);
@@ -100,7 +100,7 @@ class Stream {
 
   // Appends all tokens in segments of these sizes, over and over.
   absl::Status AppendAll(const std::vector<int64_t>& sizes) {
-    const int64_t tokens = trial_->problem().query_tokens;
+    const int64_t tokens = trial_->job().problem.query_tokens;
     int64_t begin = 0;
     for (size_t n = 0; begin < tokens; ++n) {
       const int64_t count = std::min(sizes[n % sizes.size()], tokens - begin);
@@ -123,7 +123,7 @@ class Stream {
       if (std::none_of(segments.begin(), segments.end(), same)) continue;
       outputs_[spec.name] = Tensor(spec.dtype, spec.shape);
     }
-    const Device device = trial_->subject().device;
+    const Device device = trial_->job().device;
     TFB_ASSIGN_OR_RETURN(runtime_, RuntimeOf(device));
     TFB_ASSIGN_OR_RETURN(whole_, DeviceTensors::Of(device, ViewsOf(trial_->inputs())));
     TFB_ASSIGN_OR_RETURN(
@@ -146,15 +146,15 @@ class Stream {
   int64_t allocations_ = 0;
 };
 
-void ASequenceInSegmentsIsTheWhole(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void ASequenceInSegmentsIsTheWhole(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const auto stream = Stream::Make(trial.get());
   if (stream == nullptr) return;
   const int64_t longest = stream->layer().max_segment_tokens();
   const int64_t only = stream->layer().split_tokens();
   std::vector<std::vector<int64_t>> sizes = {{1, 63, 65}, {7, 30, 2}, {longest}};
-  if (subject.device != Device::kSimulator || IsExhaustive()) {
+  if (job.device != Device::kSimulator || IsExhaustive()) {
     sizes.insert(sizes.end(), {{1}, {16}, {64}, {63, 1}});
   }
   std::set<std::vector<int64_t>> splits;
@@ -179,8 +179,8 @@ void ASequenceInSegmentsIsTheWhole(const Subject& subject, const Problem& proble
   EXPECT_GT(appended, 0) << "no split was accepted";
 }
 
-void ResetForgetsEverything(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void ResetForgetsEverything(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const auto stream = Stream::Make(trial.get());
   if (stream == nullptr) return;
@@ -196,8 +196,8 @@ void ResetForgetsEverything(const Subject& subject, const Problem& problem) {
   ExpectSameBits(once, stream->outputs(), "before and after Reset");
 }
 
-void AppendAllocatesNothing(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AppendAllocatesNothing(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const auto stream = Stream::Make(trial.get());
   if (stream == nullptr) return;
@@ -208,8 +208,8 @@ void AppendAllocatesNothing(const Subject& subject, const Problem& problem) {
   EXPECT_EQ(stream->allocations(), 0);
 }
 
-void SegmentsOfNoTokensAreRefused(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void SegmentsOfNoTokensAreRefused(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   const auto stream = Stream::Make(trial.get());
   if (stream == nullptr) return;
@@ -218,8 +218,8 @@ void SegmentsOfNoTokensAreRefused(const Subject& subject, const Problem& problem
   EXPECT_TRUE(absl::StrContains(status.message(), "0 tokens")) << status;
 }
 
-void AppendBeforeSetupIsRefused(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
+void AppendBeforeSetupIsRefused(const Job& job) {
+  const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   auto* layer = dynamic_cast<StreamingLayer*>(&trial->layer());
   if (layer == nullptr) return Skip("the technique does not stream");

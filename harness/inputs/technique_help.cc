@@ -73,15 +73,15 @@ std::vector<TableCell> ShapeCells(const NamedTensorSpec& tensor) {
           ShapeString(tensor.spec.shape), std::string(tfb::Name(tensor.spec.dtype))};
 }
 
-void AppendOptions(const HelpRequest& request, std::string* page) {
-  const TechniqueInfo& info = request.technique->info();
+void AppendOptions(const Job& job, std::string* page) {
+  const TechniqueInfo& info = job.technique->info();
   if (info.options.empty()) {
     absl::StrAppend(page, "Options: none.\n\n");
     return;
   }
   const bool some_given =
       std::any_of(info.options.begin(), info.options.end(), [&](const OptionSpec& option) {
-        return request.options.at(option.name) != option.default_value;
+        return job.options.at(option.name) != option.default_value;
       });
   Table table;
   table.columns = {Column("option"), Column("default"), Column("range", 16), Column("meaning", 30)};
@@ -89,7 +89,7 @@ void AppendOptions(const HelpRequest& request, std::string* page) {
   for (const OptionSpec& option : info.options) {
     table.rows.push_back({option.name, option.default_value, option.range, option.help});
     if (!some_given) continue;
-    const std::string& value = request.options.at(option.name);
+    const std::string& value = job.options.at(option.name);
     const bool is_given = value != option.default_value;
     table.rows.back().insert(table.rows.back().begin() + 1, is_given ? value : "");
   }
@@ -140,24 +140,24 @@ void AppendParameters(const TechniqueTensors& tensors, std::string* page) {
          std::move(table), page);
 }
 
-std::string Sizes(const HelpRequest& request) {
+std::string Sizes(const Job& job, absl::string_view sizes_from) {
   std::vector<std::string> sizes;
-  for (const NamedSize& size : ProblemSizes(request.problem)) {
+  for (const NamedSize& size : ProblemSizes(job.problem)) {
     if (absl::StrContains(size.name, ' ')) continue;
     sizes.push_back(absl::StrCat(size.name, " ", size.value));
   }
   return Wrap(
-      absl::StrCat("Sizes ", request.sizes_from, ": ", absl::StrJoin(sizes, ", "),
-                   " = query_heads head_dim; ", request.problem.causal ? "causal" : "not causal"),
+      absl::StrCat("Sizes ", sizes_from, ": ", absl::StrJoin(sizes, ", "),
+                   " = query_heads head_dim; ", job.problem.causal ? "causal" : "not causal"),
       kColumns, "  ");
 }
 
 // "dense", or in quotes where the shell would read something else into it.
-std::string SpecText(const HelpRequest& request) {
-  const TechniqueInfo& info = request.technique->info();
+std::string SpecText(const Job& job) {
+  const TechniqueInfo& info = job.technique->info();
   TechniqueSpec spec{info.name, {}};
   for (const OptionSpec& option : info.options) {
-    const std::string& value = request.options.at(option.name);
+    const std::string& value = job.options.at(option.name);
     if (value != option.default_value) spec.options[option.name] = value;
   }
   const std::string text = ToString(spec);
@@ -165,8 +165,8 @@ std::string SpecText(const HelpRequest& request) {
 }
 
 // The flags without which --input would give another problem.
-std::string ProblemFlags(const HelpRequest& request, const std::vector<NamedTensorSpec>& inputs) {
-  const Problem& problem = request.problem;
+std::string ProblemFlags(const Job& job, const std::vector<NamedTensorSpec>& inputs) {
+  const Problem& problem = job.problem;
   std::string flags;
   if (problem.causal) absl::StrAppend(&flags, " --causal");
   if (problem.dtype != DType::kF32) absl::StrAppend(&flags, " --dtype=", tfb::Name(problem.dtype));
@@ -179,10 +179,10 @@ std::string ProblemFlags(const HelpRequest& request, const std::vector<NamedTens
   return flags;
 }
 
-void AppendExample(const HelpRequest& request, const TechniqueTensors& tensors, std::string* page) {
+void AppendExample(const Job& job, const TechniqueTensors& tensors, std::string* page) {
   const std::string command =
-      absl::StrCat("bazel run //harness:apply -- --technique=", SpecText(request),
-                   ProblemFlags(request, tensors.inputs));
+      absl::StrCat("bazel run //harness:apply -- --technique=", SpecText(job),
+                   ProblemFlags(job, tensors.inputs));
   absl::StrAppend(
       page,
       "Example: write a file of drawn tensors with these names and shapes, put your own "
@@ -193,21 +193,20 @@ void AppendExample(const HelpRequest& request, const TechniqueTensors& tensors, 
 
 }  // namespace
 
-absl::StatusOr<std::string> TechniqueHelp(const HelpRequest& request) {
-  TFB_ASSIGN_OR_RETURN(
-      const TechniqueTensors tensors,
-      DescribeTensors(*request.technique, request.options, request.problem, request.seed));
-  const TechniqueInfo& info = request.technique->info();
+absl::StatusOr<std::string> TechniqueHelp(const Job& job, absl::string_view sizes_from) {
+  TFB_ASSIGN_OR_RETURN(const TechniqueTensors tensors,
+                       DescribeTensors(*job.technique, job.options, job.problem, job.seed));
+  const TechniqueInfo& info = job.technique->info();
   const HeaderText text = FindHeaderText(info.name.c_str());
   std::string page = absl::StrCat(info.name, ": ", info.title, "\n", info.citation, "\n\n");
   for (const char* part : {text.head, text.of_class}) {
     if (*part != '\0') absl::StrAppend(&page, part, "\n");
   }
-  AppendOptions(request, &page);
-  absl::StrAppend(&page, Sizes(request), "\n\n");
+  AppendOptions(job, &page);
+  absl::StrAppend(&page, Sizes(job, sizes_from), "\n\n");
   AppendInputsAndOutputs(tensors, &page);
   AppendParameters(tensors, &page);
-  AppendExample(request, tensors, &page);
+  AppendExample(job, tensors, &page);
   return page;
 }
 

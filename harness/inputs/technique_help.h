@@ -7,23 +7,16 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "core/options.h"
-#include "core/problem.h"
+#include "absl/strings/string_view.h"
 #include "core/technique.h"
+#include "harness/inputs/job.h"
 
 namespace tfb {
 
-struct HelpRequest {
-  const Technique* technique = nullptr;
-  Options options;  // canonical
-  Problem problem;
-  std::string sizes_from;  // where the problem's sizes are from, for the page
-  uint64_t seed = 1;       // of parameters
-};
-
 // Returns the page. The formula is the comment at the head of the technique's header
-// (core/header_text.h). Returns the error of InputSpecs or OutputSpecs.
-absl::StatusOr<std::string> TechniqueHelp(const HelpRequest& request);
+// (core/header_text.h). `sizes_from` says where the problem's sizes are from. Returns the error of
+// InputSpecs or OutputSpecs.
+absl::StatusOr<std::string> TechniqueHelp(const Job& job, absl::string_view sizes_from);
 
 // Returns a line for each input that was drawn, and one for the parameters named in `drawn`, whose
 // tensors are `parameters`: name, shape, seed, and how to give the tensor.

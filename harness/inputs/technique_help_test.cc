@@ -162,12 +162,11 @@ TEST(TechniqueHelp, WhatWasDrawnIsNamedWithItsShapeAndSeedAndHowToGiveIt) {
 TEST(TechniqueHelp, EveryTechniqueHasItsHeadersFormulaAndAllOptionsAndTensors) {
   for (const Technique* technique : Registry::Global().All()) {
     const TechniqueInfo& info = technique->info();
-    HelpRequest request;
-    request.technique = technique;
-    request.options = technique->Canonical({}).value();
-    request.problem = Problems(info).at(0);
-    request.sizes_from = "by default";
-    const absl::StatusOr<std::string> page = TechniqueHelp(request);
+    Job job;
+    job.technique = technique;
+    job.options = technique->Canonical({}).value();
+    job.problem = Problems(info).at(0);
+    const absl::StatusOr<std::string> page = TechniqueHelp(job, "by default");
     ASSERT_TRUE(page.ok()) << info.name << ": " << page.status();
     const HeaderText text = FindHeaderText(info.name.c_str());
     ASSERT_STRNE(text.head, "") << info.name;
@@ -180,7 +179,7 @@ TEST(TechniqueHelp, EveryTechniqueHasItsHeadersFormulaAndAllOptionsAndTensors) {
       words.push_back(option.default_value);
       for (const absl::string_view word : words) EXPECT_THAT(*page, HasSubstr(std::string(word)));
     }
-    const auto tensors = DescribeTensors(*technique, request.options, request.problem, 1);
+    const auto tensors = DescribeTensors(*technique, job.options, job.problem, 1);
     ASSERT_TRUE(tensors.ok()) << info.name << ": " << tensors.status();
     EXPECT_TRUE(tensors->parameters_status.ok()) << info.name << tensors->parameters_status;
     for (const auto& all : {tensors->inputs, tensors->outputs, JoinLayers(tensors->parameters)}) {

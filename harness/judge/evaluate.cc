@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "core/random.h"
 #include "core/status.h"
+#include "harness/judge/bound_layer.h"
 #include "harness/judge/device_memory.h"
 #include "harness/judge/guarded.h"
 
@@ -25,7 +26,7 @@ DefinitionRequest RequestOf(const EvaluateRequest& request, bool weights,
 }
 
 bool WeightsFit(const EvaluateRequest& request) {
-  const Problem& p = request.problem;
+  const Problem& p = request.job.problem;
   const int64_t rows =
       request.rows.empty() ? p.query_tokens : static_cast<int64_t>(request.rows.size());
   const double bytes = 8.0 * static_cast<double>(p.batch) * static_cast<double>(p.query_heads) *
@@ -58,7 +59,7 @@ absl::StatusOr<Reference> Define(const EvaluateRequest& request, const Technique
                                  const Options& options, const NamedTensors& parameters,
                                  const DefinitionRequest& definition) {
   Reference reference;
-  TFB_RETURN_IF_ERROR(technique.Define(request.problem, options, parameters,
+  TFB_RETURN_IF_ERROR(technique.Define(request.job.problem, options, parameters,
                                        ViewsOf(*request.inputs), definition, &reference.tensors));
   const auto out = reference.tensors.find("out");
   if (out == reference.tensors.end()) return Missing(technique.info().name, "out");
@@ -76,7 +77,7 @@ absl::StatusOr<OutputError> CompareOut(const EvaluateRequest& request, const Nam
 
 absl::Status CompareFurtherOutputs(const EvaluateRequest& request, const NamedTensors& outputs,
                                    const Reference& reference, Accuracy* accuracy) {
-  const int64_t keys = Keys(request.problem);
+  const int64_t keys = Keys(request.job.problem);
   for (const auto& [name, output] : outputs) {
     const auto expected = reference.tensors.find(name);
     if (name == "out" || expected == reference.tensors.end()) continue;
@@ -110,12 +111,12 @@ struct Counterpart {
 
 absl::StatusOr<Counterpart> FindCounterpart(const EvaluateRequest& request) {
   Counterpart counterpart;
-  TFB_ASSIGN_OR_RETURN(counterpart.spec,
-                       request.technique->Counterpart(request.problem, request.options));
+  TFB_ASSIGN_OR_RETURN(counterpart.spec, request.job.technique->Counterpart(request.job.problem,
+                                                                            request.job.options));
   const TechniqueSpec& spec = counterpart.spec;
   TFB_ASSIGN_OR_RETURN(counterpart.technique, request.registry->Find(spec.technique));
   TFB_ASSIGN_OR_RETURN(counterpart.options, counterpart.technique->Canonical(spec.options));
-  TFB_ASSIGN_OR_RETURN(const Options own, request.technique->Canonical(request.options));
+  TFB_ASSIGN_OR_RETURN(const Options own, request.job.technique->Canonical(request.job.options));
   for (const OptionSpec& option : counterpart.technique->info().options) {
     const auto given = counterpart.spec.options.find(option.name);
     if (given == counterpart.spec.options.end()) continue;
@@ -123,7 +124,8 @@ absl::StatusOr<Counterpart> FindCounterpart(const EvaluateRequest& request) {
       counterpart.spec.options.erase(given);
     }
   }
-  counterpart.is_self = counterpart.technique == request.technique && counterpart.options == own;
+  counterpart.is_self =
+      counterpart.technique == request.job.technique && counterpart.options == own;
   return counterpart;
 }
 
@@ -143,16 +145,17 @@ absl::StatusOr<OutputError> CounterpartPrecision(const EvaluateRequest& request,
                                                  const Counterpart& counterpart,
                                                  const NamedTensors& parameters) {
   TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
-                       counterpart.technique->Create(request.problem, counterpart.options,
-                                                     request.device, request.seed));
+                       counterpart.technique->Create(request.job.problem, counterpart.options,
+                                                     request.job.device, request.job.seed));
   TFB_RETURN_IF_ERROR(layer->SetParameters(SharedParameters(parameters, *layer)));
   Inputs inputs;
   for (const TensorSpec& spec : layer->inputs()) {
     const auto found = request.inputs->find(spec.name);
     if (found != request.inputs->end()) inputs.Set(spec.name, found->second.view());
   }
+  TFB_ASSIGN_OR_RETURN(const DeviceTensors read, DeviceTensors::Of(request.job.device, inputs));
   TFB_ASSIGN_OR_RETURN(const LayerRun run,
-                       RunOnce(layer.get(), request.device, inputs, request.pool));
+                       RunOnce(layer.get(), request.job.device, read.inputs(), request.pool));
   TFB_ASSIGN_OR_RETURN(
       const Reference reference,
       Define(request, *counterpart.technique, counterpart.options, layer->parameters(),
@@ -165,9 +168,7 @@ absl::StatusOr<std::optional<Extrapolation>> ExtrapolationOf(const EvaluateReque
                                                              const Reference& own) {
   const auto weights = own.tensors.find("weights");
   if (weights == own.tensors.end()) return std::optional<Extrapolation>();
-  return MeasureExtrapolation({request.technique, request.options, request.problem, request.device,
-                               request.inputs, &parameters, request.rows, weights->second.view(),
-                               request.pool});
+  return MeasureExtrapolation(request, parameters, weights->second.view());
 }
 
 absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensors& parameters,
@@ -188,7 +189,7 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
                                                         dense.tensors.at("weights").view(),
                                                         kRecallKeys, request.pool));
   }
-  if (request.problem.dtype == DType::kF32) return absl::OkStatus();
+  if (request.job.problem.dtype == DType::kF32) return absl::OkStatus();
   const OutputError& error = accuracy->against_definition;
   if (counterpart.is_self) {
     accuracy->ratio_to_dense_precision = {1, 2};
@@ -201,7 +202,7 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
       LargestMagnitude(own.tensors.at("out").view()) / std::max(own.scale, 1e-300);
   accuracy->ratio_to_dense_precision = {
       error.max_abs_over_max_value / plain.max_abs_over_max_value,
-      RatioBound(request.problem.dtype, plain.max_abs_over_max_value, largest_output) /
+      RatioBound(request.job.problem.dtype, plain.max_abs_over_max_value, largest_output) /
           plain.max_abs_over_max_value};
   return absl::OkStatus();
 }
@@ -250,30 +251,30 @@ NamedTensors Copies(const NamedTensors& tensors) {
 
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(const CudaRuntime* runtime, RuntimeOf(device));
-  const int64_t allocated_before = runtime == nullptr ? 0 : runtime->allocated_bytes();
-  TFB_ASSIGN_OR_RETURN(const DeviceTensors read, DeviceTensors::Of(device, inputs));
+  BoundLayer bound;
+  bound.layer = layer;
+  bound.inputs = inputs;
+  TFB_ASSIGN_OR_RETURN(bound.runtime, RuntimeOf(device));
+  const int64_t allocated_before = bound.runtime == nullptr ? 0 : bound.runtime->allocated_bytes();
   std::map<std::string, GuardedTensor> guarded;
-  Outputs outputs;
   for (const TensorSpec& spec : layer->outputs()) {
     TFB_ASSIGN_OR_RETURN(GuardedTensor output,
                          GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, device));
     TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
-    outputs.Set(spec.name, output.device_view());
+    bound.outputs.Set(spec.name, output.device_view());
     guarded[spec.name] = std::move(output);
   }
   LayerRun run;
   run.workspace_bytes = layer->workspace_bytes(pool->threads());
   TFB_ASSIGN_OR_RETURN(GuardedWorkspace workspace,
                        GuardedWorkspace::Allocate(run.workspace_bytes, device));
-  if (runtime != nullptr) run.device_bytes = runtime->allocated_bytes() - allocated_before;
-  Execution execution;
-  execution.pool = pool;
-  execution.workspace = workspace.bytes();
-  TFB_RETURN_IF_ERROR(
-      workspace.Call("workspace of Setup", [&] { return layer->Setup(read.inputs(), execution); }));
-  TFB_RETURN_IF_ERROR(
-      workspace.Call("workspace", [&] { return layer->Run(read.inputs(), outputs, execution); }));
+  if (bound.runtime != nullptr) {
+    run.device_bytes = bound.runtime->allocated_bytes() - allocated_before;
+  }
+  bound.execution.pool = pool;
+  bound.execution.workspace = workspace.bytes();
+  TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup", [&] { return bound.Setup(); }));
+  TFB_RETURN_IF_ERROR(workspace.Call("workspace", [&] { return bound.Run(); }));
   for (auto& [name, tensor] : guarded) {
     TFB_RETURN_IF_ERROR(tensor.Download());
     TFB_RETURN_IF_ERROR(tensor.CheckGuards(absl::StrCat("output ", name)));
@@ -286,37 +287,31 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
 absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensors& parameters,
                                const NamedTensors& outputs) {
   Accuracy accuracy;
-  const bool weights = request.against_dense && WeightsFit(request);
+  const bool weights = WeightsFit(request);
   TFB_ASSIGN_OR_RETURN(const Reference own,
-                       Define(request, *request.technique, request.options, parameters,
+                       Define(request, *request.job.technique, request.job.options, parameters,
                               RequestOf(request, weights, &outputs)));
   TFB_ASSIGN_OR_RETURN(accuracy.against_definition, CompareOut(request, outputs, own));
-  accuracy.definition_bound = AbsoluteBound(request.problem.dtype, Keys(request.problem));
+  accuracy.definition_bound = AbsoluteBound(request.job.problem.dtype, Keys(request.job.problem));
   TFB_RETURN_IF_ERROR(CompareFurtherOutputs(request, outputs, own, &accuracy));
-  if (request.against_dense) {
-    const absl::Status status = JudgeAgainstDense(request, parameters, outputs, own, &accuracy);
-    if (!status.ok()) accuracy.no_dense_reason = std::string(status.message());
-  } else {
-    accuracy.no_dense_reason = "not asked for";
-  }
+  const absl::Status against_dense =
+      JudgeAgainstDense(request, parameters, outputs, own, &accuracy);
+  if (!against_dense.ok()) accuracy.no_dense_reason = std::string(against_dense.message());
   TFB_ASSIGN_OR_RETURN(accuracy.extrapolation, ExtrapolationOf(request, parameters, own));
   Pass(&accuracy);
   return accuracy;
 }
 
 absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request) {
-  TFB_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Layer> layer,
-      request.technique->Create(request.problem, request.options, request.device, request.seed));
-  if (request.parameters != nullptr) {
-    TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
-  }
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, request.job.CreateLayer());
   return EvaluateLayer(request, layer.get());
 }
 
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer) {
+  TFB_ASSIGN_OR_RETURN(const DeviceTensors read,
+                       DeviceTensors::Of(request.job.device, ViewsOf(*request.inputs)));
   TFB_ASSIGN_OR_RETURN(LayerRun run,
-                       RunOnce(layer, request.device, ViewsOf(*request.inputs), request.pool));
+                       RunOnce(layer, request.job.device, read.inputs(), request.pool));
   TFB_ASSIGN_OR_RETURN(Accuracy accuracy, Judge(request, layer->parameters(), run.outputs));
   accuracy.statistics = layer->statistics();
   accuracy.cost = layer->cost();

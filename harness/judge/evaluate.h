@@ -14,26 +14,20 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/inputs/job.h"
 #include "harness/judge/errors.h"
 #include "harness/judge/extrapolation.h"
 
 namespace tfb {
 
 struct EvaluateRequest {
-  const Technique* technique = nullptr;
-  Options options;
-  Problem problem;
-  Device device = Device::kCpu;
-  uint64_t seed = 1;                         // of the layer's parameters
-  const NamedTensors* inputs = nullptr;      // on the host, as Technique::InputSpecs says
-  const NamedTensors* parameters = nullptr;  // replace those of the seed that they name
-  std::vector<int64_t> rows;                 // query tokens to check, ascending; empty for all
+  Job job;                               // of it the technique, options, problem, device, seed
+  const NamedTensors* inputs = nullptr;  // on the host, as Technique::InputSpecs says
+  std::vector<int64_t> rows;             // query tokens to check, ascending; empty for all
   ThreadPool* pool = nullptr;
-  bool against_dense = true;
   // The registry in which dense counterparts are looked up.
   const Registry* registry = &Registry::Global();
 };
@@ -86,18 +80,17 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 
 // The parts of it, for callers that have a layer already.
 
-// Evaluates a layer of the request's technique, options, problem and device with the parameters
-// that the layer has: those of the request are not read.
+// Evaluates a layer of the request's job with the parameters that the layer has.
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer);
 
 struct LayerRun {
   NamedTensors outputs;  // of every output, the optional ones included
   size_t workspace_bytes = 0;
-  size_t device_bytes = 0;  // of the device's memory, for tensors and workspace; 0 on the CPU
+  size_t device_bytes = 0;  // of the device's memory, for outputs and workspace; 0 on the CPU
 };
-// Sets the layer up and runs it once on tensors of the host, or on copies of them on its device.
-// Internal where it writes beyond its outputs or its workspace, or a kernel fails. `inputs` may
-// lack optional tensors.
+// Sets the layer up and runs it once on `inputs`, tensors in the memory of its device, which may
+// lack optional ones. Internal where it writes beyond its outputs or its workspace, or a kernel
+// fails.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool);
 

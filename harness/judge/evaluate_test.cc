@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/status.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/inputs/inputs.h"
@@ -32,16 +33,17 @@ class Evaluation : public ::testing::Test {
                                const NamedTensors* parameters = nullptr) {
     if (!registry_.Find(TinyName(fault)).ok()) registry_.Add(MakeTiny(fault));
     EvaluateRequest request;
-    request.technique = *registry_.Find(TinyName(fault));
-    request.options = options;
-    request.problem = problem;
+    request.job.technique = *registry_.Find(TinyName(fault));
+    request.job.options = options;
+    request.job.problem = problem;
     request.rows = rows;
     request.pool = &pool_;
     request.registry = &registry_;
-    request.parameters = parameters;
-    inputs_ = *MakeInputs({}, *request.technique->InputSpecs(problem, options), problem, 3);
+    inputs_ = *MakeInputs({}, *request.job.technique->InputSpecs(problem, options), problem, 3);
     request.inputs = &inputs_;
-    return Evaluate(request);
+    TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, request.job.CreateLayer());
+    if (parameters != nullptr) TFB_RETURN_IF_ERROR(layer->SetParameters(*parameters));
+    return EvaluateLayer(request, layer.get());
   }
 
   Registry registry_;
@@ -199,8 +201,8 @@ TEST_F(Evaluation, AMissingCounterpartIsAReasonAndNotAFailure) {
   Registry alone;
   alone.Add(MakeTiny(TinyFault::kWindowOffByOne));
   EvaluateRequest request;
-  request.technique = *alone.Find(TinyName(TinyFault::kWindowOffByOne));
-  request.problem = kProblem;
+  request.job.technique = *alone.Find(TinyName(TinyFault::kWindowOffByOne));
+  request.job.problem = kProblem;
   request.pool = &pool_;
   request.registry = &alone;
   const NamedTensors inputs = *MakeInputs({}, QkvInputs(kProblem), kProblem, 3);
@@ -327,8 +329,8 @@ TEST_F(Evaluation, EveryFurtherOutputIsJudgedInItsOwnUnits) {
   const auto own = Run(TinyFault::kNone, kProblem);
   ASSERT_TRUE(own.ok()) << own.status();
   EvaluateRequest request;
-  request.technique = &technique;
-  request.problem = kProblem;
+  request.job.technique = &technique;
+  request.job.problem = kProblem;
   request.pool = &pool_;
   request.registry = &registry_;
   request.inputs = &inputs_;
@@ -365,16 +367,16 @@ TEST_F(Evaluation, ABoundIsHeldByWhatIsBelowItAlone) {
   const auto judge_lse = [&](double factor) {
     const auto own = Run(TinyFault::kNone, kProblem);
     EvaluateRequest request;
-    request.technique = *registry_.Find(TinyName(TinyFault::kNone));
-    request.problem = kProblem;
+    request.job.technique = *registry_.Find(TinyName(TinyFault::kNone));
+    request.job.problem = kProblem;
     request.pool = &pool_;
     request.registry = &registry_;
     request.inputs = &inputs_;
     NamedTensors defined, outputs;
     DefinitionRequest all;
-    EXPECT_TRUE(
-        request.technique->Define(kProblem, {}, own->parameters, ViewsOf(inputs_), all, &defined)
-            .ok());
+    EXPECT_TRUE(request.job.technique
+                    ->Define(kProblem, {}, own->parameters, ViewsOf(inputs_), all, &defined)
+                    .ok());
     for (const auto& [name, tensor] : defined) {
       if (own->outputs.count(name) > 0) outputs[name] = tensor.CloneAs(DType::kF64);
     }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/status.h"
+#include "harness/judge/evaluate.h"
 
 namespace tfb {
 namespace {
@@ -15,21 +16,22 @@ constexpr int64_t kLeastTokens = 64;
 
 // Returns the inputs of the problem of the last tokens, cut from all of them; absent where an input
 // depends on the number of tokens in another way than by a dimension of that size.
-absl::StatusOr<std::optional<Inputs>> LastTokens(const DefinedAttention& attention,
+absl::StatusOr<std::optional<Inputs>> LastTokens(const EvaluateRequest& request,
                                                  const Problem& last) {
+  const Job& job = request.job;
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
-                       attention.technique->InputSpecs(last, attention.options));
+                       job.technique->InputSpecs(last, job.options));
   Inputs inputs;
   for (const TensorSpec& spec : specs) {
-    const auto found = attention.inputs->find(spec.name);
-    if (found == attention.inputs->end() || spec.name == attention.technique->info().selection) {
+    const auto found = request.inputs->find(spec.name);
+    if (found == request.inputs->end() || spec.name == job.technique->info().selection) {
       continue;
     }
     ConstTensorView view = found->second.view();
     for (int axis = 0; axis < view.rank; ++axis) {
       const int64_t size = spec.shape[axis];
       if (view.dim(axis) == size) continue;
-      if (view.dim(axis) != attention.problem.kv_tokens || size != last.kv_tokens) {
+      if (view.dim(axis) != job.problem.kv_tokens || size != last.kv_tokens) {
         return std::optional<Inputs>();
       }
       view = Slice(view, axis, view.dim(axis) - size, size);
@@ -90,40 +92,41 @@ std::optional<Extrapolation> CompareLengths(absl::Span<const double> all,
   return result;
 }
 
-absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(
-    const DefinedAttention& attention) {
+absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(const EvaluateRequest& request,
+                                                                  const NamedTensors& parameters,
+                                                                  const ConstTensorView& weights) {
   const std::optional<Extrapolation> none;
-  const Problem& problem = attention.problem;
+  const Job& job = request.job;
+  const Problem& problem = job.problem;
   const int64_t tokens = problem.kv_tokens;
   if (tokens < kLeastTokens || problem.query_tokens != tokens) return none;
   Problem last = problem;
   last.query_tokens = last.kv_tokens = tokens / kExtrapolationGrowth;
   // If the shorter problem is not supported, that is no failure of the longer one.
-  const auto layer =
-      attention.technique->Create(last, attention.options, attention.device, /*seed=*/1);
-  if (!layer.ok() || !SameShapes((*layer)->parameters(), *attention.parameters)) return none;
-  TFB_ASSIGN_OR_RETURN(const std::optional<Inputs> inputs, LastTokens(attention, last));
+  const auto layer = job.technique->Create(last, job.options, job.device, /*seed=*/1);
+  if (!layer.ok() || !SameShapes((*layer)->parameters(), parameters)) return none;
+  TFB_ASSIGN_OR_RETURN(const std::optional<Inputs> inputs, LastTokens(request, last));
   if (!inputs.has_value()) return none;
 
-  const bool has_all = attention.weights.dim(2) == problem.query_tokens;
+  const bool has_all = weights.dim(2) == problem.query_tokens;
   std::vector<int64_t> places, rows;  // places in `weights`, of the last tokens
-  for (int64_t n = 0; n < attention.weights.dim(2); ++n) {
-    const int64_t row = has_all ? n : attention.rows[n];
+  for (int64_t n = 0; n < weights.dim(2); ++n) {
+    const int64_t row = has_all ? n : request.rows[n];
     if (row < tokens - last.kv_tokens / 4) continue;
     places.push_back(n);
     rows.push_back(row - (tokens - last.kv_tokens));
   }
   if (places.empty()) return none;
-  DefinitionRequest request;
-  request.rows = rows;
-  request.weights = true;
-  request.pool = attention.pool;
+  DefinitionRequest definition;
+  definition.rows = rows;
+  definition.weights = true;
+  definition.pool = request.pool;
   NamedTensors defined;
-  TFB_RETURN_IF_ERROR(attention.technique->Define(last, attention.options, *attention.parameters,
-                                                  *inputs, request, &defined));
+  TFB_RETURN_IF_ERROR(
+      job.technique->Define(last, job.options, parameters, *inputs, definition, &defined));
   const auto found = defined.find("weights");
   if (found == defined.end()) return none;
-  return MeanOf(attention.weights, places, found->second.view(), rows);
+  return MeanOf(weights, places, found->second.view(), rows);
 }
 
 }  // namespace tfb

@@ -18,15 +18,15 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 
 namespace tfb {
+
+struct EvaluateRequest;  // harness/judge/evaluate.h
 
 struct Extrapolation {
   double change = 0;
@@ -34,24 +34,14 @@ struct Extrapolation {
 };
 constexpr int64_t kExtrapolationGrowth = 8;  // T / S
 
-// A technique and the arguments of its definition.
-struct DefinedAttention {
-  const Technique* technique = nullptr;
-  Options options;
-  Problem problem;
-  Device device = Device::kCpu;
-  const NamedTensors* inputs = nullptr;
-  const NamedTensors* parameters = nullptr;
-  absl::Span<const int64_t> rows;  // query tokens that `weights` has, ascending; empty for all
-  ConstTensorView weights;         // f64 [batch, heads, rows, kv_tokens]
-  ThreadPool* pool = nullptr;      // see DefinitionRequest
-};
-
 // Returns means over heads and over those rows that see at least three quarters of the last S
 // tokens. Absent where the sequence is shorter than 64 tokens or not one of self-attention, where
 // the parameters depend on its length, or where the definition of the shorter one has no weights.
-absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(
-    const DefinedAttention& attention);
+// `parameters` are the layer's, and `weights`, f64 [batch, heads, rows, kv_tokens], those of its
+// definition for the request's rows.
+absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(const EvaluateRequest& request,
+                                                                  const NamedTensors& parameters,
+                                                                  const ConstTensorView& weights);
 
 // Returns the two numbers of one row: `all` has the weights of T keys, `last` those of the last S
 // alone. Absent where either sees no key.

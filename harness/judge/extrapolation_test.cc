@@ -55,14 +55,14 @@ class Growth : public ::testing::Test {
   Accuracy Judge(const Problem& problem, const Options& options, double query = 1,
                  const std::vector<int64_t>& rows = {}) {
     EvaluateRequest request;
-    request.technique = *registry_.Find(TinyName(TinyFault::kNone));
-    request.options = *request.technique->Canonical(options);
-    request.problem = problem;
+    request.job.technique = *registry_.Find(TinyName(TinyFault::kNone));
+    request.job.options = *request.job.technique->Canonical(options);
+    request.job.problem = problem;
     request.rows = rows;
     request.pool = &pool_;
     request.registry = &registry_;
     NamedTensors inputs =
-        *MakeInputs({}, *request.technique->InputSpecs(problem, options), problem, 3);
+        *MakeInputs({}, *request.job.technique->InputSpecs(problem, options), problem, 3);
     for (float& value : inputs.at("q").span<float>()) value *= static_cast<float>(query);
     request.inputs = &inputs;
     auto accuracy = Evaluate(request);

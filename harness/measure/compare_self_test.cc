@@ -145,10 +145,9 @@ class SelfTest {
   // must not be what others are held against.
   absl::Status FindTechniques() {
     const std::unique_ptr<Registry> registry = MakeRegistry({});
-    TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases,
-                         MakeCases(options_.cases, *registry, "."));
+    TFB_ASSIGN_OR_RETURN(const std::vector<Job> cases, MakeCases(options_.cases, *registry, "."));
     std::set<std::string> names, counterparts;
-    for (const SweepCase& one : cases) {
+    for (const Job& one : cases) {
       if (!one.obstacle.ok()) continue;
       const auto spec = one.technique->Counterpart(one.problem, one.options);
       if (spec.ok() && spec->technique != one.technique->info().name) {
@@ -176,8 +175,7 @@ class SelfTest {
 
   absl::StatusOr<ResultSet> Sweep(const std::set<std::string>& slowed) {
     const std::unique_ptr<Registry> registry = MakeRegistry(slowed);
-    TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases,
-                         MakeCases(options_.cases, *registry, "."));
+    TFB_ASSIGN_OR_RETURN(const std::vector<Job> cases, MakeCases(options_.cases, *registry, "."));
     SweepOptions options = options_.sweep;
     options.measure.registry = registry.get();
     options.output = absl::StrCat(options_.folder, "/", ++counts_.sweeps, ".pb");

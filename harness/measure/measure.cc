@@ -127,10 +127,10 @@ class InterimReports {
   InterimReports(const MeasureHooks& hooks, Clock* clock)
       : hooks_(hooks), clock_(clock), last_(clock->Seconds()) {}
 
-  void Add(size_t index, Case record, const CaseCost& cost) {
-    waiting_[index] = {std::move(record), cost};
+  void Add(CaseReport report) {
+    waiting_[report.index()] = std::move(report);
     if (clock_->Seconds() < last_ + kSeconds) return;
-    for (auto& [i, report] : waiting_) hooks_.so_far(i, std::move(report.first), report.second);
+    for (auto& waiting : waiting_) hooks_.report(std::move(waiting.second));
     waiting_.clear();
     last_ = clock_->Seconds();
   }
@@ -141,28 +141,29 @@ class InterimReports {
   const MeasureHooks& hooks_;
   Clock* clock_;
   double last_;
-  std::map<size_t, std::pair<Case, CaseCost>> waiting_;
+  std::map<size_t, CaseReport> waiting_;
 };
 
-// A case on its way: what it owns while the batch is timed, and its record so far.
+// A case on its way: what it owns while the batch is timed, and its report so far.
 struct Measurer::Prepared {
-  size_t index = 0;
-  Case record;
+  const Job* job = nullptr;
+  CaseReport report;
   std::unique_ptr<Layer> layer;
   const NamedTensors* inputs = nullptr;  // of the host
-  Inputs device_inputs;
   DeviceTensors outputs;
-  double share_seconds = 0;
-  int repetitions = 0;
-  CaseCost cost;
+  TimedCase timed;
   bool waits = false;  // for the next batch: it does not fit beside the cases of this one
 };
 
 // Cases that are timed together, and the memory that they share.
 struct Measurer::Batch {
   // The key is made of the specs: inputs of one problem and seed with equal specs are the same.
-  std::map<std::string, NamedTensors> inputs;
-  std::map<std::string, DeviceTensors> device_inputs;
+  // Each is placed in the memory of the device once, for the check and for the times.
+  struct PlacedInputs {
+    NamedTensors host;
+    DeviceTensors placed;
+  };
+  std::map<std::string, PlacedInputs> inputs;
   std::vector<std::unique_ptr<Prepared>> cases;
   int threads = 1;
   CudaRuntime* runtime = nullptr;  // null: the CPU
@@ -217,22 +218,22 @@ DeviceMonitor* Measurer::Monitor(CudaRuntime* runtime) {
   return entry->second.get();
 }
 
-bool Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks) {
-  std::vector<size_t> waiting(group.size());
-  for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = i;
+bool Measurer::Measure(const std::vector<Job>& jobs, const Visit& visit,
+                       const MeasureHooks& hooks) {
+  std::vector<Visit::Item> waiting(visit.items().begin(), visit.items().end());
   while (!waiting.empty() && !Stopped(hooks)) {
     Batch batch;
-    std::vector<size_t> later;
+    std::vector<Visit::Item> later;
     // Where time is short, what has been prepared by a third of it is timed before the rest is
     // prepared.
     const double prepare_until =
         options_.clock->Seconds() + (hooks.seconds_left == nullptr
                                          ? std::numeric_limits<double>::infinity()
                                          : hooks.seconds_left() / 3);
-    for (const size_t index : waiting) {
+    for (const Visit::Item& item : waiting) {
       if (Stopped(hooks)) break;
       const bool late = !batch.cases.empty() && options_.clock->Seconds() > prepare_until;
-      if (late || !Prepare(group[index], index, hooks, &batch)) later.push_back(index);
+      if (late || !Prepare(jobs.at(item.index()), item, hooks, &batch)) later.push_back(item);
     }
     Time(hooks, &batch);
     waiting = std::move(later);
@@ -240,54 +241,53 @@ bool Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& 
   return !device_lost_;
 }
 
-bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks,
+bool Measurer::Prepare(const Job& job, const Visit::Item& wishes, const MeasureHooks& hooks,
                        Batch* batch) {
   const double begin = options_.clock->Seconds();
-  hooks.on_activity(index, "create");
+  hooks.on_activity(wishes.index(), "create");
   auto prepared = std::make_unique<Prepared>();
-  prepared->index = index;
-  prepared->share_seconds = group_case.share_seconds;
-  prepared->repetitions = group_case.repetitions;
-  prepared->record = MakeRecord(*group_case.sweep_case);
-  Outcome* outcome = prepared->record.mutable_outcome();
-  absl::Status status = group_case.sweep_case->obstacle;
+  prepared->job = &job;
+  prepared->timed.wishes = wishes;
+  CaseReport& report = prepared->report;
+  report.set_index(wishes.index());
+  *report.mutable_record() = MakeRecord(job);
+  Outcome* outcome = report.mutable_record()->mutable_outcome();
+  absl::Status status = job.obstacle;
   try {
-    if (status.ok()) status = Fill(group_case, hooks, batch, prepared.get());
+    if (status.ok()) status = Fill(hooks, batch, prepared.get());
   } catch (const std::bad_alloc&) {
     status = absl::ResourceExhaustedError("an allocation failed");
   }
   // A device that has no memory for a case beside the others may have it for that case alone.
-  const bool on_device = group_case.sweep_case->device != Device::kCpu;
+  const bool on_device = job.device != Device::kCpu;
   prepared->waits |= on_device && absl::IsResourceExhausted(status) && !batch->cases.empty();
   if (prepared->waits) return false;
-  device_lost_ |= on_device && !status.ok() && RuntimeOf(group_case.sweep_case->device).ok() &&
-                  !DeviceStatus(group_case.sweep_case->device).ok();
-  prepared->cost.preparation_seconds = options_.clock->Seconds() - begin;
-  outcome->set_elapsed_seconds(prepared->cost.preparation_seconds);
+  device_lost_ |=
+      on_device && !status.ok() && RuntimeOf(job.device).ok() && !DeviceStatus(job.device).ok();
+  report.set_preparation_seconds(options_.clock->Seconds() - begin);
+  outcome->set_elapsed_seconds(report.preparation_seconds());
   outcome->set_process_peak_bytes(PeakResidentBytes());
   if (!status.ok()) {
     outcome->set_status(OutcomeOf(status));
     outcome->set_reason(std::string(status.message()));
-    hooks.done(index, std::move(prepared->record), prepared->cost);
-    return true;
   }
-  if (hooks.so_far != nullptr) hooks.so_far(index, prepared->record, prepared->cost);
-  batch->threads = group_case.sweep_case->threads;
+  report.set_finished(!status.ok() || !options_.times);
+  hooks.report(report);
+  if (report.finished()) return true;
+  batch->threads = job.threads;
   batch->cases.push_back(std::move(prepared));
   return true;
 }
 
-absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
-                            Prepared* prepared) {
-  const SweepCase& sweep_case = *group_case.sweep_case;
-  const Technique& technique = *sweep_case.technique;
-  Outcome* outcome = prepared->record.mutable_outcome();
-  TFB_RETURN_IF_ERROR(CheckSupported(technique.info(), sweep_case.problem, sweep_case.device));
-  TFB_ASSIGN_OR_RETURN(batch->runtime, RuntimeOf(sweep_case.device));
-  TFB_ASSIGN_OR_RETURN(const auto input_specs,
-                       technique.InputSpecs(sweep_case.problem, sweep_case.options));
-  TFB_ASSIGN_OR_RETURN(const auto output_specs,
-                       technique.OutputSpecs(sweep_case.problem, sweep_case.options));
+absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* prepared) {
+  const Job& job = *prepared->job;
+  const Technique& technique = *job.technique;
+  Case& record = *prepared->report.mutable_record();
+  Outcome* outcome = record.mutable_outcome();
+  TFB_RETURN_IF_ERROR(CheckSupported(technique.info(), job.problem, job.device));
+  TFB_ASSIGN_OR_RETURN(batch->runtime, RuntimeOf(job.device));
+  TFB_ASSIGN_OR_RETURN(const auto input_specs, technique.InputSpecs(job.problem, job.options));
+  TFB_ASSIGN_OR_RETURN(const auto output_specs, technique.OutputSpecs(job.problem, job.options));
 
   // Before anything is allocated. The check has outputs of its own, guarded, and a copy of them.
   const auto fits = [&](double more, double workspace) -> absl::Status {
@@ -307,44 +307,32 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
   const double tensor_bytes = BytesOf(input_specs, false) + 3 * BytesOf(output_specs, true);
   TFB_RETURN_IF_ERROR(fits(tensor_bytes, 0));
 
-  const std::string inputs_key = SpecsKey(input_specs);
-  auto inputs = batch->inputs.find(inputs_key);
-  if (inputs == batch->inputs.end()) {
-    absl::StatusOr<NamedTensors> made =
-        MakeInputs(sweep_case.input, input_specs, sweep_case.problem, sweep_case.seed);
-    // A file that does not fit is not the technique's fault.
-    if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
-    if (!made.ok()) return made.status();
-    inputs = batch->inputs.emplace(inputs_key, *std::move(made)).first;
-    batch->held_bytes += BytesOf(inputs->second);
-  }
-  prepared->inputs = &inputs->second;
+  TFB_RETURN_IF_ERROR(PlaceInputs(input_specs, batch, prepared));
 
   const int64_t heap_before = HeapBytes();
   DeviceBytes device_bytes(batch->runtime);
-  TFB_ASSIGN_OR_RETURN(prepared->layer, technique.Create(sweep_case.problem, sweep_case.options,
-                                                         sweep_case.device, sweep_case.seed));
+  TFB_ASSIGN_OR_RETURN(prepared->layer, job.CreateLayer());
   device_bytes.NoteLayer();
   Layer& layer = *prepared->layer;
-  auto& description = *prepared->record.mutable_technique();
+  auto& description = *record.mutable_technique();
   description.set_weights(layer.parameters().empty() ? TechniqueDescription::WEIGHTS_NONE
                                                      : TechniqueDescription::WEIGHTS_SEEDED);
-  if (const auto& text = sweep_case.input.text; text != nullptr) {
-    hooks.on_activity(prepared->index, "parameters");
+  if (const auto& text = job.input.text; text != nullptr) {
+    hooks.on_activity(prepared->report.index(), "parameters");
     TFB_ASSIGN_OR_RETURN(NamedTensors trained, text->ParametersOf(layer));
     TFB_RETURN_IF_ERROR(layer.SetParameters(std::move(trained)));
     description.set_weights(TechniqueDescription::WEIGHTS_TRAINED);
     description.set_weights_file(text->file());
   }
   const double parameter_bytes = BytesOf(layer.parameters());
-  const double workspace = static_cast<double>(layer.workspace_bytes(sweep_case.threads));
+  const double workspace = static_cast<double>(layer.workspace_bytes(job.threads));
   TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
-  TFB_RETURN_IF_ERROR(Check(group_case, hooks, prepared, &device_bytes));
+  TFB_RETURN_IF_ERROR(Check(hooks, prepared, &device_bytes));
   const int64_t heap_after = HeapBytes();
-  TFB_RETURN_IF_ERROR(Place(sweep_case, inputs_key, batch, prepared));
+  if (options_.times) TFB_RETURN_IF_ERROR(Bind(batch, prepared));
 
   const double output_bytes = BytesOf(output_specs, false);
-  outcome->set_peak_workspace_bytes(layer.workspace_bytes(sweep_case.threads));
+  outcome->set_peak_workspace_bytes(layer.workspace_bytes(job.threads));
   outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
   outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));
   outcome->set_output_bytes(static_cast<uint64_t>(output_bytes));
@@ -366,26 +354,47 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
   return absl::OkStatus();
 }
 
-// Puts inputs and outputs into the memory in which the case will be timed.
-absl::Status Measurer::Place(const SweepCase& sweep_case, const std::string& inputs_key,
-                             Batch* batch, Prepared* prepared) {
-  auto inputs = batch->device_inputs.find(inputs_key);
-  if (inputs == batch->device_inputs.end()) {
-    TFB_ASSIGN_OR_RETURN(DeviceTensors placed,
-                         DeviceTensors::Of(sweep_case.device, ViewsOf(*prepared->inputs)));
-    inputs = batch->device_inputs.emplace(inputs_key, std::move(placed)).first;
+// Makes the inputs, and puts them into the memory of the device, unless the batch has them.
+absl::Status Measurer::PlaceInputs(const std::vector<TensorSpec>& specs, Batch* batch,
+                                   Prepared* prepared) {
+  const Job& job = *prepared->job;
+  const std::string key = SpecsKey(specs);
+  auto inputs = batch->inputs.find(key);
+  if (inputs == batch->inputs.end()) {
+    absl::StatusOr<NamedTensors> made = MakeInputs(job.input, specs, job.problem, job.seed);
+    // A file that does not fit is not the technique's fault.
+    if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
+    if (!made.ok()) return made.status();
+    TFB_ASSIGN_OR_RETURN(DeviceTensors placed, DeviceTensors::Of(job.device, ViewsOf(*made)));
+    batch->held_bytes += BytesOf(*made);
+    inputs =
+        batch->inputs.emplace(key, Batch::PlacedInputs{*std::move(made), std::move(placed)}).first;
   }
-  prepared->device_inputs = inputs->second.inputs();
+  prepared->inputs = &inputs->second.host;
+  prepared->timed.bound.inputs = inputs->second.placed.inputs();
+  return absl::OkStatus();
+}
+
+// Binds the layer to the memory in which the case will be timed, but for the workspace, which may
+// have to grow for other cases of the batch.
+absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
+  const Job& job = *prepared->job;
+  BoundLayer& bound = prepared->timed.bound;
+  bound.layer = prepared->layer.get();
+  bound.device = job.device;
+  bound.runtime = batch->runtime;
+  bound.execution.pool = Pool(job.threads);
   TFB_ASSIGN_OR_RETURN(prepared->outputs,
-                       DeviceTensors::Allocate(sweep_case.device, prepared->layer->outputs(),
+                       DeviceTensors::Allocate(job.device, bound.layer->outputs(),
                                                /*optional_too=*/false));
+  bound.outputs = prepared->outputs.outputs();
   // One byte at least, so that there is an address.
-  const size_t bytes = std::max<size_t>(prepared->layer->workspace_bytes(sweep_case.threads), 1);
+  const size_t bytes = std::max<size_t>(prepared->layer->workspace_bytes(job.threads), 1);
   if (const size_t before = batch->workspace.bytes().size(); bytes > before) {
     batch->workspace = DeviceMemory();  // not both at once
-    absl::StatusOr<DeviceMemory> larger = DeviceMemory::Allocate(sweep_case.device, bytes);
+    absl::StatusOr<DeviceMemory> larger = DeviceMemory::Allocate(job.device, bytes);
     const absl::Status status = larger.status();
-    if (!status.ok()) larger = DeviceMemory::Allocate(sweep_case.device, before);
+    if (!status.ok()) larger = DeviceMemory::Allocate(job.device, before);
     if (larger.ok()) batch->workspace = *std::move(larger);
     TFB_RETURN_IF_ERROR(status);
   }
@@ -399,20 +408,20 @@ constexpr double kScalingCheckSeconds = 5;
 
 // Checks of one key take times that say something of each other. All rows of a text are checked,
 // whatever the purpose.
-std::string Measurer::CheckKey(const SweepCase& sweep_case, Case::Purpose purpose) {
-  const int kind = sweep_case.input.text != nullptr ? 0 : static_cast<int>(purpose);
-  return absl::StrCat(sweep_case.DisplayName(), " ", kind);
+std::string Measurer::CheckKey(const Job& job, Case::Purpose purpose) {
+  const int kind = job.input.text != nullptr ? 0 : static_cast<int>(purpose);
+  return absl::StrCat(job.DisplayName(), " ", kind);
 }
 
 // Foretells from the last check of the technique, or, for its first scaling case, from the check of
 // an accuracy case. Returns 0 where there was none.
-double Measurer::ExpectedCheckSeconds(const SweepCase& sweep_case) const {
-  for (const Case::Purpose purpose : {sweep_case.purpose, Case::PURPOSE_ACCURACY}) {
-    const auto found = check_seconds_.find(CheckKey(sweep_case, purpose));
+double Measurer::ExpectedCheckSeconds(const Job& job) const {
+  for (const Case::Purpose purpose : {job.purpose, Case::PURPOSE_ACCURACY}) {
+    const auto found = check_seconds_.find(CheckKey(job, purpose));
     if (found == check_seconds_.end()) continue;
     const auto [tokens, seconds] = found->second;
     // At most quadratic in tokens, and at least linear.
-    const double ratio = static_cast<double>(sweep_case.problem.query_tokens) /
+    const double ratio = static_cast<double>(job.problem.query_tokens) /
                          static_cast<double>(std::max<int64_t>(tokens, 1));
     return seconds * ratio * std::max(1.0, ratio);
   }
@@ -420,31 +429,30 @@ double Measurer::ExpectedCheckSeconds(const SweepCase& sweep_case) const {
 }
 
 // Returns the reason why the errors of a case are not measured, or nothing where they are.
-std::string Measurer::WhyNotChecked(const GroupCase& group_case) const {
-  const SweepCase& sweep_case = *group_case.sweep_case;
-  if (!sweep_case.check) {
+std::string Measurer::WhyNotChecked(const Job& job, const Visit::Item& wishes) const {
+  if (!job.check) {
     return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,
                         " tokens of text");
   }
-  if (!group_case.check) return "that took longer than --case_timeout";
+  if (!wishes.check()) return "that took longer than --case_timeout";
   double limit = std::numeric_limits<double>::infinity();
-  if (sweep_case.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
-  if (group_case.check_seconds > 0) limit = group_case.check_seconds;
+  if (job.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
+  if (wishes.check_seconds() > 0) limit = wishes.check_seconds();
   if (options_.case_timeout > 0) limit = std::min(limit, options_.case_timeout / 2);
-  const double expected = ExpectedCheckSeconds(sweep_case);
+  const double expected = ExpectedCheckSeconds(job);
   if (expected <= limit) return "";
   return absl::StrFormat("that would take about %.2g s", expected);
 }
 
 // Runs the layer once in guarded memory and holds it against its definition and dense attention.
-absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& hooks,
-                             Prepared* prepared, DeviceBytes* device_bytes) {
-  const SweepCase& sweep_case = *group_case.sweep_case;
-  Outcome* outcome = prepared->record.mutable_outcome();
-  hooks.on_activity(prepared->index, "first run");
+absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
+                             DeviceBytes* device_bytes) {
+  const Job& job = *prepared->job;
+  Outcome* outcome = prepared->report.mutable_record()->mutable_outcome();
+  hooks.on_activity(prepared->report.index(), "first run");
   const double run_begin = options_.clock->Seconds();
-  absl::StatusOr<LayerRun> run = RunOnce(prepared->layer.get(), sweep_case.device,
-                                         ViewsOf(*prepared->inputs), Pool(sweep_case.threads));
+  absl::StatusOr<LayerRun> run =
+      RunOnce(prepared->layer.get(), job.device, prepared->timed.bound.inputs, Pool(job.threads));
   if (!run.ok()) {
     // The caller's problem has been admitted, so that any other status is the technique's failure.
     const bool known =
@@ -453,31 +461,27 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   }
   device_bytes->NoteRun(run->device_bytes);
   outcome->set_status(Outcome::STATUS_OK);
-  RecordText(sweep_case, prepared->layer->parameters(), run->outputs, outcome);
+  RecordText(job, prepared->layer->parameters(), run->outputs, outcome);
   const double run_seconds = options_.clock->Seconds() - run_begin;
   if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
     return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
   }
 
-  const int64_t tokens = sweep_case.problem.query_tokens;
-  const std::string reason = WhyNotChecked(group_case);
+  const int64_t tokens = job.problem.query_tokens;
+  const std::string reason = WhyNotChecked(job, prepared->timed.wishes);
   if (!reason.empty()) {
     outcome->set_reason(absl::StrCat("errors were not measured: ", reason));
     return absl::OkStatus();
   }
-  hooks.on_activity(prepared->index, "check");
+  hooks.on_activity(prepared->report.index(), "check");
   const double begin = options_.clock->Seconds();
   EvaluateRequest request;
-  request.technique = sweep_case.technique;
-  request.options = sweep_case.options;
-  request.problem = sweep_case.problem;
-  request.device = sweep_case.device;
-  request.seed = sweep_case.seed;
+  request.job = job;
   request.inputs = prepared->inputs;
   const int64_t rows =
-      sweep_case.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
-  if (rows > 0) request.rows = SampleRows(tokens, rows, sweep_case.seed);
-  request.pool = Pool(sweep_case.threads);
+      job.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
+  if (rows > 0) request.rows = SampleRows(tokens, rows, job.seed);
+  request.pool = Pool(job.threads);
   request.registry = options_.registry;
   const absl::StatusOr<Accuracy> accuracy =
       JudgeOrRunOut(request, prepared->layer->parameters(), run->outputs);
@@ -489,8 +493,8 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
     return absl::InternalError(absl::StrCat("the check failed: ", accuracy.status().message()));
   }
   RecordAccuracy(*accuracy, outcome);
-  prepared->cost.check_seconds = options_.clock->Seconds() - begin;
-  check_seconds_[CheckKey(sweep_case, sweep_case.purpose)] = {tokens, prepared->cost.check_seconds};
+  prepared->report.set_check_seconds(options_.clock->Seconds() - begin);
+  check_seconds_[CheckKey(job, job.purpose)] = {tokens, prepared->report.check_seconds()};
   return absl::OkStatus();
 }
 
@@ -499,27 +503,17 @@ absl::Status Measurer::TooLong(absl::string_view what) const {
       absl::StrCat(what, "; --case_timeout is ", options_.case_timeout, " s"));
 }
 
-TimedCase Measurer::ToTimedCase(const Batch& batch, const Prepared& prepared) {
-  TimedCase timed;
-  timed.layer = prepared.layer.get();
-  timed.inputs = prepared.device_inputs;
-  timed.outputs = prepared.outputs.outputs();
-  timed.execution.pool = Pool(batch.threads);
-  timed.execution.workspace = batch.workspace.bytes();
-  timed.device = batch.runtime;
-  timed.share_seconds = prepared.share_seconds;
-  timed.repetitions = prepared.repetitions;
-  if (options_.case_timeout > 0) {
-    timed.timeout_seconds =
-        std::max(options_.case_timeout - prepared.cost.preparation_seconds, 1e-3);
-  }
-  return timed;
-}
-
 void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   if (batch->cases.empty() || Stopped(hooks)) return;
   std::vector<TimedCase> timed;
-  for (const auto& prepared : batch->cases) timed.push_back(ToTimedCase(*batch, *prepared));
+  for (const auto& prepared : batch->cases) {
+    timed.push_back(std::move(prepared->timed));
+    timed.back().bound.execution.workspace = batch->workspace.bytes();
+    if (options_.case_timeout > 0) {
+      timed.back().timeout_seconds =
+          std::max(options_.case_timeout - prepared->report.preparation_seconds(), 1e-3);
+    }
+  }
   TimingOptions options;
   options.clock = options_.clock;
   options.probe = options_.probe;
@@ -530,18 +524,15 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   options.monitor = Monitor(batch->runtime);
   if (instructions_ != nullptr) options.instructions = [this] { return instructions_->Read(); };
   options.on_sample = [&](size_t index, absl::string_view what) {
-    hooks.on_activity(batch->cases[index]->index, what);
+    hooks.on_activity(batch->cases[index]->report.index(), what);
   };
   options.stopped = hooks.stopped;
   InterimReports reports(hooks, options_.clock);
-  if (hooks.so_far != nullptr) {
-    options.on_enough = [&](size_t index, const Timing& so_far) {
-      const Prepared& prepared = *batch->cases[index];
-      Case record = prepared.record;
-      *record.mutable_outcome()->mutable_timing() = so_far;
-      reports.Add(prepared.index, std::move(record), prepared.cost);
-    };
-  }
+  options.on_enough = [&](size_t index, const Timing& so_far) {
+    CaseReport report = batch->cases[index]->report;
+    *report.mutable_record()->mutable_outcome()->mutable_timing() = so_far;
+    reports.Add(std::move(report));
+  };
   const LoadReading load_before = ReadMachineLoad(options_.load);
   MeasureSideBySide(options, &timed);
   // All cases of the batch were timed in the same stretch of time.
@@ -551,22 +542,23 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   for (size_t i = 0; i < timed.size(); ++i) {
     // Stopped too early to say anything: as if it had not been begun.
     if (absl::IsCancelled(timed[i].status)) continue;
-    Prepared& prepared = *batch->cases[i];
-    RecordTimes(timed[i], load, /*monitored=*/options.monitor != nullptr, &prepared);
-    hooks.done(prepared.index, std::move(prepared.record), prepared.cost);
+    CaseReport& report = batch->cases[i]->report;
+    RecordTimes(timed[i], load, /*monitored=*/options.monitor != nullptr, &report);
+    report.set_finished(true);
+    hooks.report(std::move(report));
   }
 }
 
 void Measurer::RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
-                           Prepared* prepared) const {
-  Outcome* outcome = prepared->record.mutable_outcome();
+                           CaseReport* report) const {
+  Outcome* outcome = report->mutable_record()->mutable_outcome();
   *outcome->mutable_timing() = timed.timing;
   *outcome->mutable_machine_load() = load;
   if (monitored) {
     *outcome->mutable_device_state_before() = timed.state_before;
     *outcome->mutable_device_state_after() = timed.state_after;
   }
-  outcome->set_elapsed_seconds(prepared->cost.preparation_seconds + timed.spent_seconds);
+  outcome->set_elapsed_seconds(report->preparation_seconds() + timed.spent_seconds);
   outcome->set_process_peak_bytes(PeakResidentBytes());
   if (!timed.status.ok() && outcome->status() == Outcome::STATUS_OK) {
     const absl::Status status =

@@ -20,6 +20,7 @@
 #include "harness/measure/instruction_counter.h"
 #include "harness/measure/machine_load.h"
 #include "harness/measure/timing.h"
+#include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/cases.h"
 #include "results/results.pb.h"
 
@@ -36,6 +37,7 @@ struct MeasureOptions {
   // the definition can evaluate single ones; 0: all.
   int64_t sampled_rows = 64;
   int64_t accuracy_rows = 0;
+  bool times = true;  // false: cases are checked alone
   bool cold = true;
   const Registry* registry = &Registry::Global();
   // The clock and the fixed arithmetic of TimingOptions.
@@ -44,46 +46,29 @@ struct MeasureOptions {
   LoadSources load;  // where the load of the machine is read
 };
 
-// A case and how it is to be measured.
-struct GroupCase {
-  const SweepCase* sweep_case = nullptr;
-  bool check = true;         // hold it against float64
-  double share_seconds = 0;  // about as long as its timing should take; 0: no limit
-  int repetitions = 0;       // samples of a run at most; 0: MeasureOptions::repetitions
-  // A check that is expected to take longer is left out, as the times are what matters; 0: no
-  // limit.
-  double check_seconds = 0;
-};
-
-// Times of a case that its record does not hold.
-struct CaseCost {
-  double preparation_seconds = 0;  // creating it, its first run, and the check
-  double check_seconds = 0;        // of these, for the check
-};
-
 struct MeasureHooks {
-  // Called before whatever may take long, with the index of the case in the group.
+  // Called before whatever may take long, with the index of the job.
   std::function<void(size_t index, absl::string_view what)> on_activity;
   // No further work begins once this is true. Cases without enough samples by then are not
   // reported.
   std::function<bool()> stopped;
   // Returns the seconds until `stopped` will be true for lack of time; null means no such limit.
   std::function<double()> seconds_left;
-  // The record so far of a case that is not finished: after its check, and while it is timed when
-  // it has enough samples to count. Null: nobody asks.
-  std::function<void(size_t index, Case record, const CaseCost& cost)> so_far;
-  // The record of a finished case. In any order.
-  std::function<void(size_t index, Case record, const CaseCost& cost)> done;
+  // Takes the reports of each case: those of an unfinished one after its check, and while it is
+  // timed when it has enough samples to count; and that of the finished one. Cases come in any
+  // order.
+  std::function<void(CaseReport)> report;
 };
 
-// Keeps what outlives a group: pools, the memory that flushes caches, how long checks took.
+// Keeps what outlives a visit: pools, the memory that flushes caches, how long checks took.
 class Measurer {
  public:
   explicit Measurer(const MeasureOptions& options);
 
-  // `group`: cases with equal GroupKeys. False where a case has lost their device to this process
-  // (DeviceStatus): that one has been reported, and those that have not are for another process.
-  bool Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks);
+  // The jobs that the visit names have equal GroupKeys. False where a case has lost their device to
+  // this process (DeviceStatus): that one has been reported, and those that have not are for another
+  // process.
+  bool Measure(const std::vector<Job>& jobs, const Visit& visit, const MeasureHooks& hooks);
 
  private:
   struct Prepared;
@@ -94,22 +79,19 @@ class Measurer {
   DeviceMonitor* Monitor(CudaRuntime* runtime);
   bool Stopped(const MeasureHooks& hooks) const { return device_lost_ || hooks.stopped(); }
   // False where the case waits for the next batch. Reports cases that cannot run.
-  bool Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks, Batch* batch);
-  absl::Status Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
-                    Prepared* prepared);
-  absl::Status Place(const SweepCase& sweep_case, const std::string& inputs_key, Batch* batch,
-                     Prepared* prepared);
-  absl::Status Check(const GroupCase& group_case, const MeasureHooks& hooks, Prepared* prepared,
-                     DeviceBytes* device_bytes);
-  static std::string CheckKey(const SweepCase& sweep_case, Case::Purpose purpose);
-  double ExpectedCheckSeconds(const SweepCase& sweep_case) const;
-  std::string WhyNotChecked(const GroupCase& group_case) const;
+  bool Prepare(const Job& job, const Visit::Item& wishes, const MeasureHooks& hooks, Batch* batch);
+  absl::Status Fill(const MeasureHooks& hooks, Batch* batch, Prepared* prepared);
+  absl::Status PlaceInputs(const std::vector<TensorSpec>& specs, Batch* batch, Prepared* prepared);
+  absl::Status Bind(Batch* batch, Prepared* prepared);
+  absl::Status Check(const MeasureHooks& hooks, Prepared* prepared, DeviceBytes* device_bytes);
+  static std::string CheckKey(const Job& job, Case::Purpose purpose);
+  double ExpectedCheckSeconds(const Job& job) const;
+  std::string WhyNotChecked(const Job& job, const Visit::Item& wishes) const;
   absl::Status TooLong(absl::string_view what) const;
-  TimedCase ToTimedCase(const Batch& batch, const Prepared& prepared);
   void Time(const MeasureHooks& hooks, Batch* batch);
-  // Puts what was timed into the case's record.
+  // Puts what was timed into the record of the report.
   void RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
-                   Prepared* prepared) const;
+                   CaseReport* report) const;
 
   MeasureOptions options_;
   std::unique_ptr<InstructionCounter> instructions_;  // null where the kernel has none

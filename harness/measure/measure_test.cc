@@ -47,9 +47,13 @@ class MeasureTest : public ::testing::Test {
     flags.causal = "true";
     flags.counterparts = false;
     cases_ = MakeCases(flags, registry_, "").value();
-    std::vector<GroupCase> group;
-    for (SweepCase& sweep_case : cases_) sweep_case.check = case_check_;
-    for (const SweepCase& sweep_case : cases_) group.push_back({&sweep_case, check_, 0});
+    Visit visit;
+    for (size_t i = 0; i < cases_.size(); ++i) {
+      cases_[i].check = case_check_;
+      Visit::Item* item = visit.add_items();
+      item->set_index(i);
+      item->set_check(check_);
+    }
     std::map<std::string, Case> records;
     MeasureHooks hooks;
     hooks.on_activity = [this](size_t index, absl::string_view what) {
@@ -58,22 +62,24 @@ class MeasureTest : public ::testing::Test {
     };
     if (seconds_left_ > 0) hooks.seconds_left = [this] { return seconds_left_; };
     hooks.stopped = [this] { return stopped_; };
-    hooks.so_far = [&](size_t, Case record, const CaseCost&) {
-      so_far_.push_back(std::move(record));
-      activities_at_so_far_.push_back(activities_);
+    hooks.report = [&](CaseReport report) {
+      if (!report.finished()) {
+        so_far_.push_back(std::move(*report.mutable_record()));
+        activities_at_so_far_.push_back(activities_);
+        return;
+      }
+      const std::string name = cases_[report.index()].DisplayName();
+      EXPECT_TRUE(records.emplace(name, std::move(*report.mutable_record())).second)
+          << name << " is reported twice";
     };
-    hooks.done = [&](size_t index, Case record, const CaseCost&) {
-      const std::string name = cases_[index].DisplayName();
-      EXPECT_TRUE(records.emplace(name, std::move(record)).second) << name << " is reported twice";
-    };
-    kept_device_ = Measurer(options_).Measure(group, hooks);
+    kept_device_ = Measurer(options_).Measure(cases_, visit, hooks);
     return records;
   }
 
   SimulatedClock clock_;
   Registry registry_;
   MeasureOptions options_;
-  std::vector<SweepCase> cases_;
+  std::vector<Job> cases_;
   using Activity = std::pair<size_t, std::string>;
   std::map<std::string, int> activities_;
   std::vector<Case> so_far_;
@@ -268,7 +274,8 @@ TEST_F(MeasureTest, ALaunchThatFailsIsARowAndTheOthersRun) {
   const auto records = Measure("toy_bad_launch,toy_bad_kernel,toy_device", 16, "simulator");
   EXPECT_TRUE(kept_device_);  // the simulator tells of a failed kernel at once
   EXPECT_EQ(records.at("toy_bad_launch").outcome().status(), Outcome::STATUS_FAILED);
-  EXPECT_THAT(records.at("toy_bad_launch").outcome().reason(), HasSubstr("gridDim.x"));
+  EXPECT_THAT(records.at("toy_bad_launch").outcome().reason(),
+              HasSubstr("more tasks than a grid has blocks"));
   EXPECT_EQ(records.at("toy_bad_kernel").outcome().status(), Outcome::STATUS_FAILED);
   EXPECT_EQ(records.at("toy_device").outcome().status(), Outcome::STATUS_OK);
 }

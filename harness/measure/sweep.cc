@@ -130,7 +130,7 @@ std::string WithoutNotTimed(absl::string_view reason) {
 
 class Sweep {
  public:
-  Sweep(const SweepOptions& options, const std::vector<SweepCase>& cases)
+  Sweep(const SweepOptions& options, const std::vector<Job>& cases)
       : options_(options),
         cases_(cases),
         clock_(*options.measure.clock),
@@ -224,7 +224,7 @@ class Sweep {
   void FindLeft() {
     const std::map<std::string, const Case*> recorded = CasesByKey(appender_->existing());
     std::vector<std::string> keys;
-    for (const SweepCase& sweep_case : cases_) keys.push_back(CaseKey(MakeRecord(sweep_case)));
+    for (const Job& job : cases_) keys.push_back(CaseKey(MakeRecord(job)));
     left_.assign(cases_.size(), true);
     for (size_t i = 0; i < cases_.size(); ++i) {
       const auto found = recorded.find(keys[i]);
@@ -381,9 +381,7 @@ class Sweep {
       Outcome* outcome = all.mutable_outcome();
       outcome->set_unfinished(false);
       outcome->set_reason(WithoutNotTimed(outcome->reason()));
-      CaseCost cost;
-      cost.preparation_seconds = outcome->elapsed_seconds();
-      visits_[index] = plan_->Resume(index, VisitedBy(all, cost));
+      visits_[index] = plan_->Resume(index, VisitedBy(all, outcome->elapsed_seconds(), 0));
       records_[index] = all;
       if (visits_[index] >= options_.rounds) TFB_RETURN_IF_ERROR(Append(index, all));
     }
@@ -419,7 +417,7 @@ class Sweep {
       if (other == nullptr || Stopped()) return absl::OkStatus();
       progress_->Show(absl::StrCat("the same of ", options_.other.program), Elapsed(),
                       ExpectedLeft());
-      const absl::Status status = other->Measure(GroupKey(cases_[visit.items.front().index]));
+      const absl::Status status = other->Measure(GroupKey(cases_[visit.items(0).index()]));
       return absl::IsCancelled(status) ? absl::OkStatus() : status;
     };
     if (turn % 2 == 1) TFB_RETURN_IF_ERROR(measure_other());
@@ -436,7 +434,7 @@ class Sweep {
         continue;
       }
       const Visit visit = plan_->VisitGroup(turn->group);
-      if (!visit.items.empty()) TFB_RETURN_IF_ERROR(MeasureVisit(visit));
+      if (!visit.items().empty()) TFB_RETURN_IF_ERROR(MeasureVisit(visit));
     }
     return absl::OkStatus();
   }
@@ -447,7 +445,7 @@ class Sweep {
     for (size_t i = 0; i < cases_.size() && !Stopped(); ++i) {
       while (left_[i] && !Stopped()) {
         const Visit visit = plan_->VisitGroup(GroupKey(cases_[i]));
-        if (visit.items.empty()) break;
+        if (visit.items().empty()) break;
         if (options_.time_budget > 0) {
           TFB_RETURN_IF_ERROR(LeaveOut(i, "the sweep that this one takes turns with left it out"));
         } else {
@@ -549,10 +547,10 @@ class Sweep {
 
   // Measures until each of the visit's cases has been visited, or the deadline has come.
   absl::Status MeasureVisit(const Visit& visit) {
-    const double deadline = visit.deadline > 0 ? begin_ + visit.deadline : 0;
+    const double deadline = visit.deadline() > 0 ? begin_ + visit.deadline() : 0;
     std::set<size_t> unchecked;  // whose check has hung
     open_.clear();
-    for (const Visit::Item& item : visit.items) open_.insert(item.index);
+    for (const Visit::Item& item : visit.items()) open_.insert(item.index());
     while (!open_.empty()) {
       if (deadline > 0 && clock_.Seconds() >= deadline) break;
       if (worker_ == nullptr) TFB_RETURN_IF_ERROR(StartWorker());
@@ -565,7 +563,7 @@ class Sweep {
     }
     // A repetition that the deadline has cut short is not tried again.
     for (const size_t index : open_) {
-      if (visit.repeats) plan_->Finish(index);
+      if (visit.repeats()) plan_->Finish(index);
     }
     return absl::OkStatus();
   }
@@ -573,26 +571,22 @@ class Sweep {
   // Returns the request for the cases of the visit that are open.
   ToWorker RequestFor(const Visit& visit, const std::set<size_t>& unchecked) const {
     std::vector<Visit::Item> items;
-    for (const Visit::Item& item : visit.items) {
-      if (open_.count(item.index) > 0) items.push_back(item);
+    for (const Visit::Item& item : visit.items()) {
+      if (open_.count(item.index()) > 0) items.push_back(item);
     }
     // Cases that were checked before come last, so that a sweep that is stopped often gets on.
     std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
-      return records_.count(item.index) == 0;
+      return records_.count(item.index()) == 0;
     });
     // Where a group does not fit memory or time at once, the dense counterparts are in its first
     // part.
     std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
-      return IsBaseline(MakeRecord(cases_[item.index]));
+      return IsBaseline(MakeRecord(cases_[item.index()]));
     });
     ToWorker request;
-    for (const Visit::Item& item : items) {
-      GroupRequest::Item* sent = request.mutable_group()->add_items();
-      sent->set_index(item.index);
-      sent->set_check(records_.count(item.index) == 0 && unchecked.count(item.index) == 0);
-      sent->set_repetitions(item.repetitions);
-      sent->set_share_seconds(item.share_seconds);
-      sent->set_check_seconds(item.check_seconds);
+    for (Visit::Item& item : items) {
+      item.set_check(records_.count(item.index()) == 0 && unchecked.count(item.index()) == 0);
+      *request.mutable_visit()->add_items() = std::move(item);
     }
     return request;
   }
@@ -614,10 +608,10 @@ class Sweep {
         TFB_ASSIGN_OR_RETURN(FromWorker answer, Parsed(message));
         if (!answer.has_report()) {
           // The case that lost the device has its record. But without any there would be no end.
-          if (!answer.group_done() && taken == 0) {
+          if (!answer.visit_done() && taken == 0) {
             TFB_RETURN_IF_ERROR(CountEndBetweenCases("the device was lost"));
           }
-          return answer.group_done();
+          return answer.visit_done();
         }
         if (answer.report().finished()) ++taken;
         TFB_RETURN_IF_ERROR(TakeReport(std::move(*answer.mutable_report())));
@@ -638,10 +632,10 @@ class Sweep {
         worker_->Kill();
       }
       if (now.index >= 0) {
-        const SweepCase& at = cases_[static_cast<size_t>(now.index)];
-        progress_->Show(absl::StrCat(visit.repeats ? "more samples: " : "", at.problem.query_tokens,
-                                     " tokens, ", visit.items.size(), " cases: ", at.DisplayName(),
-                                     " (", now.what, ")"),
+        const Job& at = cases_[static_cast<size_t>(now.index)];
+        progress_->Show(absl::StrCat(visit.repeats() ? "more samples: " : "",
+                                     at.problem.query_tokens, " tokens, ", visit.items_size(),
+                                     " cases: ", at.DisplayName(), " (", now.what, ")"),
                         Elapsed(), ExpectedLeft());
       }
     }
@@ -658,10 +652,7 @@ class Sweep {
     if (index >= cases_.size()) {
       return absl::InternalError("the measuring process reports a case that does not exist");
     }
-    if (report.finished()) {
-      return TakeVisit(index, std::move(*report.mutable_record()),
-                       {report.preparation_seconds(), report.check_seconds()});
-    }
+    if (report.finished()) return TakeVisit(report);
     interim_[index] = std::move(*report.mutable_record());
     // Further samples of a case that has its record can wait.
     if (visits_[index] >= options_.rounds) return absl::OkStatus();
@@ -688,12 +679,13 @@ class Sweep {
 
   // The record of one visit joins those of the visits before. The case has its record after the
   // first rounds, and once more at the end where repetitions have added samples.
-  absl::Status TakeVisit(size_t index, const Case& record, const CaseCost& cost) {
+  absl::Status TakeVisit(const CaseReport& report) {
+    const size_t index = report.index();
     open_.erase(index);
     interim_.erase(index);
     const int visits = ++visits_[index];
-    const Case& all = records_[index] = WithEarlierVisits(index, record);
-    plan_->Note(index, VisitedBy(all, cost));
+    const Case& all = records_[index] = WithEarlierVisits(index, report.record());
+    plan_->Note(index, VisitedBy(all, report.preparation_seconds(), report.check_seconds()));
     const bool can_go_on =
         all.outcome().status() == Outcome::STATUS_OK && all.outcome().timing().run_ns_size() > 0;
     if (!can_go_on) plan_->Finish(index);
@@ -705,10 +697,10 @@ class Sweep {
     return goes_on ? AppendUnfinished(index, all) : Append(index, all);
   }
 
-  static Visited VisitedBy(const Case& all, const CaseCost& cost) {
+  static Visited VisitedBy(const Case& all, double preparation_seconds, double check_seconds) {
     Visited visited;
-    visited.preparation_seconds = cost.preparation_seconds;
-    visited.check_seconds = cost.check_seconds;
+    visited.preparation_seconds = preparation_seconds;
+    visited.check_seconds = check_seconds;
     visited.samples = all.outcome().timing().run_ns_size();
     if (const auto time = RunTime(all); time.has_value()) {
       visited.call_seconds = time->median / 1e9;
@@ -868,7 +860,7 @@ class Sweep {
   bool AnyFailed() const { return !failed_.empty(); }
 
   SweepOptions options_;
-  const std::vector<SweepCase>& cases_;
+  const std::vector<Job>& cases_;
   Clock& clock_;
   const double begin_;
   std::unique_ptr<ResultAppender> appender_;
@@ -900,7 +892,7 @@ class Sweep {
 
 }  // namespace
 
-int RunSweep(const SweepOptions& options, const std::vector<SweepCase>& cases) {
+int RunSweep(const SweepOptions& options, const std::vector<Job>& cases) {
   return Sweep(options, cases).Run();
 }
 

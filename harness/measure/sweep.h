@@ -55,7 +55,7 @@ struct SweepOptions {
 // failure); 2 the file cannot be written, or no case could run; 128 + signal where SIGINT or
 // SIGTERM stopped it, with a message on how to go on. The first signal lets the samples at hand be
 // recorded, a second one stops at once. Needs a process with a single thread.
-int RunSweep(const SweepOptions& options, const std::vector<SweepCase>& cases);
+int RunSweep(const SweepOptions& options, const std::vector<Job>& cases);
 
 // results/runs/<time>-<host>.pb in the repository, a name that is not taken.
 std::string DefaultResultPath();

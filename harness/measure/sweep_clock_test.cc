@@ -75,7 +75,7 @@ class SweepByClock : public ::testing::Test {
   SimulatedClock clock_;
   Registry registry_;
   SweepOptions options_;
-  std::vector<SweepCase> cases_;
+  std::vector<Job> cases_;
   double elapsed_ = 0;
   int records_ = 0;  // of the file that Outcomes has read, superseded ones included
 };
@@ -108,7 +108,7 @@ TEST_F(SweepByClock, ALengthThatDoesNotFitIsOutForAllAndResumeMeasuresIt) {
   EXPECT_EQ(Sweep("toy_slow:ms=300,toy_mean,toy_causal", "16:256"), 0);
   EXPECT_LE(elapsed_, 8);
   std::map<int, std::set<Outcome::Status>> by_length;
-  for (const SweepCase& one : cases_) {
+  for (const Job& one : cases_) {
     const int tokens = static_cast<int>(one.problem.query_tokens);
     const Outcome outcome = Outcomes()[absl::StrCat(one.technique->info().name, " ", tokens)];
     by_length[tokens].insert(outcome.status());

@@ -17,7 +17,7 @@ namespace {
 
 class SweepWorker {
  public:
-  SweepWorker(const SweepOptions& options, const std::vector<SweepCase>& cases, WorkerSide& side)
+  SweepWorker(const SweepOptions& options, const std::vector<Job>& cases, WorkerSide& side)
       : options_(options), cases_(cases), side_(side), measurer_(options.measure) {}
 
   void Run() {
@@ -32,12 +32,12 @@ class SweepWorker {
         case ToWorker::kMeasurePeaks:
           Answer(Peaks());
           break;
-        case ToWorker::kGroup: {
+        case ToWorker::kVisit: {
           FromWorker end;
-          end.set_group_done(MeasureGroup(request.group()));
+          end.set_visit_done(Measure(request.visit()));
           side_.Announce(-1, "");
           Send(end);
-          if (!end.group_done()) return;
+          if (!end.visit_done()) return;
           break;
         }
         case ToWorker::REQUEST_NOT_SET:
@@ -63,12 +63,11 @@ class SweepWorker {
 
   Environment Peaks() const {
     std::vector<int> threads = {1};
-    for (const SweepCase& sweep_case : cases_) threads.push_back(sweep_case.threads);
+    for (const Job& job : cases_) threads.push_back(job.threads);
     Environment environment;
     MeasurePeaks(threads, &environment);
-    const bool on_gpu = std::any_of(cases_.begin(), cases_.end(), [](const SweepCase& sweep_case) {
-      return sweep_case.device == Device::kCuda;
-    });
+    const bool on_gpu = std::any_of(cases_.begin(), cases_.end(),
+                                    [](const Job& job) { return job.device == Device::kCuda; });
     if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
       // A failure here costs the shares of a peak alone; the cases themselves say what is wrong.
       MeasureDevicePeaks(*gpu, &environment).IgnoreError();
@@ -77,48 +76,30 @@ class SweepWorker {
   }
 
   // Returns false where the device is lost.
-  bool MeasureGroup(const GroupRequest& request) {
-    std::vector<GroupCase> group;
-    for (const GroupRequest::Item& item : request.items()) {
-      group.push_back({&cases_.at(item.index()), item.check(), item.share_seconds(),
-                       item.repetitions(), item.check_seconds()});
-    }
-    const auto index_of = [&](size_t i) { return request.items(static_cast<int>(i)).index(); };
-    const auto report = [&](size_t i, Case record, const CaseCost& cost, bool finished) {
-      FromWorker answer;
-      CaseReport* report = answer.mutable_report();
-      report->set_index(index_of(i));
-      *report->mutable_record() = std::move(record);
-      report->set_finished(finished);
-      report->set_preparation_seconds(cost.preparation_seconds);
-      report->set_check_seconds(cost.check_seconds);
-      Send(answer);
-    };
+  bool Measure(const Visit& visit) {
     MeasureHooks hooks;
-    hooks.on_activity = [&](size_t i, absl::string_view what) {
-      side_.Announce(static_cast<int64_t>(index_of(i)), what);
+    hooks.on_activity = [&](size_t index, absl::string_view what) {
+      side_.Announce(static_cast<int64_t>(index), what);
     };
     hooks.stopped = [&] { return side_.stopped(); };
     hooks.seconds_left = [&] { return side_.SecondsLeft(); };
-    hooks.so_far = [&](size_t i, Case record, const CaseCost& cost) {
-      report(i, std::move(record), cost, /*finished=*/false);
+    hooks.report = [&](CaseReport report) {
+      FromWorker answer;
+      *answer.mutable_report() = std::move(report);
+      Send(answer);
     };
-    hooks.done = [&](size_t i, Case record, const CaseCost& cost) {
-      report(i, std::move(record), cost, /*finished=*/true);
-    };
-    return measurer_.Measure(group, hooks);
+    return measurer_.Measure(cases_, visit, hooks);
   }
 
   const SweepOptions& options_;
-  const std::vector<SweepCase>& cases_;
+  const std::vector<Job>& cases_;
   WorkerSide& side_;
   Measurer measurer_;
 };
 
 }  // namespace
 
-void WorkForSweep(const SweepOptions& options, const std::vector<SweepCase>& cases,
-                  WorkerSide& side) {
+void WorkForSweep(const SweepOptions& options, const std::vector<Job>& cases, WorkerSide& side) {
   SweepWorker(options, cases, side).Run();
 }
 

@@ -12,8 +12,7 @@
 namespace tfb {
 
 // Answers the requests that come by `side` until none is to come or the device is lost.
-void WorkForSweep(const SweepOptions& options, const std::vector<SweepCase>& cases,
-                  WorkerSide& side);
+void WorkForSweep(const SweepOptions& options, const std::vector<Job>& cases, WorkerSide& side);
 
 }  // namespace tfb
 

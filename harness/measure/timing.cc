@@ -67,10 +67,10 @@ class Measurement {
       timed_.status = absl::CancelledError("the device was lost before");
       return;
     }
-    timed_.timing.set_clock(timed_.device == nullptr ? Timing::CLOCK_WALL
-                                                     : Timing::CLOCK_DEVICE_EVENTS);
+    timed_.timing.set_clock(timed_.bound.runtime == nullptr ? Timing::CLOCK_WALL
+                                                            : Timing::CLOCK_DEVICE_EVENTS);
     timed_.state_before = timed_.state_after = ReadState();
-    if (timed_.device != nullptr && !(Prepare(&begin_) && Prepare(&end_))) return;
+    if (timed_.bound.runtime != nullptr && !(Prepare(&begin_) && Prepare(&end_))) return;
     Announce("run");
     const double start = clock_.Seconds();
     call_seconds_ = std::numeric_limits<double>::infinity();
@@ -94,17 +94,18 @@ class Measurement {
   void Register() {
     if (!timed_.status.ok()) return;
     SampleWishes wishes;
-    wishes.repetitions = timed_.repetitions > 0 ? timed_.repetitions : options_.repetitions;
+    wishes.repetitions =
+        timed_.wishes.repetitions() > 0 ? timed_.wishes.repetitions() : options_.repetitions;
     wishes.min_time = options_.min_time;
     wishes.setup = options_.setup;
     wishes.cold = options_.cold && options_.flush_caches != nullptr;
     wishes.stream = !segments_.empty();
     wishes.flush_seconds = options_.flush_seconds;
-    const SamplePlan plan = PlanSamples(wishes, call_seconds_, timed_.share_seconds);
+    const SamplePlan plan = PlanSamples(wishes, call_seconds_, timed_.wishes.share_seconds());
     planned_runs_ = plan.runs;
     samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams;
     Add("run", plan.runs,
-        timed_.device == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
+        timed_.bound.runtime == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
     Add("setup", plan.setups, &Measurement::SetupSample);
     Add("cold", plan.colds, &Measurement::ColdSample);
     Add("stream", plan.streams, &Measurement::StreamSample);
@@ -112,9 +113,12 @@ class Measurement {
 
   // Instructions of single runs, where there is a counter and time for it.
   void CountInstructions() {
-    if (options_.instructions == nullptr || timed_.device != nullptr || !timed_.status.ok()) return;
+    if (options_.instructions == nullptr || timed_.bound.runtime != nullptr || !timed_.status.ok())
+      return;
     const double counting_seconds = kCountedRuns * call_seconds_;
-    if (timed_.share_seconds > 0 && counting_seconds > kCountedPart * timed_.share_seconds) return;
+    if (timed_.wishes.share_seconds() > 0 &&
+        counting_seconds > kCountedPart * timed_.wishes.share_seconds())
+      return;
     for (int i = 0; i < kCountedRuns; ++i) {
       const int64_t before = options_.instructions();
       if (!Keep(Run())) return;
@@ -157,7 +161,7 @@ class Measurement {
   // Returns the samples taken, those of runs that are kept.
   Timing TimingSoFar() const {
     Timing timing = timed_.timing;
-    const bool on_device = timed_.device != nullptr;
+    const bool on_device = timed_.bound.runtime != nullptr;
     const std::vector<bool> kept =
         on_device ? UnthrottledSamples(states_) : UndisturbedSamples(probes_, usual_probe_());
     int64_t discarded = 0;
@@ -252,7 +256,7 @@ class Measurement {
   }
   absl::StatusOr<double> ColdSeconds() {
     TFB_RETURN_IF_ERROR(options_.flush_caches());
-    if (timed_.device != nullptr) return DeviceSeconds([&] { return Run(); });
+    if (timed_.bound.runtime != nullptr) return DeviceSeconds([&] { return Run(); });
     const double begin = clock_.Seconds();
     TFB_RETURN_IF_ERROR(Run());
     return clock_.Seconds() - begin;
@@ -291,21 +295,21 @@ class Measurement {
   }
 
   void PlanStream() {
-    stream_ = dynamic_cast<StreamingLayer*>(timed_.layer);
+    stream_ = dynamic_cast<StreamingLayer*>(timed_.bound.layer);
     if (stream_ == nullptr || !options_.stream || stream_->segment_inputs().empty()) return;
     const TensorSpec& first = stream_->segment_inputs()[0];
-    const ConstTensorView whole = timed_.inputs.Get(first.name);
+    const ConstTensorView whole = timed_.bound.inputs.Get(first.name);
     const int axis = SegmentAxis(first);
     const int64_t tokens = axis < 0 || axis >= whole.rank ? 0 : whole.dim(axis);
     for (const Segment& segment : PlanSegments(tokens, stream_->max_segment_tokens())) {
       SegmentCall call;
       call.segment = segment;
       timed_.stream_status =
-          SliceAll(stream_->segment_inputs(), timed_.inputs, segment, &call.inputs);
+          SliceAll(stream_->segment_inputs(), timed_.bound.inputs, segment, &call.inputs);
       timed_.stream_status.Update(
-          SliceAll(stream_->segment_outputs(), timed_.outputs, segment, &call.outputs));
-      if (timed_.device != nullptr) {
-        absl::StatusOr<DeviceEvent> end = DeviceEvent::Make(timed_.device);
+          SliceAll(stream_->segment_outputs(), timed_.bound.outputs, segment, &call.outputs));
+      if (timed_.bound.runtime != nullptr) {
+        absl::StatusOr<DeviceEvent> end = DeviceEvent::Make(timed_.bound.runtime);
         timed_.stream_status.Update(end.status());
         if (end.ok()) call.end = *std::move(end);
       }
@@ -318,7 +322,7 @@ class Measurement {
   }
 
   void StreamSample() {
-    timed_.stream_status.Update(timed_.device == nullptr ? Stream() : StreamOnDevice());
+    timed_.stream_status.Update(timed_.bound.runtime == nullptr ? Stream() : StreamOnDevice());
     if (timed_.stream_status.ok()) return;
     segments_.clear();
     NoteLoss();
@@ -329,7 +333,7 @@ class Measurement {
     TFB_RETURN_IF_ERROR(stream_->Reset());
     for (SegmentCall& call : segments_) {
       const double start = clock_.Seconds();
-      TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.execution));
+      TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.bound.execution));
       call.append_ns.push_back((clock_.Seconds() - start) * 1e9);
     }
     return absl::OkStatus();
@@ -337,10 +341,10 @@ class Measurement {
   // Enqueues all segments without waiting in between, as a decoder would.
   absl::Status StreamOnDevice() {
     TFB_RETURN_IF_ERROR(stream_->Reset());
-    TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
+    TFB_RETURN_IF_ERROR(begin_.Record(timed_.bound.execution.stream));
     for (SegmentCall& call : segments_) {
-      TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.execution));
-      TFB_RETURN_IF_ERROR(call.end.Record(timed_.execution.stream));
+      TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.bound.execution));
+      TFB_RETURN_IF_ERROR(call.end.Record(timed_.bound.execution.stream));
     }
     const DeviceEvent* previous = &begin_;
     for (SegmentCall& call : segments_) {
@@ -370,7 +374,7 @@ class Measurement {
   void Announce(absl::string_view what) {
     if (options_.on_sample != nullptr) options_.on_sample(index_, what);
   }
-  absl::Status Synchronize() { return tfb::Synchronize(timed_.device); }
+  absl::Status Synchronize() { return timed_.bound.Synchronize(); }
   absl::Status RunAndWait() {
     TFB_RETURN_IF_ERROR(Run());
     return Synchronize();
@@ -386,11 +390,10 @@ class Measurement {
     }
   }
   absl::Status Run() {
-    return WithoutMemory(
-        [&] { return timed_.layer->Run(timed_.inputs, timed_.outputs, timed_.execution); });
+    return WithoutMemory([&] { return timed_.bound.Run(); });
   }
   absl::Status Setup() {
-    return WithoutMemory([&] { return timed_.layer->Setup(timed_.inputs, timed_.execution); });
+    return WithoutMemory([&] { return timed_.bound.Setup(); });
   }
   bool Keep(const absl::Status& status) {
     timed_.status.Update(status);
@@ -402,18 +405,20 @@ class Measurement {
 
   // After a call that failed.
   void NoteLoss() {
-    if (timed_.device != nullptr && !timed_.device->Synchronize().ok()) device_lost_ = true;
+    if (timed_.bound.runtime != nullptr && !timed_.bound.runtime->Synchronize().ok())
+      device_lost_ = true;
   }
   DeviceState ReadState() const {
-    return timed_.device == nullptr || options_.monitor == nullptr ? DeviceState()
-                                                                   : options_.monitor->Read();
+    return timed_.bound.runtime == nullptr || options_.monitor == nullptr
+               ? DeviceState()
+               : options_.monitor->Read();
   }
   static DeviceState Worse(const DeviceState& a, const DeviceState& b) {
     if (IsThrottled(a) != IsThrottled(b)) return IsThrottled(a) ? a : b;
     return a.clock_mhz() < b.clock_mhz() ? a : b;
   }
   bool Prepare(DeviceEvent* event) {
-    absl::StatusOr<DeviceEvent> made = DeviceEvent::Make(timed_.device);
+    absl::StatusOr<DeviceEvent> made = DeviceEvent::Make(timed_.bound.runtime);
     if (made.ok()) *event = *std::move(made);
     return Keep(made.status());
   }
@@ -421,9 +426,9 @@ class Measurement {
   // waits for them.
   template <class Body>
   absl::StatusOr<double> DeviceSeconds(const Body& body) {
-    TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
+    TFB_RETURN_IF_ERROR(begin_.Record(timed_.bound.execution.stream));
     TFB_RETURN_IF_ERROR(body());
-    TFB_RETURN_IF_ERROR(end_.Record(timed_.execution.stream));
+    TFB_RETURN_IF_ERROR(end_.Record(timed_.bound.execution.stream));
     return end_.SecondsSince(begin_);
   }
 

@@ -37,11 +37,12 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "core/cuda/runtime.h"
-#include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/judge/bound_layer.h"
 #include "harness/measure/clock.h"
 #include "harness/measure/device_monitor.h"
+#include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/sample_plan.h"
 #include "results/results.pb.h"
 
@@ -50,18 +51,13 @@ namespace tfb {
 constexpr double kDisturbedFactor = 1.3;
 constexpr double kUsualQuantile = 0.1;
 
-// A layer with all that a call needs. Setup has been called, and Run once.
+// A layer while it is timed. Setup has been called, and Run once.
 struct TimedCase {
-  Layer* layer = nullptr;
-  Inputs inputs;
-  Outputs outputs;
-  Execution execution;
-  CudaRuntime* device = nullptr;  // whose memory it all is in; null: the CPU
-  double timeout_seconds = 0;     // for everything that is measured of this case; 0: none
-  // About as long as the measuring should take: the numbers of samples adapt, down to
-  // kFewestSamples. 0: no limit.
-  double share_seconds = 0;
-  int repetitions = 0;  // samples of `run` at most; 0: those of the options
+  BoundLayer bound;
+  // Of the visit's wishes its share and repetitions: the numbers of samples adapt to the share,
+  // down to kFewestSamples.
+  Visit::Item wishes;
+  double timeout_seconds = 0;  // for everything that is measured of this case; 0: none
 
   // The results.
   Timing timing;

@@ -40,8 +40,6 @@ class TimingTest : public ::testing::Test {
   struct Prepared {
     std::unique_ptr<Layer> layer;
     NamedTensors host;
-    DeviceTensors inputs, outputs;
-    DeviceMemory workspace;
   };
 
   TimingTest() : pool_(2) {
@@ -68,18 +66,9 @@ class TimingTest : public ::testing::Test {
       if (spec.optional) continue;
       FillNormal(&(p.host[spec.name] = Tensor(spec.dtype, spec.shape)), 1, spec.name);
     }
-    p.inputs = DeviceTensors::Of(device, ViewsOf(p.host)).value();
-    p.outputs = DeviceTensors::Allocate(device, p.layer->outputs(), true).value();
-    p.workspace =
-        DeviceMemory::Allocate(device, p.layer->workspace_bytes(pool_.threads()) + 64).value();
     TimedCase timed;
-    timed.layer = p.layer.get();
-    timed.inputs = p.inputs.inputs();
-    timed.outputs = p.outputs.outputs();
-    timed.execution.pool = &pool_;
-    timed.execution.workspace = p.workspace.bytes();
-    timed.device = RuntimeOf(device).value();
-    EXPECT_TRUE(p.layer->Setup(timed.inputs, timed.execution).ok());
+    timed.bound = Bind(p.layer.get(), device, ViewsOf(p.host), &pool_, true).value();
+    EXPECT_TRUE(timed.bound.Setup().ok());
     return timed;
   }
 
@@ -279,7 +268,7 @@ TEST_F(TimingTest, InstructionsAreCountedOnlyWhereTheShareHasTimeForIt) {
   for (const double share_calls : {29.0, 31.0}) {
     std::vector<TimedCase> cases;
     cases.push_back(Prepare("toy_slow", {{"ms", "4"}}, 1));
-    cases[0].share_seconds = share_calls * (0.004 + kRoundSeconds);
+    cases[0].wishes.set_share_seconds(share_calls * (0.004 + kRoundSeconds));
     TimingOptions options = Quick();
     int64_t count = 0;
     options.instructions = [&] { return count += 1000; };
@@ -292,8 +281,9 @@ TEST_F(TimingTest, SmallShareOfTimeTakesFewerSamples) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_slow", {{"ms", "20"}}, 1));
   cases.push_back(Prepare("toy_slow", {{"ms", "20"}}, 1));
-  cases[0].share_seconds = 0.15;   // 0.6 of it is room for 2 samples of 40 ms, warming included
-  cases[1].share_seconds = 0.005;  // not even for one; three are taken all the same
+  cases[0].wishes.set_share_seconds(
+      0.15);  // 0.6 of it is room for 2 samples of 40 ms, warming included
+  cases[1].wishes.set_share_seconds(0.005);  // not even for one; three are taken all the same
   MeasureSideBySide(Quick(), &cases);
   EXPECT_EQ(cases[0].timing.run_ns_size(), kFewestSamples);
   EXPECT_EQ(cases[1].timing.run_ns_size(), kFewestSamples);
@@ -448,7 +438,8 @@ TEST_F(TimingTest, ALostDeviceIsTheFaultOfWhoLostIt) {
   MeasureSideBySide(QuickOnDevice(), &cases);
   EXPECT_FALSE(DeviceStatus(Device::kSimulator).ok());
   EXPECT_TRUE(absl::IsCancelled(cases[0].status)) << cases[0].status;
-  EXPECT_THAT(std::string(cases[1].status.message()), HasSubstr("gridDim"));
+  EXPECT_THAT(std::string(cases[1].status.message()),
+              HasSubstr("more tasks than a grid has blocks"));
   EXPECT_TRUE(absl::IsInternal(cases[2].status)) << cases[2].status;
   EXPECT_TRUE(absl::IsCancelled(cases[3].status)) << cases[3].status;
 }

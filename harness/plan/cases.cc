@@ -107,14 +107,14 @@ int64_t CapturedTokens(const CapturedLayer& layer, InputKind kind) {
 // Collects cases and answers whether one is there already.
 class CaseList {
  public:
-  void Add(SweepCase sweep_case) {
-    if (!keys_.insert(CaseKey(MakeRecord(sweep_case))).second) return;
-    cases_.push_back(std::move(sweep_case));
+  void Add(Job job) {
+    if (!keys_.insert(CaseKey(MakeRecord(job))).second) return;
+    cases_.push_back(std::move(job));
   }
-  std::vector<SweepCase>& cases() { return cases_; }
+  std::vector<Job>& cases() { return cases_; }
 
  private:
-  std::vector<SweepCase> cases_;
+  std::vector<Job> cases_;
   std::set<std::string> keys_;
 };
 
@@ -161,33 +161,32 @@ bool IsCausal(std::optional<bool> asked, const TechniqueInfo& info, bool capture
 }
 
 // Sizes and, for a captured input or text, whether it can serve the technique.
-void Fit(const InputSource& input, const Problem& wanted, SweepCase* sweep_case) {
-  sweep_case->problem = wanted;
-  const InputKind kind = sweep_case->technique->info().input_kind;
+void Fit(const InputSource& input, const Problem& wanted, Job* job) {
+  job->problem = wanted;
+  const InputKind kind = job->technique->info().input_kind;
   if (input.text != nullptr) {
-    sweep_case->problem = input.text->Fit(wanted);
-    sweep_case->obstacle = FitProblem(input, kind, wanted).status();
-    if (sweep_case->obstacle.ok() && !wanted.causal) {
-      sweep_case->obstacle =
+    job->problem = input.text->Fit(wanted);
+    job->obstacle = FitProblem(input, kind, wanted).status();
+    if (job->obstacle.ok() && !wanted.causal) {
+      job->obstacle =
           absl::UnimplementedError("text is foretold from what is before it: causal only");
     }
     return;
   }
   if (input.captured == nullptr) return;
-  const absl::StatusOr<Problem> fitted =
-      FitProblem(input, *sweep_case->technique, sweep_case->options, wanted);
+  const absl::StatusOr<Problem> fitted = FitProblem(input, *job->technique, job->options, wanted);
   if (fitted.ok()) {
-    sweep_case->problem = *fitted;
-    const auto specs = sweep_case->technique->InputSpecs(*fitted, sweep_case->options);
-    if (specs.ok()) sweep_case->obstacle = CheckTensorsAreThere(input, *specs);
+    job->problem = *fitted;
+    const auto specs = job->technique->InputSpecs(*fitted, job->options);
+    if (specs.ok()) job->obstacle = CheckTensorsAreThere(input, *specs);
     return;
   }
-  sweep_case->obstacle = fitted.status();
+  job->obstacle = fitted.status();
   // The key of a case that cannot run: the sizes that the file has of anything.
   const CapturedLayer& layer = *input.captured;
   const int64_t tokens = std::max(layer.query_tokens, layer.hidden_tokens);
-  sweep_case->problem.query_tokens = std::min(wanted.query_tokens, tokens);
-  sweep_case->problem.kv_tokens = std::min(wanted.kv_tokens, tokens);
+  job->problem.query_tokens = std::min(wanted.query_tokens, tokens);
+  job->problem.kv_tokens = std::min(wanted.kv_tokens, tokens);
 }
 
 bool IsWantedByDefault(const Axes& axes, const InputSource& input) {
@@ -218,7 +217,7 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
     for (const Problem& problem : problems) {
       for (const std::optional<bool> causal : axes.causal) {
         for (const int64_t threads : axes.threads) {
-          SweepCase added;
+          Job added;
           added.technique = chosen.technique;
           added.options = options;
           added.device = device;
@@ -245,8 +244,8 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
   return absl::OkStatus();
 }
 
-int64_t LengthOf(const SweepCase& sweep_case) {
-  return std::max(sweep_case.problem.query_tokens, sweep_case.problem.kv_tokens);
+int64_t LengthOf(const Job& job) {
+  return std::max(job.problem.query_tokens, job.problem.kv_tokens);
 }
 
 // Each case goes to the part that has the least to do so far, those of most effort first.
@@ -260,7 +259,7 @@ absl::Status KeepShard(absl::string_view shard, CaseList* list) {
     return FlagError("shard", absl::StrCat("\"", shard, "\"; wanted is a part of up to ",
                                            kMostShards, ", as in 2/4"));
   }
-  std::vector<SweepCase> cases = std::move(list->cases());
+  std::vector<Job> cases = std::move(list->cases());
   std::vector<size_t> order(cases.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
@@ -284,7 +283,7 @@ absl::Status KeepShard(absl::string_view shard, CaseList* list) {
 void AddCounterparts(const Registry& registry, CaseList* list) {
   const size_t named = list->cases().size();
   for (size_t i = 0; i < named; ++i) {
-    SweepCase beside = list->cases()[i];
+    Job beside = list->cases()[i];
     const absl::StatusOr<TechniqueSpec> spec =
         beside.technique->Counterpart(beside.problem, beside.options);
     if (!spec.ok()) continue;
@@ -363,38 +362,12 @@ void SetProblem(const Problem& problem, ProblemSize* size) {
   size->set_causal(problem.causal);
 }
 
-// The options that differ from their defaults, or from the language model's.
-Options ChangedOptions(const SweepCase& sweep_case) {
-  Options defaults, changed;
-  const TechniqueInfo& info = sweep_case.technique->info();
-  if (sweep_case.input.text != nullptr) defaults = sweep_case.input.text->FitOptions(info, {});
-  for (const OptionSpec& spec : info.options) {
-    defaults.emplace(spec.name, spec.default_value);
-    const auto found = sweep_case.options.find(spec.name);
-    if (found != sweep_case.options.end() && found->second != defaults.at(spec.name)) {
-      changed.insert(*found);
-    }
-  }
-  return changed;
-}
-
 }  // namespace
 
-std::string SweepCase::DisplayName() const {
-  const Options changed = ChangedOptions(*this);
-  return absl::StrCat(technique->info().name, changed.empty() ? "" : " ",
-                      absl::StrJoin(changed, " ", absl::PairFormatter("=")));
-}
-
-std::string SweepCase::ToString() const {
-  return absl::StrCat(DisplayName(), ", ", Name(device), ", ", problem.ToString(), ", ",
-                      input.ToString());
-}
-
-double RelativeEffort(const SweepCase& sweep_case) {
+double RelativeEffort(const Job& job) {
   // Checks over all rows weigh as much as the longer of the usual lengths.
-  const double fixed = sweep_case.purpose == Case::PURPOSE_ACCURACY ? 2 : 1;
-  return fixed + static_cast<double>(LengthOf(sweep_case)) / 512;
+  const double fixed = job.purpose == Case::PURPOSE_ACCURACY ? 2 : 1;
+  return fixed + static_cast<double>(LengthOf(job)) / 512;
 }
 
 namespace {
@@ -414,8 +387,8 @@ absl::Status NoCaseLeft(const CaseFlags& flags, const Axes& axes) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
-                                                 absl::string_view folder) {
+absl::StatusOr<std::vector<Job>> MakeCases(const CaseFlags& flags, const Registry& registry,
+                                           absl::string_view folder) {
   TFB_ASSIGN_OR_RETURN(const Axes axes, ParseAxes(flags, registry, folder));
   CaseList list;
   for (const InputSource& input : axes.inputs) {
@@ -430,9 +403,9 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
   TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list));
   if (flags.counterparts) AddCounterparts(registry, &list);
 
-  std::vector<SweepCase> cases = std::move(list.cases());
+  std::vector<Job> cases = std::move(list.cases());
   std::vector<std::pair<std::string, size_t>> groups;  // by first appearance
-  const auto rank = [&groups](const SweepCase& c) {
+  const auto rank = [&groups](const Job& c) {
     const std::string key = GroupKey(c);
     const auto found = std::find_if(groups.begin(), groups.end(),
                                     [&](const auto& group) { return group.first == key; });
@@ -443,11 +416,11 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
   using Order = std::tuple<bool, int64_t, size_t>;
   std::vector<std::pair<Order, size_t>> order;
   for (size_t i = 0; i < cases.size(); ++i) {
-    const SweepCase& c = cases[i];
+    const Job& c = cases[i];
     order.push_back({{c.purpose != Case::PURPOSE_ACCURACY, LengthOf(c), rank(c)}, i});
   }
   std::sort(order.begin(), order.end());
-  std::vector<SweepCase> sorted;
+  std::vector<Job> sorted;
   for (const auto& [key, index] : order) sorted.push_back(std::move(cases[index]));
   return sorted;
 }
@@ -466,32 +439,32 @@ InputProfile RecordInput(const InputSource& source) {
   return input;
 }
 
-Case MakeRecord(const SweepCase& sweep_case) {
-  const TechniqueInfo& info = sweep_case.technique->info();
+Case MakeRecord(const Job& job) {
+  const TechniqueInfo& info = job.technique->info();
   Case record;
   Case::Key* key = record.mutable_key();
   key->set_technique(info.name);
-  key->mutable_options()->insert(sweep_case.options.begin(), sweep_case.options.end());
+  key->mutable_options()->insert(job.options.begin(), job.options.end());
   key->set_options_text(CanonicalOptions(*key));
-  key->set_device(DeviceTypeOf(sweep_case.device));
-  key->set_dtype(ElementTypeOf(sweep_case.problem.dtype));
-  SetProblem(sweep_case.problem, key->mutable_problem());
-  *key->mutable_input() = RecordInput(sweep_case.input);
-  key->set_seed(sweep_case.seed);
-  key->set_threads(sweep_case.device == Device::kCpu ? sweep_case.threads : 0);
-  key->set_purpose(sweep_case.purpose);
+  key->set_device(DeviceTypeOf(job.device));
+  key->set_dtype(ElementTypeOf(job.problem.dtype));
+  SetProblem(job.problem, key->mutable_problem());
+  *key->mutable_input() = RecordInput(job.input);
+  key->set_seed(job.seed);
+  key->set_threads(job.device == Device::kCpu ? job.threads : 0);
+  key->set_purpose(job.purpose);
 
   TechniqueDescription* technique = record.mutable_technique();
-  technique->set_display_name(sweep_case.DisplayName());
+  technique->set_display_name(job.DisplayName());
   technique->set_title(info.title);
   technique->set_citation(info.citation);
   technique->set_family(info.family);
   technique->set_exactness(ExactnessOf(info.exactness));
   technique->set_input_kind(InputKindOf(info.input_kind));
-  technique->set_options_are_default(ChangedOptions(sweep_case).empty());
+  technique->set_options_are_default(job.ChangedOptions().empty());
   technique->set_expected_growth(info.growth);
   const absl::StatusOr<TechniqueSpec> counterpart =
-      sweep_case.technique->Counterpart(sweep_case.problem, sweep_case.options);
+      job.technique->Counterpart(job.problem, job.options);
   if (counterpart.ok()) {
     technique->set_dense_counterpart(counterpart->technique);
     technique->mutable_dense_counterpart_options()->insert(counterpart->options.begin(),
@@ -500,17 +473,16 @@ Case MakeRecord(const SweepCase& sweep_case) {
   return record;
 }
 
-void RecordText(const SweepCase& sweep_case, const NamedTensors& parameters,
-                const NamedTensors& outputs, Outcome* outcome) {
-  if (sweep_case.input.text == nullptr) return;
-  const absl::StatusOr<double> bits =
-      sweep_case.input.text->BitsPerByte(sweep_case.technique->info().input_kind,
-                                         sweep_case.problem, outputs.at("out").view(), parameters);
+void RecordText(const Job& job, const NamedTensors& parameters, const NamedTensors& outputs,
+                Outcome* outcome) {
+  if (job.input.text == nullptr) return;
+  const absl::StatusOr<double> bits = job.input.text->BitsPerByte(
+      job.technique->info().input_kind, job.problem, outputs.at("out").view(), parameters);
   if (bits.ok()) (*outcome->mutable_statistics())["bits_per_byte"] = *bits;
 }
 
-std::string GroupKey(const SweepCase& sweep_case) {
-  Case::Key key = MakeRecord(sweep_case).key();
+std::string GroupKey(const Job& job) {
+  Case::Key key = MakeRecord(job).key();
   key.clear_technique();
   key.clear_options();
   key.clear_options_text();

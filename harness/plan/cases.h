@@ -10,10 +10,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "core/options.h"
-#include "core/problem.h"
 #include "core/technique.h"
-#include "harness/inputs/inputs.h"
+#include "harness/inputs/job.h"
 #include "harness/plan/choice.h"
 #include "results/results.pb.h"
 
@@ -66,48 +64,27 @@ inline constexpr absl::string_view kDefaultLengths = "256:4096";
 inline constexpr absl::string_view kTextLengths = "16384";
 inline constexpr int64_t kRealTokens = 512;
 
-// One configuration: together with the seed and the purpose, the key of a result.
-struct SweepCase {
-  const Technique* technique = nullptr;
-  Options options;  // canonical
-  Device device = Device::kCpu;
-  Problem problem;
-  InputSource input;
-  int threads = 1;  // of the CPU pool
-  uint64_t seed = 1;
-  Case::Purpose purpose = Case::PURPOSE_SCALING;
-  bool added = false;  // a dense counterpart that the caller did not name
-  bool check = true;   // hold the outputs against float64
-  // Not OK where it is known without trying that the case cannot run: NotFound where the input
-  // lacks a tensor.
-  absl::Status obstacle;
-
-  // "longformer window=256": the options that differ from their defaults.
-  std::string DisplayName() const;
-  std::string ToString() const;  // the display name, device, problem and input
-};
-
 // The cases, without repetition, in the order in which to run them: accuracy before scaling, short
 // before long, and cases that differ in nothing but the technique and its options one after the
 // other. InvalidArgument, NotFound: the message begins with the flag. `folder` is what the paths in
 // `inputs` are relative to.
-absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
-                                                 absl::string_view folder);
+absl::StatusOr<std::vector<Job>> MakeCases(const CaseFlags& flags, const Registry& registry,
+                                           absl::string_view folder);
 
 // Returns the effort of a case relative to others when nothing else is known: fixed costs, and a part
 // that grows with tokens.
-double RelativeEffort(const SweepCase& sweep_case);
+double RelativeEffort(const Job& job);
 
 // Returns the case's input profile: its name and, for a file, the file, layer and model.
 InputProfile RecordInput(const InputSource& source);
 // The record of a case without an outcome: its key and what rendering has to know of the technique.
-Case MakeRecord(const SweepCase& sweep_case);
+Case MakeRecord(const Job& job);
 // Adds "bits_per_byte" to the statistics of a case of text. `parameters` are the layer's.
-void RecordText(const SweepCase& sweep_case, const NamedTensors& parameters,
-                const NamedTensors& outputs, Outcome* outcome);
+void RecordText(const Job& job, const NamedTensors& parameters, const NamedTensors& outputs,
+                Outcome* outcome);
 // Equal for cases that differ in nothing but technique and options: those that are measured side by
 // side.
-std::string GroupKey(const SweepCase& sweep_case);
+std::string GroupKey(const Job& job);
 
 // One paragraph a technique: name, family, exactness, devices, options with their defaults and
 // ranges.

@@ -28,11 +28,10 @@ class CasesTest : public ::testing::Test {
  protected:
   CasesTest() { AddToys(registry_); }
 
-  std::vector<SweepCase> Cases(const CaseFlags& flags) {
-    absl::StatusOr<std::vector<SweepCase>> cases =
-        MakeCases(flags, registry_, ::testing::TempDir());
+  std::vector<Job> Cases(const CaseFlags& flags) {
+    absl::StatusOr<std::vector<Job>> cases = MakeCases(flags, registry_, ::testing::TempDir());
     EXPECT_TRUE(cases.ok()) << cases.status();
-    return cases.ok() ? *std::move(cases) : std::vector<SweepCase>();
+    return cases.ok() ? *std::move(cases) : std::vector<Job>();
   }
   std::string Error(const CaseFlags& flags) {
     const auto cases = MakeCases(flags, registry_, ::testing::TempDir());
@@ -48,14 +47,14 @@ class CasesTest : public ::testing::Test {
     flags.lengths = "16";
     return flags;
   }
-  static std::vector<std::string> Names(const std::vector<SweepCase>& cases) {
+  static std::vector<std::string> Names(const std::vector<Job>& cases) {
     std::vector<std::string> names;
-    for (const SweepCase& c : cases) names.push_back(c.DisplayName());
+    for (const Job& c : cases) names.push_back(c.DisplayName());
     return names;
   }
-  static std::vector<int64_t> Lengths(const std::vector<SweepCase>& cases) {
+  static std::vector<int64_t> Lengths(const std::vector<Job>& cases) {
     std::vector<int64_t> lengths;
-    for (const SweepCase& c : cases) lengths.push_back(c.problem.query_tokens);
+    for (const Job& c : cases) lengths.push_back(c.problem.query_tokens);
     return lengths;
   }
 
@@ -130,26 +129,26 @@ TEST_F(CasesTest, ShardsAreDisjointCoverAllAndAreBalanced) {
   CaseFlags flags = Drawn("toy_mean:rounds=*,toy_causal,toy_hidden");
   flags.lengths = "16:4096";
   flags.counterparts = false;
-  const std::vector<SweepCase> all = Cases(flags);
-  const auto effort = [](const std::vector<SweepCase>& cases) {
+  const std::vector<Job> all = Cases(flags);
+  const auto effort = [](const std::vector<Job>& cases) {
     double sum = 0;
-    for (const SweepCase& one : cases) sum += RelativeEffort(one);
+    for (const Job& one : cases) sum += RelativeEffort(one);
     return sum;
   };
   double longest = 0;
-  for (const SweepCase& one : all) longest = std::max(longest, RelativeEffort(one));
+  for (const Job& one : all) longest = std::max(longest, RelativeEffort(one));
   for (const int count : {1, 2, 3, 7}) {
     std::multiset<std::string> texts;
     double least = effort(all), most = 0;
     for (int part = 1; part <= count; ++part) {
       flags.shard = absl::StrCat(part, "/", count);
-      const std::vector<SweepCase> cases = Cases(flags);
-      for (const SweepCase& one : cases) texts.insert(one.ToString());
+      const std::vector<Job> cases = Cases(flags);
+      for (const Job& one : cases) texts.insert(one.ToString());
       least = std::min(least, effort(cases));
       most = std::max(most, effort(cases));
     }
     std::multiset<std::string> expected;
-    for (const SweepCase& one : all) expected.insert(one.ToString());
+    for (const Job& one : all) expected.insert(one.ToString());
     EXPECT_EQ(texts, expected) << count;
     // A part that takes the next case was the smallest, so that two parts differ by one case at
     // most.
@@ -212,7 +211,7 @@ TEST_F(CasesTest, BadWordsNameTheirFlag) {
 TEST_F(CasesTest, ByDefaultATechniqueIsCausalWhereItCanBe) {
   const auto cases = Cases(Drawn("toy_mean,toy_causal,toy_full"));
   ASSERT_EQ(cases.size(), 3u);
-  for (const SweepCase& c : cases) {
+  for (const Job& c : cases) {
     EXPECT_EQ(c.problem.causal, c.technique->info().name != "toy_full") << c.ToString();
   }
 }
@@ -221,7 +220,7 @@ TEST_F(CasesTest, ByDefaultCudaIsForTheTechniquesThatHaveIt) {
   std::set<std::string> on_cpu, on_cuda;
   CaseFlags all = Drawn("*");
   all.cuda_present = true;
-  for (const SweepCase& c : Cases(all)) {
+  for (const Job& c : Cases(all)) {
     (c.device == Device::kCuda ? on_cuda : on_cpu).insert(c.technique->info().name);
   }
   EXPECT_THAT(on_cuda, ElementsAre("toy_bad_kernel", "toy_bad_launch", "toy_cuda", "toy_device"));
@@ -260,7 +259,7 @@ TEST_F(CasesTest, RealTensorsMakeAccuracyCasesOfTheirOwnSizes) {
   flags.techniques = "toy_mean,toy_hidden";
   const auto cases = Cases(flags);
   int accuracy = 0;
-  for (const SweepCase& c : cases) {
+  for (const Job& c : cases) {
     if (c.purpose != Case::PURPOSE_ACCURACY) continue;
     ++accuracy;
     EXPECT_EQ(c.problem.query_tokens, 512);
@@ -314,8 +313,8 @@ TEST_F(CasesTest, AGlobChoosesNoCasesOfAFileWithoutTheirTensors) {
   CaseFlags flags;
   flags.techniques = "toy_m*,toy_h*";
   flags.inputs = "qkv_for_globs.safetensors";
-  const std::vector<SweepCase> cases = Cases(flags);
-  for (const SweepCase& one : cases) EXPECT_TRUE(one.obstacle.ok()) << one.ToString();
+  const std::vector<Job> cases = Cases(flags);
+  for (const Job& one : cases) EXPECT_TRUE(one.obstacle.ok()) << one.ToString();
   EXPECT_THAT(Names(cases), testing::Contains("toy_mean"));
   EXPECT_THAT(Names(cases), testing::Not(testing::Contains("toy_hidden")));
   flags.techniques = "toy_hidden*";
@@ -326,10 +325,10 @@ TEST_F(CasesTest, DevicesDefaultToThosePresent) {
   CaseFlags flags = Drawn("toy_device,toy_mean");
   flags.cuda_present = true;
   std::set<Device> devices;
-  for (const SweepCase& one : Cases(flags)) devices.insert(one.device);
+  for (const Job& one : Cases(flags)) devices.insert(one.device);
   EXPECT_THAT(devices, ElementsAre(Device::kCpu, Device::kCuda));
   flags.cuda_present = false;
-  for (const SweepCase& one : Cases(flags)) EXPECT_EQ(one.device, Device::kCpu);
+  for (const Job& one : Cases(flags)) EXPECT_EQ(one.device, Device::kCpu);
   // A device that is asked for by name makes a case, whose row says why it did not run.
   flags.devices = "cuda";
   EXPECT_EQ(Cases(flags).front().device, Device::kCuda);
@@ -369,11 +368,11 @@ TEST_F(CasesTest, AccuracyCanBeLeftOut) {
   flags.inputs = "real,gaussian,text";
   flags.lengths = "16";
   std::vector<Case::Purpose> purposes;
-  for (const SweepCase& one : Cases(flags)) purposes.push_back(one.purpose);
+  for (const Job& one : Cases(flags)) purposes.push_back(one.purpose);
   EXPECT_THAT(purposes, testing::Contains(Case::PURPOSE_ACCURACY));
   flags.accuracy = false;
   purposes.clear();
-  for (const SweepCase& one : Cases(flags)) purposes.push_back(one.purpose);
+  for (const Job& one : Cases(flags)) purposes.push_back(one.purpose);
   EXPECT_THAT(purposes, testing::Not(testing::IsEmpty()));
   EXPECT_THAT(purposes, testing::Each(Case::PURPOSE_SCALING));
 }
@@ -385,7 +384,7 @@ TEST_F(CasesTest, WithoutAccuracyALongTextIsNotCheckedAndTheOthersAre) {
   for (const bool accuracy : {true, false}) {
     flags.accuracy = accuracy;
     int unchecked = 0;
-    for (const SweepCase& one : Cases(flags)) {
+    for (const Job& one : Cases(flags)) {
       const bool long_text = one.input.text != nullptr && one.problem.query_tokens == 513;
       EXPECT_EQ(one.check, accuracy || !long_text) << one.ToString();
       unchecked += one.check ? 0 : 1;

@@ -30,27 +30,25 @@ constexpr double kRepetitionShare = 2;
 // A case whose technique has not been seen yet is taken to last so long, times its relative effort.
 constexpr double kGuessSeconds = 0.2;
 
-double TokensOf(const SweepCase& sweep_case) {
-  const Problem& problem = sweep_case.problem;
+double TokensOf(const Job& job) {
+  const Problem& problem = job.problem;
   return static_cast<double>(
       std::max<int64_t>(1, std::max(problem.query_tokens, problem.kv_tokens)));
 }
 
-bool IsAccuracy(const SweepCase& sweep_case) {
-  return sweep_case.purpose == Case::PURPOSE_ACCURACY;
-}
+bool IsAccuracy(const Job& job) { return job.purpose == Case::PURPOSE_ACCURACY; }
 
 // The key of the case without its length; of a counterpart that was added also without its options,
 // which depend on the length.
-std::string SeriesKey(const SweepCase& sweep_case) {
-  Case::Key key = MakeRecord(sweep_case).key();
+std::string SeriesKey(const Job& job) {
+  Case::Key key = MakeRecord(job).key();
   key.mutable_problem()->clear_query_tokens();
   key.mutable_problem()->clear_kv_tokens();
-  if (sweep_case.added) {
+  if (job.added) {
     key.clear_options();
     key.clear_options_text();
   }
-  return absl::StrCat(CaseKey(key), sweep_case.added ? " added" : "");
+  return absl::StrCat(CaseKey(key), job.added ? " added" : "");
 }
 
 // The exponent with which a time grows from the last length on: the one between the last two
@@ -64,7 +62,7 @@ double Exponent(double growth, double tokens_before, double before, double token
 
 }  // namespace
 
-SweepPlan::SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool>& left,
+SweepPlan::SweepPlan(const std::vector<Job>& cases, const std::vector<bool>& left,
                      const SweepPlanOptions& options)
     : cases_(cases), options_(options), states_(cases.size()) {
   options_.rounds = std::max(options_.rounds, 1);
@@ -91,7 +89,7 @@ SweepPlan::SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool
 void SweepPlan::MakeTiers() {
   std::map<std::string, size_t> tier_places, group_places;
   for (size_t i = 0; i < cases_.size(); ++i) {
-    const SweepCase& one = cases_[i];
+    const Job& one = cases_[i];
     const int64_t tokens = static_cast<int64_t>(TokensOf(one));
     const std::string name = IsAccuracy(one) ? absl::StrCat(one.input.ToString(), " (", tokens, ")")
                                              : absl::StrCat(tokens, " tokens");
@@ -163,7 +161,7 @@ double SweepPlan::VisitSeconds(size_t index) const {
   const Visit::Item item = ItemFor(index, /*repeats=*/false);
   const double pilot = std::max(options_.min_time, foretold.call_seconds);
   const SamplePlan samples =
-      PlanSamples(Wishes(item.repetitions), foretold.call_seconds, item.share_seconds);
+      PlanSamples(Wishes(item.repetitions()), foretold.call_seconds, item.share_seconds());
   return foretold.preparation_seconds + pilot + samples.seconds;
 }
 
@@ -171,7 +169,7 @@ double SweepPlan::RepetitionSeconds(size_t index) const {
   const Visited& last = *states_[index].last;
   const Visit::Item item = ItemFor(index, /*repeats=*/true);
   const SamplePlan samples =
-      PlanSamples(Wishes(item.repetitions), last.call_seconds, item.share_seconds);
+      PlanSamples(Wishes(item.repetitions()), last.call_seconds, item.share_seconds());
   const double pilot = std::max(options_.min_time, last.call_seconds);
   return last.preparation_seconds - last.check_seconds + pilot + samples.seconds;
 }
@@ -228,16 +226,16 @@ std::optional<Visit> SweepPlan::NextOfTier(double elapsed_seconds) {
   const Tier& tier = tiers_[tier_];
   Visit visit;
   if (options_.time_budget > 0) {
-    visit.deadline = Limit(tier) + (tier.accuracy ? 0 : kOverrun * options_.time_budget);
-    if (elapsed_seconds >= visit.deadline) LeaveOutRest(DeadlineReason(visit));
+    visit.set_deadline(Limit(tier) + (tier.accuracy ? 0 : kOverrun * options_.time_budget));
+    if (elapsed_seconds >= visit.deadline()) LeaveOutRest(DeadlineReason(visit));
   }
   for (; group_ < tier.groups.size(); ++group_, round_ = 0) {
     while (round_ < options_.rounds) {
       const int round = round_++;
       for (const size_t i : tier.groups[group_]) {
-        if (IsLeft(i) && states_[i].visits <= round) visit.items.push_back(ItemFor(i, false));
+        if (IsLeft(i) && states_[i].visits <= round) *visit.add_items() = ItemFor(i, false);
       }
-      if (!visit.items.empty()) return visit;
+      if (visit.items_size() > 0) return visit;
     }
   }
   return std::nullopt;
@@ -246,22 +244,22 @@ std::optional<Visit> SweepPlan::NextOfTier(double elapsed_seconds) {
 Visit SweepPlan::VisitGroup(const std::string& group_key) {
   Visit visit;
   for (size_t i = 0; i < cases_.size(); ++i) {
-    if (IsLeft(i) && group_keys_[i] == group_key) visit.items.push_back(ItemFor(i, false));
+    if (IsLeft(i) && group_keys_[i] == group_key) *visit.add_items() = ItemFor(i, false);
   }
   return visit;
 }
 
 Visit::Item SweepPlan::ItemFor(size_t index, bool repeats) const {
   Visit::Item item;
-  item.index = index;
+  item.set_index(index);
   const double share = IsAccuracy(cases_[index]) ? accuracy_share_ : scaling_share_;
-  item.share_seconds = share * (repeats ? kRepetitionShare : 1);
-  item.check_seconds = IsAccuracy(cases_[index]) ? 0 : scaling_share_;
-  item.repetitions = SamplesOfVisit(index);
+  item.set_share_seconds(share * (repeats ? kRepetitionShare : 1));
+  item.set_check_seconds(IsAccuracy(cases_[index]) ? 0 : scaling_share_);
+  item.set_repetitions(SamplesOfVisit(index));
   // The samples of a visit that was stopped are not taken again.
   const State& state = states_[index];
   if (state.visits == 0 && state.last.has_value()) {
-    item.repetitions = std::max(1, item.repetitions - state.last->samples);
+    item.set_repetitions(std::max(1, item.repetitions() - state.last->samples));
   }
   return item;
 }
@@ -313,7 +311,7 @@ void SweepPlan::LeaveOutRest(const std::string& reason) {
 }
 
 std::string SweepPlan::DeadlineReason(const Visit& visit) const {
-  const bool third = visit.deadline < options_.time_budget;
+  const bool third = visit.deadline() < options_.time_budget;
   return absl::StrCat(third ? "accuracy's third of the time budget of " : "the time budget of ",
                       FormatClock(options_.time_budget), " was spent");
 }
@@ -361,12 +359,12 @@ std::optional<Visit> SweepPlan::NextRepetition(double elapsed_seconds) {
         if (dense.has_value() && states_[*dense].last.has_value()) wanted.insert(*dense);
       }
       Visit visit;
-      visit.repeats = true;
-      visit.deadline = options_.time_budget;
+      visit.set_repeats(true);
+      visit.set_deadline(options_.time_budget);
       double seconds = 0;
       for (const size_t i : wanted) {
         seconds += RepetitionSeconds(i);
-        visit.items.push_back(ItemFor(i, /*repeats=*/true));
+        *visit.add_items() = ItemFor(i, /*repeats=*/true);
       }
       if (elapsed_seconds + kCaution * seconds <= options_.time_budget) return visit;
     }

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/cases.h"
 #include "harness/plan/sample_plan.h"
 
@@ -35,19 +36,6 @@ struct SweepPlanOptions {
   int rounds = 1;               // visits to each case in the breadth phase, one after the other
   bool takes_turns = false;     // with another build, so that each visit takes twice as long
   double flush_seconds = 0.05;  // as SampleWishes; an estimate
-};
-
-// A visit to cases that are measured side by side.
-struct Visit {
-  struct Item {
-    size_t index;          // of the case
-    int repetitions;       // samples of a run at most
-    double share_seconds;  // for its timing; 0: no limit
-    double check_seconds;  // a longer check is left out; 0: no limit
-  };
-  std::vector<Item> items;
-  bool repeats = false;  // the cases have been recorded before
-  double deadline = 0;   // seconds since the beginning after which nothing is begun; 0: none
 };
 
 // The findings of a visit to a case.
@@ -69,7 +57,7 @@ class SweepPlan {
  public:
   // `left` says which of the cases are to be measured; the others have been by an earlier sweep.
   // `cases` are in the order of MakeCases and outlive the plan.
-  SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool>& left,
+  SweepPlan(const std::vector<Job>& cases, const std::vector<bool>& left,
             const SweepPlanOptions& options);
 
   // Returns the next visit, given the seconds since the beginning, or nothing when all is done.
@@ -138,7 +126,7 @@ class SweepPlan {
   SampleWishes Wishes(int repetitions) const;
   double turns() const { return options_.takes_turns ? 2 : 1; }
 
-  const std::vector<SweepCase>& cases_;
+  const std::vector<Job>& cases_;
   SweepPlanOptions options_;
   std::vector<State> states_;
   std::vector<std::string> series_;  // by case: equal for those that differ in length alone

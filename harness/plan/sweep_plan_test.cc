@@ -25,18 +25,18 @@ using ::testing::IsEmpty;
 constexpr double kBudget = 300;
 
 // Returns the cases of the default sweep on two threads of a machine without a GPU.
-std::vector<SweepCase> DefaultCases() {
+std::vector<Job> DefaultCases() {
   CaseFlags flags;
   flags.devices = "cpu";
   flags.threads = "2";
-  std::vector<SweepCase> cases = MakeCases(flags, Registry::Global(), "").value();
-  cases.erase(std::remove_if(cases.begin(), cases.end(),
-                             [](const SweepCase& one) { return !one.obstacle.ok(); }),
-              cases.end());
+  std::vector<Job> cases = MakeCases(flags, Registry::Global(), "").value();
+  cases.erase(
+      std::remove_if(cases.begin(), cases.end(), [](const Job& one) { return !one.obstacle.ok(); }),
+      cases.end());
   return cases;
 }
 
-bool IsAccuracy(const SweepCase& one) { return one.purpose == Case::PURPOSE_ACCURACY; }
+bool IsAccuracy(const Job& one) { return one.purpose == Case::PURPOSE_ACCURACY; }
 
 // A machine on which times follow simple laws. Speed 1 is about that of two cores of 2024.
 class Machine {
@@ -48,27 +48,27 @@ class Machine {
     slow_factor_ = factor;
   }
 
-  double CallSeconds(const SweepCase& one) const {
+  double CallSeconds(const Job& one) const {
     const bool network = one.technique->info().input_kind != InputKind::kQkv;
     const double growth = one.added ? 2 : one.technique->info().growth;
     const double ratio = static_cast<double>(one.problem.query_tokens) / 1024;
     return (network ? 0.045 : 0.003) * std::pow(ratio, growth) / speed_;
   }
-  double CheckSeconds(const SweepCase& one) const {
+  double CheckSeconds(const Job& one) const {
     const double tokens = static_cast<double>(one.problem.query_tokens);
     if (one.technique->info().input_kind == InputKind::kQkv) return 3e-5 * tokens / speed_;
     return 0.2 * std::pow(tokens / 256, 1.5) / speed_;
   }
-  Visited Visit(const SweepCase& one, const Visit::Item& item, bool is_first) {
+  Visited Visit(const Job& one, const Visit::Item& item, bool is_first) {
     Visited found;
     found.call_seconds = CallSeconds(one);
     const double check = is_first ? CheckSeconds(one) : 0;
-    if (item.check_seconds == 0 || check <= item.check_seconds) found.check_seconds = check;
+    if (item.check_seconds() == 0 || check <= item.check_seconds()) found.check_seconds = check;
     found.preparation_seconds = 0.005 / speed_ + 3 * found.call_seconds + found.check_seconds;
     SampleWishes wishes;
-    wishes.repetitions = item.repetitions;
+    wishes.repetitions = item.repetitions();
     wishes.flush_seconds = 0.04 / speed_;
-    const SamplePlan samples = PlanSamples(wishes, found.call_seconds, item.share_seconds);
+    const SamplePlan samples = PlanSamples(wishes, found.call_seconds, item.share_seconds());
     found.samples = samples.runs;
     Pass(found.preparation_seconds + std::max(wishes.min_time, found.call_seconds) +
          samples.seconds);
@@ -100,7 +100,7 @@ double HalfWidth(size_t index, int samples) {
   return noise * std::sqrt(3.0 / samples);
 }
 
-Story CarryOut(const std::vector<SweepCase>& cases, SweepPlanOptions options, Machine machine,
+Story CarryOut(const std::vector<Job>& cases, SweepPlanOptions options, Machine machine,
                std::vector<bool> left = {}) {
   left.resize(cases.size(), true);
   SweepPlan plan(cases, left, options);
@@ -114,20 +114,20 @@ Story CarryOut(const std::vector<SweepCase>& cases, SweepPlanOptions options, Ma
       story.left_out.push_back(std::move(left_out));
     }
     if (!visit.has_value()) break;
-    EXPECT_FALSE(visit->items.empty());
+    EXPECT_FALSE(visit->items().empty());
     const double begin = machine.now();
-    for (const Visit::Item& item : visit->items) {
-      if (visit->deadline > 0 && machine.now() >= visit->deadline) break;
-      Visited found = machine.Visit(cases[item.index], item, story.visits[item.index] == 0);
-      found.samples = story.samples[item.index] += found.samples;
-      found.half_width = HalfWidth(item.index, found.samples);
-      ++story.visits[item.index];
-      plan.Note(item.index, found);
-      if (visit->repeats) story.repeated.push_back(item.index);
-      if (!visit->repeats) story.breadth_end = machine.now();
-      if (IsAccuracy(cases[item.index])) story.accuracy_end = machine.now();
+    for (const Visit::Item& item : visit->items()) {
+      if (visit->deadline() > 0 && machine.now() >= visit->deadline()) break;
+      Visited found = machine.Visit(cases[item.index()], item, story.visits[item.index()] == 0);
+      found.samples = story.samples[item.index()] += found.samples;
+      found.half_width = HalfWidth(item.index(), found.samples);
+      ++story.visits[item.index()];
+      plan.Note(item.index(), found);
+      if (visit->repeats()) story.repeated.push_back(item.index());
+      if (!visit->repeats()) story.breadth_end = machine.now();
+      if (IsAccuracy(cases[item.index()])) story.accuracy_end = machine.now();
     }
-    if (visit->repeats) story.repetitions.push_back(*visit);
+    if (visit->repeats()) story.repetitions.push_back(*visit);
     if (options.takes_turns) machine.Pass(machine.now() - begin);  // the other build's visit
   }
   story.end = machine.now();
@@ -142,7 +142,7 @@ SweepPlanOptions DefaultOptions() {
 }
 
 // Lengths of scaling cases, and how many of each were dropped.
-std::map<int64_t, std::pair<int, int>> CountLengths(const std::vector<SweepCase>& cases,
+std::map<int64_t, std::pair<int, int>> CountLengths(const std::vector<Job>& cases,
                                                     const Story& story) {
   std::map<int64_t, std::pair<int, int>> lengths;
   for (size_t i = 0; i < cases.size(); ++i) {
@@ -157,7 +157,7 @@ std::map<int64_t, std::pair<int, int>> CountLengths(const std::vector<SweepCase>
 class OnMachines : public ::testing::TestWithParam<double> {};
 
 TEST_P(OnMachines, EveryTechniqueHasThreeSamplesAtEveryLengthThatAnyHas) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   ASSERT_GT(cases.size(), 250u);
   const Story story = CarryOut(cases, DefaultOptions(), Machine(GetParam()));
   EXPECT_LE(story.end, kBudget);
@@ -182,7 +182,7 @@ INSTANTIATE_TEST_SUITE_P(EightTimesSlowerToTwiceAsFast, OnMachines,
                          ::testing::Values(0.125, 0.25, 0.5, 1.0, 2.0));
 
 TEST(SweepPlan, OnAFastMachineNothingIsLeftOutAndTheBudgetIsSpentOnSamples) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   const Story story = CarryOut(cases, DefaultOptions(), Machine(2));
   EXPECT_THAT(story.left_out, IsEmpty());
   EXPECT_GT(story.repeated.size(), 50u);
@@ -196,7 +196,7 @@ TEST(SweepPlan, OnAFastMachineNothingIsLeftOutAndTheBudgetIsSpentOnSamples) {
 }
 
 TEST(SweepPlan, OnASlowMachineOneLineSaysWhichLengthsAreOut) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   const Story story = CarryOut(cases, DefaultOptions(), Machine(0.125));
   const auto lengths = CountLengths(cases, story);
   ASSERT_GT(lengths.at(4096).second, 0);
@@ -209,12 +209,12 @@ TEST(SweepPlan, OnASlowMachineOneLineSaysWhichLengthsAreOut) {
 }
 
 TEST(SweepPlan, RepetitionGoesToTheWidestIntervalsAndTakesTheCounterpartAlong) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   const Story story = CarryOut(cases, DefaultOptions(), Machine(2));
   ASSERT_FALSE(story.repetitions.empty());
   for (const Visit& visit : story.repetitions) {
     std::set<size_t> there;
-    for (const Visit::Item& item : visit.items) there.insert(item.index);
+    for (const Visit::Item& item : visit.items()) there.insert(item.index());
     for (const size_t i : there) {
       const auto spec = cases[i].technique->Counterpart(cases[i].problem, cases[i].options);
       ASSERT_TRUE(spec.ok());
@@ -238,14 +238,14 @@ TEST(SweepPlan, RepetitionGoesToTheWidestIntervalsAndTakesTheCounterpartAlong) {
 }
 
 TEST(SweepPlan, ALengthThatTakesLongerThanForetoldIsFinishedForAFifthMoreAtMost) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   // Halfway through the breadth phase of a machine that just keeps all lengths, it becomes slow.
   const double breadth = CarryOut(cases, DefaultOptions(), Machine(1)).breadth_end;
   Machine machine(1);
   machine.SlowDownAt(0.7 * breadth, 12);
   const Story story = CarryOut(cases, DefaultOptions(), machine);
   double longest_case = 0;
-  for (const SweepCase& one : cases) {
+  for (const Job& one : cases) {
     longest_case = std::max(longest_case, 12 * 20 * machine.CallSeconds(one));
   }
   EXPECT_LE(story.end, 1.2 * kBudget + longest_case);
@@ -256,12 +256,12 @@ TEST(SweepPlan, ALengthThatTakesLongerThanForetoldIsFinishedForAFifthMoreAtMost)
 }
 
 TEST(SweepPlan, AnAccuracyInputThatWouldNotFitIsLeftOutForAllTechniques) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   // The first input takes most of accuracy's third.
   double first_input = 0;
   const std::string first = cases.front().input.ToString();
   Machine probe(1);
-  for (const SweepCase& one : cases) {
+  for (const Job& one : cases) {
     if (IsAccuracy(one) && one.input.ToString() == first) {
       // Three calls before the timing, one to find out how long it is, and a sample.
       first_input += probe.CheckSeconds(one) + 5 * probe.CallSeconds(one);
@@ -280,7 +280,7 @@ TEST(SweepPlan, AnAccuracyInputThatWouldNotFitIsLeftOutForAllTechniques) {
 }
 
 TEST(SweepPlan, WithoutABudgetEveryCaseIsVisitedOncePerRoundWithAllItsSamples) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   SweepPlanOptions options;
   options.repetitions = 20;
   options.rounds = 3;
@@ -294,10 +294,10 @@ TEST(SweepPlan, WithoutABudgetEveryCaseIsVisitedOncePerRoundWithAllItsSamples) {
 }
 
 TEST(SweepPlan, AccuracyCasesAloneHaveTheWholeBudgetAndAreTimed) {
-  std::vector<SweepCase> cases = DefaultCases();
-  cases.erase(std::remove_if(cases.begin(), cases.end(),
-                             [](const SweepCase& one) { return !IsAccuracy(one); }),
-              cases.end());
+  std::vector<Job> cases = DefaultCases();
+  cases.erase(
+      std::remove_if(cases.begin(), cases.end(), [](const Job& one) { return !IsAccuracy(one); }),
+      cases.end());
   const Story story = CarryOut(cases, DefaultOptions(), Machine(0.25));
   EXPECT_GT(story.accuracy_end, kBudget / 3);
   EXPECT_LE(story.end, kBudget);
@@ -308,7 +308,7 @@ TEST(SweepPlan, AccuracyCasesAloneHaveTheWholeBudgetAndAreTimed) {
 }
 
 TEST(SweepPlan, OnlyWhatIsLeftIsVisited) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   std::vector<bool> left(cases.size(), false);
   left[3] = left[cases.size() - 1] = true;
   const Story story = CarryOut(cases, DefaultOptions(), Machine(1), left);
@@ -316,23 +316,23 @@ TEST(SweepPlan, OnlyWhatIsLeftIsVisited) {
 }
 
 // Returns the repetitions that each case is asked for before any repetition, 0 where it is not.
-std::vector<int> AskedFor(const std::vector<SweepCase>& cases, SweepPlan* plan) {
+std::vector<int> AskedFor(const std::vector<Job>& cases, SweepPlan* plan) {
   std::vector<int> repetitions(cases.size(), 0);
   while (const std::optional<Visit> visit = plan->Next(/*elapsed_seconds=*/0)) {
-    if (visit->repeats) break;
-    for (const Visit::Item& item : visit->items) {
-      repetitions[item.index] += item.repetitions;
+    if (visit->repeats()) break;
+    for (const Visit::Item& item : visit->items()) {
+      repetitions[item.index()] += item.repetitions();
       Visited found;
       found.call_seconds = 1e-3;
-      found.samples = item.repetitions;
-      plan->Note(item.index, found);
+      found.samples = item.repetitions();
+      plan->Note(item.index(), found);
     }
   }
   return repetitions;
 }
 
 TEST(SweepPlan, OfAStoppedCaseOnlyTheSamplesThatItLacksAreTaken) {
-  std::vector<SweepCase> cases = DefaultCases();
+  std::vector<Job> cases = DefaultCases();
   cases.erase(std::remove_if(cases.begin(), cases.end(), &IsAccuracy), cases.end());
   const std::vector<bool> left(cases.size(), true);
   const auto resume = [](SweepPlan& plan, size_t index, int samples) {
@@ -370,15 +370,15 @@ TEST(SweepPlan, OfAStoppedCaseOnlyTheSamplesThatItLacksAreTaken) {
 }
 
 TEST(SweepPlan, AFinishedCaseIsNotVisitedAgain) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   SweepPlan plan(cases, std::vector<bool>(cases.size(), true), DefaultOptions());
-  const size_t failed = plan.Next(0)->items.front().index;
+  const size_t failed = plan.Next(0)->items(0).index();
   plan.Finish(failed);
   double now = 0;
   while (const std::optional<Visit> visit = plan.Next(now)) {
-    for (const Visit::Item& item : visit->items) {
-      EXPECT_NE(item.index, failed);
-      plan.Note(item.index, {0.01, 0, 0.001, 11, 0.01});
+    for (const Visit::Item& item : visit->items()) {
+      EXPECT_NE(item.index(), failed);
+      plan.Note(item.index(), {0.01, 0, 0.001, 11, 0.01});
       now += 0.1;
     }
   }
@@ -386,7 +386,7 @@ TEST(SweepPlan, AFinishedCaseIsNotVisitedAgain) {
 }
 
 TEST(SweepPlan, TwoBuildsInTurnsKeepToTheBudgetTogether) {
-  const std::vector<SweepCase> cases = DefaultCases();
+  const std::vector<Job> cases = DefaultCases();
   SweepPlanOptions options = DefaultOptions();
   for (const double speed : {0.125, 0.25, 0.5, 1.0}) {
     options.takes_turns = false;

@@ -1,4 +1,4 @@
-#include "harness/conformance/subject.h"
+#include "harness/conformance/trial.h"
 
 #include <algorithm>
 #include <cmath>
@@ -136,17 +136,19 @@ absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, Device device, const Named
   TFB_ASSIGN_OR_RETURN(
       GuardedWorkspace workspace,
       GuardedWorkspace::Allocate(layer->workspace_bytes(settings.threads), device));
-  Execution execution;
-  execution.pool = &pool;
-  execution.workspace = workspace.bytes();
+  BoundLayer bound;
+  bound.layer = layer;
+  bound.outputs = written.outputs();
+  bound.execution.pool = &pool;
+  bound.execution.workspace = workspace.bytes();
   if (settings.setup) {
     const NamedTensors& seen = settings.setup_inputs ? *settings.setup_inputs : inputs;
     TFB_ASSIGN_OR_RETURN(PlacedTensors setup, PlacedTensors::Of(seen, settings.inputs, device));
-    TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup",
-                                       [&] { return layer->Setup(setup.inputs(), execution); }));
+    bound.inputs = setup.inputs();
+    TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup", [&] { return bound.Setup(); }));
   }
-  TFB_RETURN_IF_ERROR(workspace.Call(
-      "workspace", [&] { return layer->Run(read.inputs(), written.outputs(), execution); }));
+  bound.inputs = read.inputs();
+  TFB_RETURN_IF_ERROR(workspace.Call("workspace", [&] { return bound.Run(); }));
   TFB_RETURN_IF_ERROR(read.Download("input"));
   for (const auto& [name, input] : read.placed()) {
     if (!SameBits(input.view, inputs.at(name).view())) {
@@ -203,8 +205,9 @@ bool IsRefusal(const absl::Status& status) {
   return absl::IsInvalidArgument(status) || absl::IsUnimplemented(status);
 }
 
-std::unique_ptr<Trial> Trial::Make(const Subject& subject, const Problem& problem, uint64_t seed) {
-  std::unique_ptr<Trial> trial(new Trial(subject, problem));
+std::unique_ptr<Trial> Trial::Make(const Job& job, uint64_t seed) {
+  std::unique_ptr<Trial> trial(new Trial(job));
+  trial->job_.seed = seed;
   const auto stop = [](absl::string_view step, const absl::Status& status) {
     if (IsRefusal(status) || absl::IsUnavailable(status)) {
       Skip(std::string(status.message()));
@@ -213,22 +216,20 @@ std::unique_ptr<Trial> Trial::Make(const Subject& subject, const Problem& proble
     }
     return nullptr;
   };
-  if (const absl::Status device = DeviceStatus(subject.device); !device.ok()) {
+  if (const absl::Status device = DeviceStatus(job.device); !device.ok()) {
     return stop("device", device);
   }
-  auto layer = subject.technique->Create(problem, subject.options, subject.device, seed);
+  auto layer = trial->job_.CreateLayer();
   if (!layer.ok()) return stop("Create", layer.status());
   trial->layer_ = *std::move(layer);
-  const auto specs = subject.technique->InputSpecs(problem, subject.options);
-  if (!specs.ok()) return stop("InputSpecs", specs.status());
-  auto inputs = MakeInputs({}, *specs, problem, seed);
+  auto inputs = trial->job_.LoadInputs();
   if (!inputs.ok()) return stop("inputs", inputs.status());
   trial->inputs_ = *std::move(inputs);
   return trial;
 }
 
 bool Trial::RequireQkv() {
-  const Problem& p = problem_;
+  const Problem& p = job_.problem;
   if (HasShape(inputs_, "q", {p.batch, p.query_heads, p.query_tokens, p.head_dim}) &&
       (inputs_.count("k") == 0 ||
        HasShape(inputs_, "k", {p.batch, p.kv_heads, p.kv_tokens, p.head_dim})) &&
@@ -252,14 +253,14 @@ bool Trial::RequireKeyMask() {
 }
 
 bool Trial::RequireExact() {
-  if (subject_.technique->info().exactness == Exactness::kExact) return true;
+  if (job_.technique->info().exactness == Exactness::kExact) return true;
   Skip(absl::StrCat("the case is about exact attention; this technique is ",
-                    Name(subject_.technique->info().exactness)));
+                    Name(job_.technique->info().exactness)));
   return false;
 }
 
 NamedTensors Trial::Run(const RunSettings& settings) {
-  auto outputs = GuardedRun(layer_.get(), subject_.device, inputs_, settings);
+  auto outputs = GuardedRun(layer_.get(), job_.device, inputs_, settings);
   if (outputs.ok()) return *std::move(outputs);
   ADD_FAILURE() << outputs.status();
   return {};
@@ -276,8 +277,8 @@ NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameter
   request.weights = weights;
   request.computed = computed;
   request.pool = pool;
-  const absl::Status status = subject_.technique->Define(problem_, subject_.options, parameters,
-                                                         inputs, request, &reference);
+  const absl::Status status =
+      job_.technique->Define(job_.problem, job_.options, parameters, inputs, request, &reference);
   if (status.ok() && reference.count("out") > 0) return reference;
   ADD_FAILURE() << "Define: " << (status.ok() ? "has no out" : status.ToString());
   return {};
@@ -320,7 +321,7 @@ void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance
       DefineOn(ViewsOf(inputs_), layer_->parameters(), /*weights=*/false, &outputs);
   const std::vector<NamedTensors> nearby =
       tolerance.conditioned ? DefinitionsNearby() : std::vector<NamedTensors>();
-  const int64_t keys = std::max(problem_.kv_tokens, problem_.query_tokens);
+  const int64_t keys = std::max(job_.problem.kv_tokens, job_.problem.query_tokens);
   for (const auto& [name, output] : outputs) {
     const auto found = reference.find(name);
     if (found == reference.end()) continue;
@@ -358,31 +359,9 @@ void Trial::ExpectRunMatchesDefinition(const Tolerance& tolerance) {
   ExpectMatchesDefinition(Run(), tolerance);
 }
 
-absl::StatusOr<Call> Call::Make(Trial* trial, int threads, bool optional_outputs) {
-  Call call;
-  call.layer_ = &trial->layer();
-  const Device device = trial->subject().device;
-  TFB_ASSIGN_OR_RETURN(call.runtime_, RuntimeOf(device));
-  TFB_ASSIGN_OR_RETURN(call.inputs_, DeviceTensors::Of(device, ViewsOf(trial->inputs())));
-  TFB_ASSIGN_OR_RETURN(call.outputs_,
-                       DeviceTensors::Allocate(device, call.layer_->outputs(), optional_outputs));
-  // There is always some memory, so that the workspace's address is meaningful.
-  const size_t bytes = std::max<size_t>(call.layer_->workspace_bytes(threads), 1);
-  TFB_ASSIGN_OR_RETURN(call.workspace_, DeviceMemory::Allocate(device, bytes));
-  call.pool_ = std::make_unique<ThreadPool>(threads);
-  call.execution_.pool = call.pool_.get();
-  call.execution_.workspace = call.workspace_.bytes();
-  return call;
-}
-
-absl::Status Call::Setup() {
-  TFB_RETURN_IF_ERROR(layer_->Setup(inputs(), execution_));
-  return Synchronize(runtime_);
-}
-
-absl::Status Call::Run() {
-  TFB_RETURN_IF_ERROR(layer_->Run(inputs(), outputs(), execution_));
-  return Synchronize(runtime_);
+absl::StatusOr<BoundLayer> Bind(Trial* trial, ThreadPool* pool, bool optional_outputs) {
+  return tfb::Bind(&trial->layer(), trial->job().device, ViewsOf(trial->inputs()), pool,
+                   optional_outputs);
 }
 
 Tensor& KeysOf(NamedTensors& inputs) { return inputs.at(inputs.count("k") > 0 ? "k" : "q"); }

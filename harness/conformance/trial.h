@@ -1,7 +1,6 @@
-// The arguments of a conformance case: a technique under certain options on a device, and trials of
-// it on one problem.
-#ifndef TFB_HARNESS_CONFORMANCE_SUBJECT_H_
-#define TFB_HARNESS_CONFORMANCE_SUBJECT_H_
+// What conformance cases are made of: a case, which checks a job, and trials of the job.
+#ifndef TFB_HARNESS_CONFORMANCE_TRIAL_H_
+#define TFB_HARNESS_CONFORMANCE_TRIAL_H_
 
 #include <cstdint>
 #include <functional>
@@ -15,17 +14,18 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
-#include "harness/judge/device_memory.h"
+#include "harness/inputs/job.h"
+#include "harness/judge/bound_layer.h"
 
 namespace tfb::conformance {
 
 constexpr uint64_t kSeed = 20240229;
 
-struct Subject {
-  const Technique* technique = nullptr;
-  Options options;
-  Device device = Device::kCpu;
-};
+// Returns the job on another problem.
+inline Job On(const Problem& problem, Job job) {
+  job.problem = problem;
+  return job;
+}
 
 // How a case's problems shrink in the simulator, where each access is slow. They do not shrink on a
 // GPU, nor where IsExhaustive. Where they shrink, two problems that differ in their mask alone
@@ -45,7 +45,7 @@ struct Case {
   std::string name;
   std::string numbers;
   std::vector<Problem> problems;
-  std::function<void(const Subject&, const Problem&)> check;
+  std::function<void(const Job&)> check;
   bool default_options_only = false;
   // Whether all sets of options run in the simulator too, which is slow.
   bool all_options_simulated = false;
@@ -145,11 +145,9 @@ class Trial {
  public:
   // Returns null, with the running test marked as skipped and the reason given, where the technique
   // does not support the problem; and null with the test failed where it fails.
-  static std::unique_ptr<Trial> Make(const Subject& subject, const Problem& problem,
-                                     uint64_t seed = kSeed);
+  static std::unique_ptr<Trial> Make(const Job& job, uint64_t seed = kSeed);
 
-  const Subject& subject() const { return subject_; }
-  const Problem& problem() const { return problem_; }
+  const Job& job() const { return job_; }
   Layer& layer() { return *layer_; }
   NamedTensors& inputs() { return inputs_; }
 
@@ -186,41 +184,17 @@ class Trial {
   void ExpectRunMatchesDefinition(const Tolerance& tolerance = {});
 
  private:
-  Trial(const Subject& subject, const Problem& problem) : subject_(subject), problem_(problem) {}
+  explicit Trial(const Job& job) : job_(job) {}
   std::vector<NamedTensors> DefinitionsNearby();
 
-  Subject subject_;
-  Problem problem_;
+  Job job_;
   std::unique_ptr<Layer> layer_;
   NamedTensors inputs_;
 };
 
-// A layer with inputs, outputs and workspace in the memory of its device, for cases that call it
-// themselves. Memory is not guarded, and outputs hold arbitrary bytes.
-class Call {
- public:
-  static absl::StatusOr<Call> Make(Trial* trial, int threads = 2, bool optional_outputs = true);
-
-  Layer& layer() { return *layer_; }
-  const Inputs& inputs() const { return inputs_.inputs(); }
-  const Outputs& outputs() const { return outputs_.outputs(); }
-  const Execution& execution() const { return execution_; }
-  CudaRuntime* runtime() const { return runtime_; }  // null on the CPU
-
-  // Each call waits until it is done.
-  absl::Status Setup();
-  absl::Status Run();
-  // Returns the contents of the outputs.
-  absl::StatusOr<NamedTensors> Results() const { return outputs_.Download(); }
-
- private:
-  Layer* layer_ = nullptr;
-  CudaRuntime* runtime_ = nullptr;
-  DeviceTensors inputs_, outputs_;
-  DeviceMemory workspace_;
-  std::unique_ptr<ThreadPool> pool_;
-  Execution execution_;
-};
+// Binds the trial's layer to its inputs, for cases that call it themselves. Memory is not guarded,
+// and outputs hold arbitrary bytes.
+absl::StatusOr<BoundLayer> Bind(Trial* trial, ThreadPool* pool, bool optional_outputs = true);
 
 // Marks the running test as skipped, and says why.
 void Skip(const std::string& reason);
@@ -242,4 +216,4 @@ int TokenAxis(const ConstTensorView& view);
 
 }  // namespace tfb::conformance
 
-#endif  // TFB_HARNESS_CONFORMANCE_SUBJECT_H_
+#endif  // TFB_HARNESS_CONFORMANCE_TRIAL_H_
