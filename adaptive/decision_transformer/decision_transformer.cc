@@ -36,6 +36,7 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.growth = 2;
   info.supports_noncausal = false;
+  info.self_attention = true;
   return info;
 }
 

@@ -147,7 +147,7 @@ void ReversibleOptions::Describe(OptionBinder& bind) {
   bind.Techniques(
       "f", &f,
       "techniques on hidden states, as multi_head[inner=longformer]; one for all blocks, "
-      "or one for each, as 2*multi_head/2*multi_head[inner=lsh]",
+      "or one for each, as 2*multi_head/2*learned",
       CheckF, "the attention, as a layer, of all blocks or block by block");
   DescribeFeedForwardDim(bind, &feed_forward_dim);
   bind.Choice("activation", &activation,

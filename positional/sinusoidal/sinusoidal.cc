@@ -22,6 +22,7 @@ TechniqueInfo Info() {
   info.input_kind = InputKind::kHidden;
   info.exactness = Exactness::kExact;
   info.growth = 2;
+  info.self_attention = true;
   return info;
 }
 

@@ -228,8 +228,7 @@ TEST(Sinusoidal, WhatItCannotDoIsSaidWithTheReason) {
   EXPECT_THAT(error(cross, {{"inner", "multi_head"}}),
               HasSubstr("the input of multi_head is hidden"));
   cross.kv_tokens = 41;
-  EXPECT_EQ(error(cross, {}),
-            "keys are of the same tokens as queries: kv_tokens is 41; allowed is query_tokens, 40");
+  EXPECT_EQ(error(cross, {}), "sinusoidal is self-attention: query_tokens is 40, kv_tokens is 41");
 }
 
 TEST(Sinusoidal, TheCounterpartHasDenseAttentionInside) {

@@ -33,12 +33,7 @@ FurtherInputs FurtherOf(const Problem& problem, const EncodedAttentionPlan& plan
                          {"", is_alone ? "" : absl::StrCat("application", n, ".")});
 }
 
-absl::Status Check(const Problem& problem, const EncodedAttentionPlan& plan) {
-  if (problem.kv_tokens != problem.query_tokens) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("keys are of the same tokens as queries: kv_tokens is ", problem.kv_tokens,
-                     "; allowed is query_tokens, ", problem.query_tokens));
-  }
+absl::Status CheckCount(const EncodedAttentionPlan& plan) {
   return plan.inner.CheckCount("inner", absl::StrCat("layers=", plan.applications),
                                {plan.applications});
 }
@@ -217,7 +212,7 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& pro
                                                               const std::vector<ParameterSpec>& own,
                                                               MakeEncodings make_encodings,
                                                               Device device, uint64_t seed) {
-  TFB_RETURN_IF_ERROR(Check(problem, plan));
+  TFB_RETURN_IF_ERROR(CheckCount(plan));
   auto layer =
       std::make_unique<EncodedAttentionLayer>(problem, plan, std::move(make_encodings), device);
   TFB_RETURN_IF_ERROR(layer->Build(own, seed));
@@ -228,7 +223,7 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
                                     DefineEncoding encoding, const NamedTensors& parameters,
                                     const Inputs& inputs, const DefinitionRequest& request,
                                     NamedTensors* outputs) {
-  TFB_RETURN_IF_ERROR(Check(problem, plan));
+  TFB_RETURN_IF_ERROR(CheckCount(plan));
   Tensor h = Tensor(DType::kF64, inputs.Get("x").shape());
   CopyElements(inputs.Get("x"), h.view());
   for (int64_t n = 0; n < plan.applications; ++n) {
