@@ -21,42 +21,40 @@ SHARED = {
     'bigbird': {'CheckTable'},
     'calm': {'ConfidenceParameters'},
     'compressive': {
-        'CheckCompressive', 'CheckGiven', 'CompressiveParameters', 'CompressiveSizes', 'ConvolutionPrefix', 'DistancesOf',
+        'CompressiveParameters', 'CompressiveSizes', 'ConvolutionPrefix', 'DistancesOf',
         'MemoryQueues', 'max_blocks'
     },
     'decision_transformer': {'ActionTokens', 'HeadsOf', 'ModalitiesOf', 'OptionsOfGpt', 'ReturnTokens', 'StateTokens'},
-    'depth_adaptive': {'CheckProblem', 'ClassifierParameters', 'ClassifierPrefix'},
-    'encoder_decoder': {'ActivationOf', 'AttentionPlace', 'CheckProblem', 'LayerPlace', 'StackPlace', 'StacksOf'},
+    'depth_adaptive': {'ClassifierParameters', 'ClassifierPrefix'},
+    'encoder_decoder': {'ActivationOf', 'AttentionPlace', 'LayerPlace', 'StackPlace', 'StacksOf'},
     'etc': {'IsSeparate', 'Piece'},
-    'gated_transformer_xl': {'CheckProblem', 'GateMatrices', 'HasBias', 'ParametersOf', 'ShapeOf'},
+    'gated_transformer_xl': {'GateMatrices', 'HasBias', 'ParametersOf', 'ShapeOf'},
     'hard': {'NoiseName', 'Scale'},
     'image_local': {'Is2d', 'WidthOf'},
     'layers': {
-        'AddSpecs', 'BiasPrefix', 'BindInner', 'ChannelsOf', 'Check', 'CheckInner', 'CheckRelativeStack',
+        'AddSpecs', 'BiasPrefix', 'BindInner', 'ChannelsOf', 'CheckCount', 'CheckInner', 'CheckRelativeStack',
         'CheckSelfAttention', 'ExitNorm', 'ExitPrefix', 'ExitStackParameters', 'FeedForwardSpecs', 'FinalMemories',
         'FindParameter', 'FindSpec', 'From', 'FurtherInputs', 'FurtherInputsOf', 'FurtherOf', 'FurtherOutputs',
         'FurtherOutputsOf', 'FurtherProjections', 'HasName', 'HeadsOf', 'IsFurtherOutput', 'LayerPrefix', 'MatrixSpec',
         'MemoriesSpec', 'NormSpecs', 'ParameterSpec', 'Prefix', 'ProjectionCount', 'ShapeOf', 'StackParameters',
         'width', 'WithoutPrefix', 'WithPrefix'
     },
-    'learned': {'CheckPositions', 'PlanOf'},
-    'linformer': {'Check', 'Plan'},
+    'learned': {'PlanOf'},
+    'linformer': {'Plan'},
     'longformer': {'OwnProjections'},
     'lsh': {
-        'CheckLsh', 'LshBuckets', 'LshChunk', 'LshFactors', 'LshIsWhole', 'LshKeyEpsilon', 'LshRounds', 'LshScale', 'LshWraps'
+        'LshBuckets', 'LshChunk', 'LshFactors', 'LshIsWhole', 'LshKeyEpsilon', 'LshRounds', 'LshScale', 'LshWraps'
     },
-    'memorizing': {'CheckProblem', 'ParametersOf', 'StorePrefix'},
-    'multi_head': {'CheckProblem', 'InputsOf'},
-    'performer': {'CheckOptions', 'HasScale'},
-    'reversible': {'BlockPrefix', 'CheckProblem', 'InputsOfF'},
-    'rfa': {'CheckOptions'},
+    'memorizing': {'ParametersOf', 'StorePrefix'},
+    'multi_head': {'InputsOf'},
+    'performer': {'HasScale'},
+    'reversible': {'BlockPrefix', 'InputsOfF'},
     'rope': {'RotaryDims'},
-    'routing': {'CheckRouting', 'RoutingScale', 'RoutingSizes'},
-    'sinkhorn': {'Check', 'SizesOf', 'WidthOf'},
+    'routing': {'RoutingScale', 'RoutingSizes'},
+    'sinkhorn': {'SizesOf', 'WidthOf'},
     'sinusoidal': {'PlanOf'},
     'transformer_xl': {'ShapeWithSpans'},
     'universal': {'PlanOf'},
-    'universal_transformer': {'CheckProblem'},
 }
 
 # What Setup makes of inputs in float64, and what the definition does again where the parameters are not those of a Setup: tables
