@@ -281,7 +281,7 @@ absl::Status CompactedSteps::AttendBatch(const Walk& walk, int64_t b) {
   if (!is_all) {
     call.query_order.tokens = scratch.token + first;
     call.out_by_row = true;
-    call.tokens.causal = problem.causal;
+    call.rule.tokens.causal = problem.causal;
   }
   Band band;
   band.high = problem.causal && is_all ? 0 : problem.kv_tokens;

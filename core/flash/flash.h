@@ -13,8 +13,7 @@
 // row without any key gives y_i = 0 and a log-sum-exp of -inf. Online softmax: Milakov and
 // Gimelshein, arXiv:1805.02867v2; tiling: Dao et al., arXiv:2205.14135v2, algorithm 1.
 //
-// The rule's tables are plain arrays indexed by the offset j - i, so that the engines of all
-// devices read the same data.
+// What the rule adds is plain data (score_rule.h), so that the engines of all devices read the same.
 #ifndef TFB_CORE_FLASH_FLASH_H_
 #define TFB_CORE_FLASH_FLASH_H_
 
@@ -25,6 +24,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "core/cuda/row_list.h"
+#include "core/flash/score_rule.h"
 #include "core/problem.h"
 #include "core/schedule/block_schedule.h"
 #include "core/technique.h"
@@ -43,22 +43,13 @@ class DistanceTable {
   DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
                 const std::function<float(int64_t head, int64_t offset)>& value);
 
-  bool empty() const { return values_.empty(); }
-  int64_t heads() const { return heads_; }
-  int64_t row() const { return row_; }    // floats per head
-  int64_t zero() const { return zero_; }  // index of offset 0 in a row
-  const std::vector<float>& values() const { return values_; }
-  // Returns the row of head h % heads, for pointer arithmetic with offsets: At(h, j - i)[n] is the
-  // entry of offset j - i + n.
-  const float* At(int64_t head, int64_t offset) const {
-    return values_.data() + head % heads_ * row_ + offset + zero_;
-  }
-  size_t bytes() const { return values_.size() * sizeof(float); }
+  // Returns the entries, which are valid while the table lives unchanged.
+  DistanceEntries entries() const { return {values_.data(), heads_, row_, zero_}; }
 
  private:
   int64_t heads_ = 1;
   int64_t row_ = 0;
-  int64_t zero_ = 0;  // index of offset 0
+  int64_t zero_ = 0;
   std::vector<float> values_;
 };
 
@@ -104,99 +95,6 @@ class RelativeKeys {
   std::vector<float> panels_;
   std::vector<bool> repeats_;  // [heads][panels][kFlashTile / kBlock]
 };
-
-// Two vectors per head: one for pairs of a query and a key of different ids, one for pairs of the
-// same id, and perhaps a number with each. The call brings the ids.
-struct LabelKeys {
-  // [heads][2][head_dim], the vector for equal ids second; null: no label keys.
-  const float* keys = nullptr;
-  int64_t heads = 1;  // head h reads vectors of head h % heads
-  // c, [heads][2], which are added to the products with the vectors; null: none.
-  const float* biases = nullptr;
-};
-
-// Query i of head h sees key j at distance x = i + causal_offset - j with weight clip((ramp + z -
-// x) / ramp, 0, 1), where z = span[b batch_stride + h head_stride + i query_stride]. The engine
-// does not visit keys of weight 0.
-struct SoftSpan {
-  const float* span = nullptr;  // null: none
-  int64_t count = 0;            // floats at `span`
-  int64_t batch_stride = 0;
-  int64_t head_stride = 0;
-  int64_t query_stride = 0;
-  float ramp = 1;  // > 0, in tokens
-};
-
-// The parts of a score rule. A part that is null or empty has no effect. Tables are indexed by the
-// offset j - i - query_position.
-struct ScoreRule {
-  const float* content_bias = nullptr;   // u [query_heads, head_dim]
-  const float* position_bias = nullptr;  // w [query_heads, head_dim]
-  const RelativeKeys* relative_keys = nullptr;
-  LabelKeys label_keys;
-  const DistanceTable* relu_multiplier = nullptr;
-  const DistanceTable* bias = nullptr;
-  SoftSpan soft_span;
-  // The position of query 0 among the keys. With 0 the offset is j - i; with the call's causal
-  // offset it is minus the distance, whatever the number of keys, so that one table serves all
-  // calls of a stream.
-  int64_t query_position = 0;
-};
-
-// The schedule's row n is token tokens[b batch_stride + h / group head_stride + n] of the tensors;
-// without one it is token n. h is a query head for queries, of which `group` share an order, and a
-// key-value head for keys. The order may name some of the tensor's tokens, in any order: engines
-// gather them. On the CPU an order of queries may contain numbers below 0, which name no token:
-// such a row is not computed.
-struct TokenOrder {
-  const int32_t* tokens = nullptr;
-  int64_t batch_stride = 0;
-  int64_t head_stride = 0;
-  int64_t group = 1;
-
-  int64_t operator()(int64_t b, int64_t h, int64_t n) const {
-    return tokens == nullptr ? n : tokens[b * batch_stride + h / group * head_stride + n];
-  }
-};
-
-// A number for each pair of a query and a key, which hides the pair where it is 0: that of query i
-// and key j is data[b batch_stride + i query_stride + j key_stride]. Pairs with j - i below `low`
-// or above `high` have none, and are not hidden by it: so a band [queries, high - low + 1] is a
-// mask, too.
-struct PairMask {
-  const uint8_t* data = nullptr;  // null: none
-  int64_t batch_stride = 0;
-  int64_t query_stride = 0;
-  int64_t key_stride = 0;
-  int64_t low = INT64_MIN / 2;
-  int64_t high = INT64_MAX / 2;
-};
-
-// A rule on pairs of tokens by their indices in the tensors, not by their places in the call's
-// orders, for calls that gather tokens by content. i and j are the tokens that the orders name.
-//
-// Slot n shows key j to query i where 0 <= a_n(i) - b_n(j) <= 1, with codes a of queries and b of
-// keys, such as their chunks in the n-th of several sortings.
-struct TokenRule {
-  bool causal = false;  // hides keys j > i
-  PairMask mask;        // hides pairs
-  int64_t own = -1;     // hides keys that slot `own` does not show; -1 for no such slot
-  float self_bias = 0;  // is added to the score of i = j
-  // Divides the weight by the number of slots that show j to i, at least 1. A key that several
-  // calls or places of one softmax contain then counts once.
-  bool counts = false;
-  // Codes, one a token, of a slot, batch row and query head or key-value head.
-  const int32_t* query_codes = nullptr;
-  const int32_t* key_codes = nullptr;
-  int64_t slots = 0;  // kMaxTokenSlots at most
-  int64_t slot_stride = 0;
-  int64_t batch_stride = 0;
-  int64_t head_stride = 0;
-
-  bool hides() const { return causal || own >= 0 || mask.data != nullptr; }
-  bool adjusts() const { return self_bias != 0 || counts; }
-};
-constexpr int64_t kMaxTokenSlots = 64;
 
 // Keys and values in the layout that the CPU engine computes with (see KeyValueCache), a ring of
 // tiles for each head: the call's key tile t is tile (first_tile + t) % tiles.
@@ -245,7 +143,6 @@ struct FlashCall {
   // listed is skipped.
   RowList asked;
   ScoreRule rule;
-  TokenRule tokens;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };
 

@@ -173,8 +173,8 @@ class FlashRun {
         kernels_(BestCpuKernels()) {
     scale_ = static_cast<float>(ProductScale(problem, call.scale));
     const ScoreRule& rule = call.rule;
-    reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier != nullptr ||
-                     rule.bias != nullptr || rule.soft_span.span != nullptr;
+    reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier.values != nullptr ||
+                     rule.bias.values != nullptr || rule.soft_span.span != nullptr;
     const auto is_plain = [](const ConstTensorView& view) {
       return view.dtype == DType::kF32 && view.stride(3) == 1;
     };
@@ -243,12 +243,12 @@ class FlashRun {
     LoadQueries(task, scratch);
     TokenSide queries;
     scratch.queries = &queries;
-    if (call_.tokens.hides() || call_.tokens.adjusts()) {
+    if (call_.rule.tokens.hides() || call_.rule.tokens.adjusts()) {
       for (int64_t r = 0; r < task.rows; ++r) {
         queries.tokens[r] = static_cast<int32_t>(QueryToken(task, r));
       }
-      LoadCodes(task, task.head, task.rows, call_.tokens.query_codes, {0, call_.tokens.slots},
-                &queries);
+      LoadCodes(task, task.head, task.rows, call_.rule.tokens.query_codes,
+                {0, call_.rule.tokens.slots}, &queries);
     }
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
     std::fill_n(scratch.max, task.rows, kNegativeInfinity);
@@ -524,11 +524,8 @@ class FlashRun {
   // Returns the soft span of row r as ramp + z - (i + causal_offset): the weight of key j is then
   // clip((limit + j) / ramp, 0, 1).
   float RampLimit(const Task& task, int64_t r) const {
-    const SoftSpan& soft = call_.rule.soft_span;
-    const int64_t i = task.first_query + task.Place(r);
-    const float z = soft.span[task.batch * soft.batch_stride + task.head * soft.head_stride +
-                              i * soft.query_stride];
-    return soft.ramp + z - static_cast<float>(i + problem_.causal_offset());
+    return call_.rule.soft_span.Limit(task.batch, task.head, task.first_query + task.Place(r),
+                                      problem_.causal_offset());
   }
 
   // Tells whether any row of the task gives any key of tile t a weight above 0.
@@ -548,7 +545,7 @@ class FlashRun {
                                  static_cast<float>(index * kTile) >
                              0;
     const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
-    tile.whole = mask == nullptr && in_span && all_tokens && !call_.tokens.hides();
+    tile.whole = mask == nullptr && in_span && all_tokens && !call_.rule.tokens.hides();
     if (tile.whole) {
       tile.seen = {0, kTile};
       for (Extent& extent : tile.extents) extent = {0, kTile};
@@ -559,7 +556,8 @@ class FlashRun {
       visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[task.Place(r)]);
       if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
-    if (call_.tokens.hides() && !HidePairs(task, index, *scratch.queries, visible)) return tile;
+    if (call_.rule.tokens.hides() && !HidePairs(task, index, *scratch.queries, visible))
+      return tile;
     uint64_t any_row = 0, all_rows[kTile / kGroupRows];
     for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
       uint64_t any = 0, all = ~uint64_t{0};
@@ -584,10 +582,9 @@ class FlashRun {
   // Loads the codes of the side's tokens in some slots.
   void LoadCodes(const Task& task, int64_t head, int64_t rows, const int32_t* codes, Slots slots,
                  TokenSide* side) const {
-    const TokenRule& rule = call_.tokens;
+    const TokenRule& rule = call_.rule.tokens;
     for (int64_t n = slots.begin; n < slots.end; ++n) {
-      const int64_t offset =
-          n * rule.slot_stride + task.batch * rule.batch_stride + head * rule.head_stride;
+      const int64_t offset = rule.Codes(n, task.batch, head);
       for (int64_t r = 0; r < rows; ++r) side->codes[n][r] = codes[offset + side->tokens[r]];
     }
   }
@@ -596,7 +593,7 @@ class FlashRun {
     for (int64_t r = 0; r < keys; ++r) {
       side->tokens[r] = static_cast<int32_t>(call_.key_order(task.batch, KvHead(task), first + r));
     }
-    LoadCodes(task, KvHead(task), keys, call_.tokens.key_codes, slots, side);
+    LoadCodes(task, KvHead(task), keys, call_.rule.tokens.key_codes, slots, side);
     for (int64_t r = keys; r < kTile; ++r) {  // repeats the last code: these keys are hidden anyway
       side->tokens[r] = side->tokens[keys - 1];
       for (int64_t n = slots.begin; n < slots.end; ++n)
@@ -608,7 +605,7 @@ class FlashRun {
   // which the ranges of sorted codes mostly show without a look at pairs.
   bool HidePairs(const Task& task, int64_t tile, const TokenSide& queries,
                  uint64_t* visible) const {
-    const TokenRule& rule = call_.tokens;
+    const TokenRule& rule = call_.rule.tokens;
     const Slots own = rule.own < 0 ? Slots{0, 0} : Slots{rule.own, rule.own + 1};
     TokenSide keys;
     LoadKeySide(task, tile, own, &keys);
@@ -634,21 +631,18 @@ class FlashRun {
   // Clears the bits of pairs that the token rule's mask hides.
   void HideMaskedPairs(const Task& task, const TokenSide& queries, const TokenSide& keys,
                        uint64_t* visible) const {
-    const PairMask& mask = call_.tokens.mask;
+    const PairMask& mask = call_.rule.tokens.mask;
     for (int64_t r = 0; r < task.rows; ++r) {
-      const int64_t i = queries.tokens[r];
-      const uint8_t* row = mask.data + task.batch * mask.batch_stride + i * mask.query_stride;
       for (uint64_t rest = visible[r]; rest != 0; rest &= rest - 1) {
         const int c = __builtin_ctzll(rest);
-        const int64_t j = keys.tokens[c];
-        if (j - i < mask.low || j - i > mask.high) continue;
-        if (row[j * mask.key_stride] == 0) visible[r] &= ~(uint64_t{1} << c);
+        if (mask.Shows(task.batch, queries.tokens[r], keys.tokens[c])) continue;
+        visible[r] &= ~(uint64_t{1} << c);
       }
     }
   }
 
   void AdjustPairs(const Task& task, const Tile& tile, Scratch& scratch) const {
-    const TokenRule& rule = call_.tokens;
+    const TokenRule& rule = call_.rule.tokens;
     const Slots counted = {0, rule.counts ? rule.slots : 0};
     TokenSide keys;
     LoadKeySide(task, tile.index, counted, &keys);
@@ -769,12 +763,13 @@ class FlashRun {
     // One term that depends on the distance is added where the products are still in registers.
     ScoreTerm term;
     const bool adds_positions = rule.relative_keys != nullptr && (!whole || task.gaps);
-    const bool adds_bias = rule.bias != nullptr && (rule.relative_keys != nullptr ||
-                                                    rule.relu_multiplier != nullptr || task.gaps);
+    const bool adds_bias =
+        rule.bias.values != nullptr &&
+        (rule.relative_keys != nullptr || rule.relu_multiplier.values != nullptr || task.gaps);
     if (rule.relative_keys != nullptr && !adds_positions) {
       term = PositionScores(task, 0, task.rows, {0, tiles * kTile}, first, scratch);
-    } else if (rule.bias != nullptr && !adds_bias) {
-      term = {rule.bias->At(task.head, first), -1};
+    } else if (rule.bias.values != nullptr && !adds_bias) {
+      term = {rule.bias.Of(task.head) + first, -1};
     }
     for (int64_t t = 0; t < tiles; ++t) {
       const float* keys = Packed(task, chunk[t].index).keys;
@@ -790,11 +785,11 @@ class FlashRun {
     if (rule.label_keys.keys != nullptr) {
       for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], scratch);
     }
-    if (rule.relu_multiplier != nullptr) {
-      ApplyTable(task, scores, rule.relu_multiplier->At(task.head, first), kernels_.relu_multiply);
+    if (rule.relu_multiplier.values != nullptr) {
+      ApplyTable(task, scores, rule.relu_multiplier.Of(task.head) + first, kernels_.relu_multiply);
     }
-    if (adds_bias) ApplyTable(task, scores, rule.bias->At(task.head, first), kernels_.add);
-    if (call_.tokens.adjusts()) {
+    if (adds_bias) ApplyTable(task, scores, rule.bias.Of(task.head) + first, kernels_.add);
+    if (call_.rule.tokens.adjusts()) {
       for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
     }
     // Hiding comes last, since it also overwrites the columns outside the extents, which hold
@@ -1090,7 +1085,7 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   for (const auto [problem, call] : parts) {
     TFB_RETURN_IF_ERROR(CheckSchedule(*problem, *call->schedule));
     if (call->rule.label_keys.keys != nullptr) TFB_RETURN_IF_ERROR(CheckIds(*call));
-    TFB_RETURN_IF_ERROR(CheckTokenRule(call->tokens));
+    TFB_RETURN_IF_ERROR(CheckTokenRule(call->rule.tokens));
     const Layout layout(*problem, call->rule.relative_keys != nullptr, !call->packed.empty());
     at_a_time = std::min(at_a_time, layout.packed_heads);
     part_row = layout.part_row();

@@ -25,10 +25,9 @@ int64_t PartialFloats(const Problem& problem, int64_t splits) {
 // Tells whether the decoding kernel takes the call, see FlashDecodeKernels. Strides do not matter,
 // so that they change no bit of the result.
 bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
-  const DeviceScoreRule& rule = a.rule;
-  return IsFew(problem) && rule.content_bias == nullptr && rule.relative_keys.rows == nullptr &&
-         rule.label_keys.keys == nullptr && rule.relu_multiplier.values == nullptr &&
-         rule.span == nullptr && !rule.tokens.acts &&
+  ScoreRule rule = a.rule;
+  rule.bias = {};
+  return IsFew(problem) && rule.content_bias == nullptr && rule.is_plain() &&
          (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
 }
 
@@ -53,30 +52,6 @@ Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArgument
   }
 }
 
-DeviceTokenOrder ToDevice(const TokenOrder& order) {
-  return {order.tokens, order.batch_stride, order.head_stride, order.group};
-}
-static_assert(kFlashTokenSlots == kMaxTokenSlots, "one limit for all devices");
-DeviceTokenRule ToDevice(const TokenRule& rule) {
-  DeviceTokenRule device = {};
-  device.hides = rule.hides();
-  device.adjusts = rule.adjusts();
-  device.acts = device.hides || device.adjusts;
-  device.causal = rule.causal;
-  device.counts = rule.counts;
-  device.own = static_cast<int>(rule.own);
-  device.slots = static_cast<int>(rule.slots);
-  device.self_bias = rule.self_bias;
-  device.query_codes = rule.query_codes;
-  device.key_codes = rule.key_codes;
-  device.slot_stride = rule.slot_stride;
-  device.batch_stride = rule.batch_stride;
-  device.head_stride = rule.head_stride;
-  const PairMask& mask = rule.mask;
-  device.mask = {mask.data,       mask.batch_stride, mask.query_stride,
-                 mask.key_stride, mask.low,          mask.high};
-  return device;
-}
 DeviceIds ToDeviceIds(const ConstTensorView& ids) {
   return {static_cast<const int32_t*>(ids.data), ids.stride(0), ids.stride(1)};
 }
@@ -159,16 +134,10 @@ absl::Status FlashCuda::KeepSchedule(const BlockSchedule& schedule) {
   return keep(schedule.order, &schedule_.order);
 }
 
-absl::StatusOr<DeviceDistanceTable> FlashCuda::KeepTable(const DistanceTable& table) {
-  TFB_ASSIGN_OR_RETURN(const void* values, Keep(table.values().data(), table.bytes()));
-  return DeviceDistanceTable{static_cast<const float*>(values), table.heads(), table.row(),
-                             table.zero()};
-}
-
 // Converts panels [head_dim][64] of floats to rows of the problem's dtype, in the order of channels
 // that the kernel reads.
 absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys) {
-  DeviceRelativeKeys& device = rule_.relative_keys;
+  RelativeKeyRows& device = rule_.relative_key_rows;
   device.heads = keys.heads();
   device.low = keys.low();
   device.high = keys.high();
@@ -194,40 +163,28 @@ absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeK
   return absl::OkStatus();
 }
 
+// Replaces the arrays of the rule by copies on the device.
 absl::Status FlashCuda::KeepRule(const Problem& problem, const ScoreRule& rule) {
-  const size_t bias_bytes =
-      static_cast<size_t>(problem.query_heads * problem.head_dim) * sizeof(float);
-  const auto keep = [this](const float* from, size_t bytes, const float** to) -> absl::Status {
-    if (from == nullptr) return absl::OkStatus();
-    TFB_ASSIGN_OR_RETURN(const void* kept, Keep(from, bytes));
-    *to = static_cast<const float*>(kept);
+  rule_ = rule;
+  const auto keep = [this](const float** array, int64_t count) -> absl::Status {
+    if (*array == nullptr) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(const void* kept, Keep(*array, count * sizeof(float)));
+    *array = static_cast<const float*>(kept);
     return absl::OkStatus();
   };
-  TFB_RETURN_IF_ERROR(keep(rule.content_bias, bias_bytes, &rule_.content_bias));
-  TFB_RETURN_IF_ERROR(keep(rule.position_bias, bias_bytes, &rule_.position_bias));
-  TFB_RETURN_IF_ERROR(keep(rule.soft_span.span,
-                           static_cast<size_t>(rule.soft_span.count) * sizeof(float), &rule_.span));
-  rule_.span_batch_stride = rule.soft_span.batch_stride;
-  rule_.span_head_stride = rule.soft_span.head_stride;
-  rule_.span_query_stride = rule.soft_span.query_stride;
-  rule_.ramp = rule.soft_span.ramp;
-  if (rule.relative_keys != nullptr && !rule.relative_keys->empty()) {
-    TFB_RETURN_IF_ERROR(KeepRelativeKeys(problem, *rule.relative_keys));
+  const int64_t bias = problem.query_heads * problem.head_dim;
+  TFB_RETURN_IF_ERROR(keep(&rule_.content_bias, bias));
+  TFB_RETURN_IF_ERROR(keep(&rule_.position_bias, bias));
+  TFB_RETURN_IF_ERROR(keep(&rule_.soft_span.span, rule.soft_span.count));
+  LabelKeys& labels = rule_.label_keys;
+  TFB_RETURN_IF_ERROR(keep(&labels.keys, labels.heads * 2 * problem.head_dim));
+  TFB_RETURN_IF_ERROR(keep(&labels.biases, labels.heads * 2));
+  for (DistanceEntries* entries : {&rule_.relu_multiplier, &rule_.bias}) {
+    TFB_RETURN_IF_ERROR(keep(&entries->values, entries->heads * entries->row));
   }
-  const LabelKeys& labels = rule.label_keys;
-  rule_.label_keys.heads = labels.heads;
-  TFB_RETURN_IF_ERROR(keep(labels.keys,
-                           static_cast<size_t>(labels.heads * 2 * problem.head_dim) * sizeof(float),
-                           &rule_.label_keys.keys));
-  TFB_RETURN_IF_ERROR(keep(labels.biases, static_cast<size_t>(labels.heads * 2) * sizeof(float),
-                           &rule_.label_keys.biases));
-  if (rule.relu_multiplier != nullptr) {
-    TFB_ASSIGN_OR_RETURN(rule_.relu_multiplier, KeepTable(*rule.relu_multiplier));
-  }
-  if (rule.bias != nullptr) {
-    TFB_ASSIGN_OR_RETURN(rule_.bias, KeepTable(*rule.bias));
-  }
-  return absl::OkStatus();
+  rule_.relative_keys = nullptr;
+  if (rule.relative_keys == nullptr || rule.relative_keys->empty()) return absl::OkStatus();
+  return KeepRelativeKeys(problem, *rule.relative_keys);
 }
 
 absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
@@ -250,8 +207,8 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
     a.log_sum_exp = static_cast<float*>(call.log_sum_exp.mutable_data());
     std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
   }
-  a.query_order = ToDevice(call.query_order);
-  a.key_order = ToDevice(call.key_order);
+  a.query_order = call.query_order;
+  a.key_order = call.key_order;
   a.out_by_row = call.out_by_row;
   a.ring_tiles = call.ring.tiles;
   a.first_tile = call.ring.first_tile;
@@ -277,16 +234,9 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   }
   a.rule = rule_;
   a.rule.query_position = call.rule.query_position;
-  if (call.rule.soft_span.span != nullptr) {
-    const SoftSpan& span = call.rule.soft_span;
-    a.rule.span = span.span;
-    a.rule.span_batch_stride = span.batch_stride;
-    a.rule.span_head_stride = span.head_stride;
-    a.rule.span_query_stride = span.query_stride;
-    a.rule.ramp = span.ramp;
-  }
-  TFB_RETURN_IF_ERROR(CheckTokenRule(call.tokens));
-  a.rule.tokens = ToDevice(call.tokens);
+  if (call.rule.soft_span.span != nullptr) a.rule.soft_span = call.rule.soft_span;
+  TFB_RETURN_IF_ERROR(CheckTokenRule(call.rule.tokens));
+  a.rule.tokens = call.rule.tokens;
   a.scale = static_cast<float>(ProductScale(problem, call.scale));
   a.splits = static_cast<int>(Slots(*runtime_, problem));
   Workspace workspace(execution.workspace);

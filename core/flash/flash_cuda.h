@@ -43,8 +43,8 @@ class FlashCuda {
   // are too few to fill the device. It suffices for calls with fewer tokens, too.
   static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem);
 
-  // Enqueues a call. From the call's rule it takes query_position and the soft span, whose pointer
-  // must be to device memory; Create has taken the rest. `scale` is as in FlashCpu; `packed` must
+  // Enqueues a call. From the call's rule it takes query_position, the token rule and the soft span,
+  // whose pointers must be to device memory; Create has taken the rest. `scale` is as in FlashCpu; `packed` must
   // be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; for 16-bit problems,
   // products are of 16-bit queries, keys, probabilities and values, on tensor cores. The result has
   // the same bits in every run on one device. Run allocates nothing.
@@ -79,13 +79,12 @@ class FlashCuda {
   absl::StatusOr<const void*> Keep(const void* from, size_t bytes);
   absl::Status KeepSchedule(const BlockSchedule& schedule);
   absl::Status KeepRule(const Problem& problem, const ScoreRule& rule);
-  absl::StatusOr<DeviceDistanceTable> KeepTable(const DistanceTable& table);
   absl::Status KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys);
 
   CudaRuntime* runtime_ = nullptr;
   ScheduleView schedule_ = {};
   bool has_schedule_ = false;
-  DeviceScoreRule rule_ = {};
+  ScoreRule rule_;
   int64_t max_blocks_ = kMaxBlocks;
   std::vector<DeviceBuffer> buffers_;
 };

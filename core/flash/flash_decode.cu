@@ -127,7 +127,7 @@ class FlashDecodeBlock {
         queries_[n] = 0;
         continue;
       }
-      const int64_t token = TokenOf(a_.query_order, task_.batch, HeadOf(row), QueryOf(row));
+      const int64_t token = a_.query_order(task_.batch, HeadOf(row), QueryOf(row));
       const int64_t offset = task_.batch * a_.q.strides[0] + HeadOf(row) * a_.q.strides[1] +
                              token * a_.q.strides[2] + channel * a_.q.strides[3];
       queries_[n] = channel < a_.head_dim ? LoadElement(a_.q.data, a_.q.element, offset) : 0;
@@ -216,10 +216,9 @@ class FlashDecodeBlock {
   }
 
   __device__ float BiasOf(int row, int64_t tile, int key) const {
-    const DeviceDistanceTable& table = a_.rule.bias;
+    const DistanceEntries& table = a_.rule.bias;
     if (table.values == nullptr) return 0;
-    return table.values[HeadOf(row) % table.heads * table.row + table.zero + tile * kKeys + key -
-                        QueryOf(row) - a_.rule.query_position];
+    return table.Of(HeadOf(row))[tile * kKeys + key - QueryOf(row) - a_.rule.query_position];
   }
 
   // Merges the parts of a warp's groups by shuffles, and those of the warps through shared memory.
@@ -268,7 +267,7 @@ class FlashDecodeBlock {
     FlashTask task = task_;
     task.head = HeadOf(row);
     const int64_t i = QueryOf(row);
-    const int64_t token = TokenOf(a_.query_order, task.batch, task.head, i);
+    const int64_t token = a_.query_order(task.batch, task.head, i);
     const OutputRow output(a_, task, i, token, sum);
     for (int c = threadIdx.x % kWarp; c < a_.value_dim; c += kWarp) {
       float value[1] = {0};

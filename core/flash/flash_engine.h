@@ -1,4 +1,5 @@
-// Engine flash for one problem, pattern and score rule, on any device. Techniques use this class.
+// Engine flash for one problem, pattern and score rule, on any device. PlannedLayer runs a plan by
+// such engines; layers whose keys grow segment by segment have one of their own.
 #ifndef TFB_CORE_FLASH_FLASH_ENGINE_H_
 #define TFB_CORE_FLASH_FLASH_ENGINE_H_
 

@@ -49,7 +49,7 @@ struct Shared {
   float* position;              // [64][kStride], where there are relative keys
   TokenPairs<kQueries>* pairs;  // used where there is a token rule
 
-  __device__ Shared(float* memory, const DeviceScoreRule& rule)
+  __device__ Shared(float* memory, const ScoreRule& rule)
       : q(memory),
         kv(q + kDim * kStride),
         p(kv + kKeysAndValues),
@@ -65,14 +65,14 @@ struct Shared {
         pairs(reinterpret_cast<TokenPairs<kQueries>*>(memory + Floats(rule))) {}
 
   // Returns the floats of all arrays but `pairs`: an even number.
-  __host__ __device__ static constexpr size_t Floats(const DeviceScoreRule& rule) {
-    const bool relative_keys = rule.relative_keys.rows != nullptr;
+  __host__ __device__ static constexpr size_t Floats(const ScoreRule& rule) {
+    const bool relative_keys = rule.relative_key_rows.rows != nullptr;
     return kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 + 64 +
            (relative_keys || rule.label_keys.keys != nullptr ? 128 + 64 + 64 : 0) +
            (relative_keys ? kQueries * kStride : 0);
   }
-  static size_t Bytes(const DeviceScoreRule& rule) {
-    return Floats(rule) * sizeof(float) + (rule.tokens.acts ? sizeof(TokenPairs<kQueries>) : 0);
+  static size_t Bytes(const ScoreRule& rule) {
+    return Floats(rule) * sizeof(float) + (rule.tokens.acts() ? sizeof(TokenPairs<kQueries>) : 0);
   }
 };
 
@@ -166,7 +166,7 @@ class FlashF32Block {
     while (walk.Next()) {
       if (kRule && !WithinAnySpan(walk.tile())) continue;
       const bool whole = walk.full() && AllTokens(a_, walk.tile()) && InAllSpans(walk.tile()) &&
-                         !(kRule && a_.rule.tokens.hides);
+                         !(kRule && a_.rule.tokens.hides());
       if (has_pairs()) FindPairs<kThreads>(a_, task_, walk.tile(), *shared_.pairs);
       LoadKeys(walk.tile());
       if (kRule && a_.rule.label_keys.keys != nullptr) LoadKeyIds(walk.tile());
@@ -193,13 +193,13 @@ class FlashF32Block {
  private:
   // Tells whether this thread has a query: the last tile leaves out products of the other threads.
   __device__ bool has_rows() const { return first_query_ + ty_ * kRows < queries_; }
-  __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts; }
+  __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts(); }
   // Returns the row of the call that query `row` of the tile is; the last row beyond it.
   __device__ int64_t RowOf(int row) const {
     return QueryRow(a_, task_.batch, min(first_query_ + row, queries_ - 1));
   }
   __device__ int64_t QueryToken(int row) const {
-    return TokenOf(a_.query_order, task_.batch, task_.head, RowOf(row));
+    return a_.query_order(task_.batch, task_.head, RowOf(row));
   }
   __device__ bool IsQuery(int row) const {
     return first_query_ + row < queries_ &&
@@ -226,7 +226,7 @@ class FlashF32Block {
       if (!IsQuery(row)) return RowReader();
       return RowReader(a_.q, task_.batch, task_.head, QueryToken(row), a_.head_dim);
     });
-    if (kRule && a_.rule.span != nullptr && threadIdx.x < kQueries) {
+    if (kRule && a_.rule.soft_span.span != nullptr && threadIdx.x < kQueries) {
       const int64_t i = first_query_ + threadIdx.x;
       // Rows that are no queries see nothing, and keep no tile from being whole.
       shared_.limit[threadIdx.x] =
@@ -235,7 +235,7 @@ class FlashF32Block {
   }
 
   __device__ void FindSpan() {
-    if (!kRule || a_.rule.span == nullptr) return;
+    if (!kRule || a_.rule.soft_span.span == nullptr) return;
     widest_ = narrowest_ = shared_.limit[0];
     for (int r = 1; r < kQueries; ++r) {
       widest_ = fmaxf(widest_, shared_.limit[r]);
@@ -243,10 +243,12 @@ class FlashF32Block {
     }
   }
   __device__ bool WithinAnySpan(int64_t tile) const {
-    return a_.rule.span == nullptr || widest_ + static_cast<float>(tile * kKeys + kKeys - 1) > 0;
+    return a_.rule.soft_span.span == nullptr ||
+           widest_ + static_cast<float>(tile * kKeys + kKeys - 1) > 0;
   }
   __device__ bool InAllSpans(int64_t tile) const {
-    return !kRule || a_.rule.span == nullptr || narrowest_ + static_cast<float>(tile * kKeys) > 0;
+    return !kRule || a_.rule.soft_span.span == nullptr ||
+           narrowest_ + static_cast<float>(tile * kKeys) > 0;
   }
 
   // Loads the queries' ids and computes their scores against the two label keys. For rows that are
@@ -254,7 +256,7 @@ class FlashF32Block {
   __device__ void ScoreLabels() {
     if (threadIdx.x >= 2 * kQueries) return;
     const int row = threadIdx.x % kQueries, label = threadIdx.x / kQueries;
-    const DeviceLabelKeys& labels = a_.rule.label_keys;
+    const LabelKeys& labels = a_.rule.label_keys;
     const float* key = labels.keys + (task_.head % labels.heads * 2 + label) * a_.head_dim;
     const float* bias = a_.rule.position_bias;
     if (bias != nullptr) bias += task_.head * a_.head_dim;
@@ -311,8 +313,9 @@ class FlashF32Block {
     if (t < kQueries) {
       uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
       word &= walk.Mask(shared_.rows[t], t, kQueries);
-      if (kRule && a_.rule.span != nullptr) word &= WithinSpan(shared_.limit[t], walk.tile());
-      if (kRule && a_.rule.tokens.hides) word &= shared_.pairs->visible[t];
+      if (kRule && a_.rule.soft_span.span != nullptr)
+        word &= WithinSpan(shared_.limit[t], walk.tile());
+      if (kRule && a_.rule.tokens.hides()) word &= shared_.pairs->visible[t];
       shared_.visible[t] = word;
     }
   }
@@ -345,10 +348,10 @@ class FlashF32Block {
 
   // Applies everything of the rule that acts on scores; the soft span acts on weights.
   __device__ void ApplyRule(int64_t tile, float scores[kRows][4]) {
-    const DeviceScoreRule& rule = a_.rule;
+    const ScoreRule& rule = a_.rule;
     // The offset of row 0, column 0.
     const int64_t first = tile * kKeys - first_query_ - rule.query_position;
-    if (rule.relative_keys.rows != nullptr) AddPositions(tile, scores);
+    if (rule.relative_key_rows.rows != nullptr) AddPositions(tile, scores);
     if (rule.label_keys.keys != nullptr) AddLabels(scores);
     if (rule.relu_multiplier.values != nullptr) {
       ForEachEntry(rule.relu_multiplier, tile, first, [&](int r, int c, float entry) {
@@ -359,7 +362,7 @@ class FlashF32Block {
       ForEachEntry(rule.bias, tile, first,
                    [&](int r, int c, float entry) { scores[r][c] += entry; });
     }
-    if (rule.tokens.adjusts) AddPairTerms(scores);
+    if (rule.tokens.adjusts()) AddPairTerms(scores);
   }
   __device__ void AddPairTerms(float scores[kRows][4]) {
 #pragma unroll
@@ -374,13 +377,12 @@ class FlashF32Block {
   // Calls act(r, c, the table's entry for score r, c). Offsets of rows and keys that do not exist
   // may lie outside the table.
   template <class Act>
-  __device__ void ForEachEntry(const DeviceDistanceTable& table, int64_t tile, int64_t first,
+  __device__ void ForEachEntry(const DistanceEntries& table, int64_t tile, int64_t first,
                                const Act& act) {
     const int rows =
         static_cast<int>(min(a_.query_tokens - first_query_, int64_t{64})) - ty_ * kRows;
     const int keys = static_cast<int>(min(a_.kv_tokens - tile * kKeys, int64_t{64})) - tx_ * 4;
-    const float* entries = table.values + task_.head % table.heads * table.row + table.zero +
-                           first + (tx_ * 4 - ty_ * kRows);
+    const float* entries = table.Of(task_.head) + first + (tx_ * 4 - ty_ * kRows);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -396,7 +398,7 @@ class FlashF32Block {
   // 127 offsets. Where only one in n is asked, 64 of them have 64 (n + 1), so that this product
   // falls to 1/2 (1 + 1/n) of what it is for all queries, while the others fall to 1/n.
   __device__ void AddPositions(int64_t tile, float scores[kRows][4]) {
-    const DeviceRelativeKeys& keys = a_.rule.relative_keys;
+    const RelativeKeyRows& keys = a_.rule.relative_key_rows;
     const int last_row = shared_.rows[kQueries - 1];
     const int offsets = kKeys + last_row - shared_.rows[0];
     const int64_t lowest = tile * kKeys - last_row - a_.rule.query_position;
@@ -458,10 +460,10 @@ class FlashF32Block {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         float weight = ExpOf(scores[r][c] - shift);
-        if (kRule && a_.rule.span != nullptr) {
+        if (kRule && a_.rule.soft_span.span != nullptr) {
           const float ramp =
               (shared_.limit[ty_ * kRows + r] + static_cast<float>(tile * kKeys + tx_ * 4 + c)) /
-              a_.rule.ramp;
+              a_.rule.soft_span.ramp;
           weight *= fminf(fmaxf(ramp, 0), 1);
         }
         scores[r][c] = weight;
@@ -618,7 +620,7 @@ __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArgum
     FlashArguments whole = a;
     whole.partial = nullptr;
     const FlashTask task = {b, h, 0, 0, 0};
-    const int64_t token = a.slots_by_token ? i : TokenOf(a.query_order, b, h, i);
+    const int64_t token = a.slots_by_token ? i : a.query_order(b, h, i);
     const OutputRow row(whole, task, i, token, sum);
     for (int column = Lane(); column < a.value_dim; column += kWarp) {
       float output[1] = {0};

@@ -1,7 +1,7 @@
 // The CUDA kernels of engine flash as C++ sees them: plain data and launchers.
 //
-// Every pointer is to device memory. core/flash/flash.h has the formula and explains the parts of a
-// score rule.
+// Every pointer is to device memory. core/flash/flash.h has the formula, score_rule.h explains the
+// parts of a score rule.
 #ifndef TFB_CORE_FLASH_FLASH_KERNELS_H_
 #define TFB_CORE_FLASH_FLASH_KERNELS_H_
 
@@ -10,6 +10,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/row_list.h"
+#include "core/flash/score_rule.h"
 #include "core/schedule/schedule_view.h"
 
 namespace tfb {
@@ -20,108 +21,6 @@ constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
 // The most rows (query heads of a key-value head times queries) that the decoding kernel takes.
 constexpr int kFlashDecodeRows = 8;
-
-// A number per head and offset e = j - i - query_position: values[h % heads * row + e + zero].
-struct DeviceDistanceTable {
-  const float* values;  // null: none
-  int64_t heads;
-  int64_t row;
-  int64_t zero;
-};
-
-// A vector per head and offset: row e - low of head h % heads, zero outside [low, high]. Rows have
-// the problem's dtype, are aligned to 16 bytes and are padded with zeros to `row` elements, a
-// multiple of 8; in 16-bit dtypes a multiple of 32, with channel c at RelativeKeyPlace16(c).
-struct DeviceRelativeKeys {
-  const void* rows;  // [heads][high - low + 1][row]; null: none
-  int64_t heads;
-  int64_t low;
-  int64_t high;
-  int64_t row;
-};
-
-// Returns the place of channel c. Among every 32 channels, the 8 that a lane needs for two steps of
-// mma.m16n8k16 follow each other, so that it reads them at once: 0 1 8 9 16 17 24 25, 2 3 10 11 18
-// 19 26 27, ...
-constexpr int64_t RelativeKeyPlace16(int64_t c) {
-  const int64_t pair = c % 32 / 8, lane = c % 8 / 2;
-  return c / 32 * 32 + lane * 8 + pair * 2 + c % 2;
-}
-
-// LabelKeys in device memory.
-struct DeviceLabelKeys {
-  const float* keys;  // null: none
-  int64_t heads;
-  const float* biases;  // null: none
-};
-
-// PairMask in device memory.
-struct DevicePairMask {
-  const uint8_t* data;  // null: none
-  int64_t batch_stride;
-  int64_t query_stride;
-  int64_t key_stride;
-  int64_t low;
-  int64_t high;
-};
-
-// The members of TokenRule.
-constexpr int kFlashTokenSlots = 64;  // at most
-struct DeviceTokenRule {
-  bool hides;
-  bool adjusts;
-  bool acts;  // either
-  bool causal;
-  bool counts;
-  int own;
-  int slots;
-  float self_bias;
-  const int32_t* query_codes;
-  const int32_t* key_codes;
-  int64_t slot_stride;
-  int64_t batch_stride;
-  int64_t head_stride;
-  DevicePairMask mask;
-};
-
-struct DeviceScoreRule {
-  const float* content_bias;   // u [query_heads, head_dim], or null
-  const float* position_bias;  // w [query_heads, head_dim], or null
-  DeviceRelativeKeys relative_keys;
-  DeviceLabelKeys label_keys;
-  DeviceDistanceTable relu_multiplier;
-  DeviceDistanceTable bias;
-  // The fields of SoftSpan.
-  const float* span;
-  int64_t span_batch_stride;
-  int64_t span_head_stride;
-  int64_t span_query_stride;
-  float ramp;
-  int64_t query_position;
-  DeviceTokenRule tokens;
-
-  // Tells whether scores are only scaled products: one kernel handles these, another all other
-  // rules.
-  __attribute__((always_inline)) bool is_plain() const {
-    return relative_keys.rows == nullptr && label_keys.keys == nullptr &&
-           relu_multiplier.values == nullptr && bias.values == nullptr && span == nullptr &&
-           !tokens.acts;
-  }
-  // Tells whether scores have relative keys and nothing else besides scaled products.
-  __attribute__((always_inline)) bool is_plain_but_for_relative_keys() const {
-    DeviceScoreRule rule = *this;
-    rule.relative_keys.rows = nullptr;
-    return rule.is_plain();
-  }
-};
-
-// TokenOrder in device memory.
-struct DeviceTokenOrder {
-  const int32_t* tokens;  // null: row n is token n
-  int64_t batch_stride;
-  int64_t head_stride;
-  int64_t group;
-};
 
 // Ids of tokens, for label keys.
 struct DeviceIds {
@@ -141,11 +40,11 @@ struct FlashArguments {
   DeviceIds key_ids;
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
-  DeviceTokenOrder query_order;  // order of q, query_ids, out, log_sum_exp
-  bool out_by_row;               // out and log_sum_exp have the rows of the call instead
-  DeviceTokenOrder key_order;    // order of k, v, key_mask, key_ids
-  RowList asked;                 // rows of the call that are computed
-  bool packs_asked;              // tiles are filled from the list
+  TokenOrder query_order;  // order of q, query_ids, out, log_sum_exp
+  bool out_by_row;         // out and log_sum_exp have the rows of the call instead
+  TokenOrder key_order;    // order of k, v, key_mask, key_ids
+  RowList asked;           // rows of the call that are computed
+  bool packs_asked;        // tiles are filled from the list
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
   // (t + first_tile) % ring_tiles.
   int64_t ring_tiles;
@@ -161,7 +60,7 @@ struct FlashArguments {
   int64_t causal_offset;  // kv_tokens - query_tokens, for the soft span
 
   ScheduleView schedule;
-  DeviceScoreRule rule;
+  ScoreRule rule;
   float scale;
 
   // The tiles of a row of the schedule are cut into `splits` parts of equal number, each of which a

@@ -235,7 +235,7 @@ struct MmaShared {
         common(reinterpret_cast<CommonOfRelativeKeys*>(ring + Shape::kRingBytes)) {}
   // A rule has at most one of these, or the labels before the pairs.
   __device__ Labels& labels() const { return *reinterpret_cast<Labels*>(queries + BytesOfAll()); }
-  __device__ TokenPairs<kQueries>& pairs(const DeviceScoreRule& rule) const {
+  __device__ TokenPairs<kQueries>& pairs(const ScoreRule& rule) const {
     return *reinterpret_cast<TokenPairs<kQueries>*>(queries + BytesOfAll() + BytesOfLabels(rule));
   }
   __host__ __device__ static constexpr size_t BytesOfAll() {
@@ -244,12 +244,12 @@ struct MmaShared {
             : kRule == Rule::kTables ? sizeof(CommonOfRule)
                                      : sizeof(CommonOfRelativeKeys));
   }
-  __host__ __device__ static constexpr size_t BytesOfLabels(const DeviceScoreRule& rule) {
+  __host__ __device__ static constexpr size_t BytesOfLabels(const ScoreRule& rule) {
     return rule.label_keys.keys != nullptr ? sizeof(Labels) : 0;
   }
-  static size_t Bytes(const DeviceScoreRule& rule) {
+  static size_t Bytes(const ScoreRule& rule) {
     return BytesOfAll() + BytesOfLabels(rule) +
-           (rule.tokens.acts ? sizeof(TokenPairs<kQueries>) : 0);
+           (rule.tokens.acts() ? sizeof(TokenPairs<kQueries>) : 0);
   }
 };
 
@@ -266,8 +266,8 @@ struct InChunks {
 class RelativeRows {
  public:
   // `offset` + query_position is the offset of the first row.
-  __device__ RelativeRows(const DeviceScoreRule& rule, const uint4* rows, int offset) {
-    const DeviceRelativeKeys& keys = rule.relative_keys;
+  __device__ RelativeRows(const ScoreRule& rule, const uint4* rows, int offset) {
+    const RelativeKeyRows& keys = rule.relative_key_rows;
     rows_ = static_cast<int>(keys.high - keys.low) + 1;
     chunks_ = static_cast<int>(keys.row) / 8;
     row_ = static_cast<int>(offset - rule.query_position - keys.low);
@@ -420,14 +420,14 @@ class FlashMmaBlock {
     common_.queries = static_cast<int>(QueriesOf(a_, task.batch));
     common_.has_queries = HasQueries();
     common_.tile_with_non_finite = -1;
-    const DeviceScoreRule& rule = a_.rule;
+    const ScoreRule& rule = a_.rule;
     if (kRule != Rule::kNone) {
       common_.multipliers = EntriesOf(rule.relu_multiplier);
       common_.biases = EntriesOf(rule.bias);
-      common_.slope = 1 / rule.ramp;
+      common_.slope = 1 / rule.soft_span.ramp;
     }
     if (kRule == Rule::kRelativeKeys) {
-      const DeviceRelativeKeys& keys = rule.relative_keys;
+      const RelativeKeyRows& keys = rule.relative_key_rows;
       common_.relative_keys = static_cast<const uint4*>(keys.rows) +
                               task.head % keys.heads * (keys.high - keys.low + 1) * (keys.row / 8);
     }
@@ -439,11 +439,10 @@ class FlashMmaBlock {
     for (int i = common_.first_query; i < end; ++i) any |= IsAsked(a_, common_.task.batch, i);
     return any;
   }
-  __device__ static const int32_t* OrderOf(const DeviceTokenOrder& order, int64_t b, int64_t h) {
-    if (order.tokens == nullptr) return nullptr;
-    return order.tokens + b * order.batch_stride + h / order.group * order.head_stride;
+  __device__ static const int32_t* OrderOf(const TokenOrder& order, int64_t b, int64_t h) {
+    return order.tokens == nullptr ? nullptr : order.Of(b, h);
   }
-  __device__ const float* EntriesOf(const DeviceDistanceTable& table) const {
+  __device__ const float* EntriesOf(const DistanceEntries& table) const {
     if (table.values == nullptr) return nullptr;
     return table.values + common_.task.head % table.heads * table.row;
   }
@@ -597,7 +596,9 @@ class FlashMmaBlock {
 
   // ---- Which keys a query sees ----
 
-  __device__ bool has_span() const { return kRule != Rule::kNone && a_.rule.span != nullptr; }
+  __device__ bool has_span() const {
+    return kRule != Rule::kNone && a_.rule.soft_span.span != nullptr;
+  }
 
   // Finds the widest and the narrowest span of the block's queries.
   __device__ void FindSpan() {
@@ -622,7 +623,7 @@ class FlashMmaBlock {
   __device__ bool HidesByRule(const MmaTile& tile) const {
     return tile.mask != TileRun::kFull ||
            (has_span() && WithinSpan(common_.narrowest, tile.index) != ~uint64_t{0}) ||
-           (kRule != Rule::kNone && a_.rule.tokens.hides);
+           (kRule != Rule::kNone && a_.rule.tokens.hides());
   }
 
   __device__ uint64_t Tokens(const MmaTile& tile) const {
@@ -636,7 +637,7 @@ class FlashMmaBlock {
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
     uint64_t visible = MaskOf(a_.schedule, {tile.index, tile.mask}, RowOfCall(row), row, kQueries);
     if (has_span()) visible &= WithinSpan(common_.limit[row], tile.index);
-    if (kRule != Rule::kNone && a_.rule.tokens.hides) {
+    if (kRule != Rule::kNone && a_.rule.tokens.hides()) {
       visible &= shared_.pairs(a_.rule).visible[row];
     }
     return visible;
@@ -871,13 +872,14 @@ class FlashMmaBlock {
       ForEachEntry(a_.rule.bias, common_.biases, tile, score,
                    [](float& s, float entry) { s += entry; });
     }
-    if (a_.rule.tokens.adjusts) AddPairTerms(score);
-    if (has_span() && common_.narrowest + static_cast<float>(tile.index * kKeys) < a_.rule.ramp) {
+    if (a_.rule.tokens.adjusts()) AddPairTerms(score);
+    if (has_span() &&
+        common_.narrowest + static_cast<float>(tile.index * kKeys) < a_.rule.soft_span.ramp) {
       AddRamp(tile, score);
     }
   }
 
-  __device__ bool has_pairs() const { return kRule != Rule::kNone && a_.rule.tokens.acts; }
+  __device__ bool has_pairs() const { return kRule != Rule::kNone && a_.rule.tokens.acts(); }
   __device__ void FindTokenPairs(int n, const MmaTile& tile) {
     TokenPairs<kQueries>& pairs = shared_.pairs(a_.rule);
     if (n == 0) {
@@ -988,7 +990,7 @@ class FlashMmaBlock {
   // so that a lane reads 22 entries for 64 scores. For rows and keys that do not exist the entry is
   // arbitrary.
   template <class Act>
-  __device__ void ForEachEntry(const DeviceDistanceTable& table, const float* entries,
+  __device__ void ForEachEntry(const DistanceEntries& table, const float* entries,
                                const MmaTile& tile, Scores& score, const Act& act) {
     const int first = static_cast<int>(FirstOffset(tile) - a_.rule.query_position + table.zero) +
                       column() - RowOf(0, 0);
@@ -1291,7 +1293,7 @@ const char* LaunchMmaOfRule(const FlashArguments& a, void* stream) {
       IsInChunks<T>(a.k, a.batch, a.kv_heads, a.head_dim),
       IsInChunks<T>(a.v, a.batch, a.kv_heads, a.value_dim),
       a.partial == nullptr && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
-  if (a.rule.relative_keys.rows != nullptr) {
+  if (a.rule.relative_key_rows.rows != nullptr) {
     return LaunchMma<T, kDim, Rule::kRelativeKeys>(a, in_chunks, stream);
   }
   // The largest product has the largest score where the scale is above 0.

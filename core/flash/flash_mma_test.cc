@@ -185,45 +185,34 @@ class Subject {
     }
     return runtime_->CopyToHost(view.mutable_data(), device.data, elements * SizeOf(view.dtype));
   }
-  absl::StatusOr<DeviceTokenOrder> UploadOrder(const TokenOrder& order, int64_t count) {
-    TFB_ASSIGN_OR_RETURN(const int32_t* tokens, Upload(order.tokens, count));
-    return DeviceTokenOrder{tokens, order.batch_stride, order.head_stride, order.group};
+  absl::StatusOr<TokenOrder> UploadOrder(TokenOrder order, int64_t count) {
+    TFB_ASSIGN_OR_RETURN(order.tokens, Upload(order.tokens, count));
+    return order;
   }
   absl::StatusOr<DeviceIds> UploadIds(const ConstTensorView& ids) {
     if (ids.empty()) return DeviceIds{};
     TFB_ASSIGN_OR_RETURN(const int32_t* data, Upload(ids.At<int32_t>(), ids.num_elements()));
     return DeviceIds{data, ids.stride(0), ids.stride(1)};
   }
-  absl::StatusOr<DeviceDistanceTable> UploadTable(const DistanceTable* table) {
-    if (table == nullptr) return DeviceDistanceTable{};
-    TFB_ASSIGN_OR_RETURN(const float* values, Upload(table->values().data(),
-                                                     static_cast<int64_t>(table->values().size())));
-    return DeviceDistanceTable{values, table->heads(), table->row(), table->zero()};
-  }
-
-  absl::Status FillRule(DeviceScoreRule* device) {
-    const ScoreRule& rule = call.rule;
+  // Copies the call's rule to the device.
+  absl::Status FillRule(ScoreRule* device) {
+    *device = call.rule;
+    const auto upload = [this](const float** array, int64_t count) -> absl::Status {
+      TFB_ASSIGN_OR_RETURN(*array, Upload(*array, count));
+      return absl::OkStatus();
+    };
     const int64_t bias = problem.query_heads * problem.head_dim;
-    TFB_ASSIGN_OR_RETURN(device->content_bias, Upload(rule.content_bias, bias));
-    TFB_ASSIGN_OR_RETURN(device->position_bias, Upload(rule.position_bias, bias));
-    TFB_ASSIGN_OR_RETURN(device->relu_multiplier, UploadTable(rule.relu_multiplier));
-    TFB_ASSIGN_OR_RETURN(device->bias, UploadTable(rule.bias));
-    const SoftSpan& span = rule.soft_span;
-    TFB_ASSIGN_OR_RETURN(device->span, Upload(span.span, span.count));
-    device->span_batch_stride = span.batch_stride;
-    device->span_head_stride = span.head_stride;
-    device->span_query_stride = span.query_stride;
-    device->ramp = span.ramp;
-    device->query_position = rule.query_position;
-    const LabelKeys& labels = rule.label_keys;
-    device->label_keys.heads = labels.heads;
-    TFB_ASSIGN_OR_RETURN(device->label_keys.keys,
-                         Upload(labels.keys, labels.heads * 2 * problem.head_dim));
-    if (labels.biases != nullptr) {
-      TFB_ASSIGN_OR_RETURN(device->label_keys.biases, Upload(labels.biases, labels.heads * 2));
+    TFB_RETURN_IF_ERROR(upload(&device->content_bias, bias));
+    TFB_RETURN_IF_ERROR(upload(&device->position_bias, bias));
+    for (DistanceEntries* entries : {&device->relu_multiplier, &device->bias}) {
+      TFB_RETURN_IF_ERROR(upload(&entries->values, entries->heads * entries->row));
     }
+    TFB_RETURN_IF_ERROR(upload(&device->soft_span.span, device->soft_span.count));
+    LabelKeys& labels = device->label_keys;
+    TFB_RETURN_IF_ERROR(upload(&labels.keys, labels.heads * 2 * problem.head_dim));
+    TFB_RETURN_IF_ERROR(upload(&labels.biases, labels.heads * 2));
     if (relative_keys.empty()) return absl::OkStatus();
-    DeviceRelativeKeys& keys = device->relative_keys;
+    RelativeKeyRows& keys = device->relative_key_rows;
     keys.heads = relative_keys.dim(0);
     keys.low = low;
     keys.high = low + relative_keys.dim(1) - 1;
@@ -548,7 +537,7 @@ TEST_P(FlashMma, DistanceBiasesAreReadAtTheirOffset) {
        {std::array<int64_t, 3>{70, 70, 16}, {5, 200, 64}, {200, 5, 128}, {130, 300, 256}}) {
     Subject subject(Make(GetParam(), {queries, keys, dim, dim, 2, 2}));
     const DistanceTable table(2, queries, keys, bias);
-    subject.call.rule.bias = &table;
+    subject.call.rule.bias = table.entries();
     subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
       return s + bias(h, j - i);
     };
@@ -557,7 +546,7 @@ TEST_P(FlashMma, DistanceBiasesAreReadAtTheirOffset) {
   // A call as in a stream: query 0 has position 230 among the table's keys.
   Subject stream(Make(GetParam(), {70, 300, 16, 16, 2, 2}, /*causal=*/true));
   const DistanceTable table(2, 300, 300, bias);
-  stream.call.rule.bias = &table;
+  stream.call.rule.bias = table.entries();
   stream.call.rule.query_position = 230;
   stream.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
     return s + bias(h, j - i - 230);
@@ -571,7 +560,7 @@ TEST_P(FlashMma, ReluMultipliersActOnScoresBelowAndAboveZero) {
     return 1.0f / (1.0f + static_cast<float>(h) + 0.01f * static_cast<float>(std::abs(offset)));
   };
   const DistanceTable table(2, 150, 150, factor);
-  subject.call.rule.relu_multiplier = &table;
+  subject.call.rule.relu_multiplier = table.entries();
   subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
     return std::max(s, 0.0) * factor(h, j - i);
   };
@@ -717,8 +706,8 @@ TEST_P(FlashMma, AllPartsOfARuleActTogether) {
     return 1.0f + 0.1f * static_cast<float>((offset + 1000) % 5);
   };
   const DistanceTable biases(2, 200, 200, bias), factors(1, 200, 200, factor);
-  subject.call.rule.bias = &biases;
-  subject.call.rule.relu_multiplier = &factors;
+  subject.call.rule.bias = biases.entries();
+  subject.call.rule.relu_multiplier = factors.entries();
   subject.call.rule.query_position = position;
   subject.low = -199;
   subject.relative_keys = Tensor(GetParam(), {2, 200, 32});

@@ -256,7 +256,7 @@ TEST_P(Flash, FewQueriesOfGroupedHeadsReadTheirKeysOnce) {
           return -0.01f * static_cast<float>((h + 1) * std::abs(199 - offset));
         };
         const DistanceTable table(8, queries, 200, bias);
-        harness.call.rule.bias = &table;
+        harness.call.rule.bias = table.entries();
         harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
           return s + bias(h, j - i);
         };
@@ -422,7 +422,7 @@ TEST_P(Flash, DistanceBiasesAreReadAtTheirOffset) {
       return std::sin(0.1f * static_cast<float>(offset)) * static_cast<float>(h + 1);
     };
     const DistanceTable table(2, queries, keys, bias);
-    harness.call.rule.bias = &table;
+    harness.call.rule.bias = table.entries();
     harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
       return s + bias(h, j - i);
     };
@@ -436,7 +436,7 @@ TEST_P(Flash, ReluMultipliersActOnScoresBelowAndAboveZero) {
     return 1.0f / (1.0f + static_cast<float>(h) + 0.01f * static_cast<float>(std::abs(offset)));
   };
   const DistanceTable table(2, 100, 150, factor);
-  harness.call.rule.relu_multiplier = &table;
+  harness.call.rule.relu_multiplier = table.entries();
   harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
     return std::max(s, 0.0) * factor(h, j - i);
   };
@@ -542,7 +542,7 @@ TEST_P(Flash, LabelKeysActBeforeAReluAndGoByTokensOfAnOrder) {
   const Tensor ids = IdsOf(tokens);
   harness.call.rule.label_keys = {labels.span<float>().data(), 2};
   harness.call.rule.relative_keys = &relative;
-  harness.call.rule.relu_multiplier = &halves;
+  harness.call.rule.relu_multiplier = halves.entries();
   harness.call.query_ids = harness.call.key_ids = ids.view();
   const DoubleTensor l(labels.view()), r(table.view()), q(harness.call.q);
   harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
@@ -634,8 +634,8 @@ TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
     Harness whole(Device::kCpu, problem, &band), some(Device::kCpu, problem, &band);
     FlashCall& call = whole.call;
     if (rule == 0 || rule == 3) call.rule.relative_keys = &relative;
-    if (rule == 1 || rule == 3) call.rule.bias = &waves;
-    if (rule == 2) call.rule.relu_multiplier = &waves;
+    if (rule == 1 || rule == 3) call.rule.bias = waves.entries();
+    if (rule == 2) call.rule.relu_multiplier = waves.entries();
     if (rule == 4) call.rule.soft_span = {spans.data(), kQueries, 0, 0, 1, 16};
     some.call.rule = call.rule;
     for (const int64_t kept : {int64_t{1}, int64_t{3}, int64_t{60}, kQueries}) {

@@ -11,12 +11,6 @@ namespace {
 
 constexpr int kKeys = 64;  // of a tile
 
-__device__ inline int64_t TokenOf(const DeviceTokenOrder& order, int64_t b, int64_t h, int64_t n) {
-  return order.tokens == nullptr
-             ? n
-             : order.tokens[b * order.batch_stride + h / order.group * order.head_stride + n];
-}
-
 // ---- Calls with a list of queries ----
 
 // Returns the number of queries of batch row b that tiles are made of.
@@ -196,7 +190,7 @@ __device__ inline int64_t FirstKeyRow(const FlashArguments& a, int64_t tile) {
 // keys.
 __device__ inline int64_t KeyToken(const FlashArguments& a, const FlashTask& task, int64_t tile,
                                    int c) {
-  return TokenOf(a.key_order, task.batch, task.kv_head, FirstKeyRow(a, tile) + c);
+  return a.key_order(task.batch, task.kv_head, FirstKeyRow(a, tile) + c);
 }
 
 // Tells whether key c of the tile is a token: not beyond the sequence, and not padding.
@@ -215,10 +209,7 @@ __device__ inline bool AllTokens(const FlashArguments& a, int64_t tile) {
 // Returns the soft span of query i as ramp + z - (i + causal_offset): key j has the weight
 // clip((limit + j) / ramp, 0, 1).
 __device__ inline float RampLimit(const FlashArguments& a, const FlashTask& task, int64_t i) {
-  const DeviceScoreRule& rule = a.rule;
-  const float z = rule.span[task.batch * rule.span_batch_stride +
-                            task.head * rule.span_head_stride + i * rule.span_query_stride];
-  return rule.ramp + z - static_cast<float>(i + a.causal_offset);
+  return a.rule.soft_span.Limit(task.batch, task.head, i, a.causal_offset);
 }
 // Returns the keys of a tile that a limit gives a weight above 0: those j with limit + j > 0.
 __device__ inline uint64_t WithinSpan(float limit, int64_t tile) {
@@ -243,18 +234,13 @@ struct TokenPairs {
   int query_tokens[kRows];
   int key_tokens[kKeys];
   int own_codes[kKeys];
-  float logs[kFlashTokenSlots + 1];  // of counts
+  float logs[kMaxTokenSlots + 1];  // of counts
   unsigned char counts[kRows][kKeys];
 };
 
 // Tells whether 0 <= query code - key code <= 1.
 __device__ inline bool HasPair(int query, int key) {
   return static_cast<unsigned>(query - key) <= 1;
-}
-// Returns the codes of slot 0 of a batch row and head.
-__device__ inline const int32_t* CodesOf(const DeviceTokenRule& rule, const int32_t* codes,
-                                         int64_t b, int64_t h) {
-  return codes + b * rule.batch_stride + h * rule.head_stride;
 }
 
 // Loads the codes of a block's queries in `kThreads` threads. They are visible after the caller's
@@ -264,25 +250,19 @@ __device__ void LoadQueryTokens(const FlashArguments& a, const FlashTask& task, 
                                 TokenPairs<kRows>& pairs) {
   for (int r = threadIdx.x; r < kRows; r += kThreads) {
     const int64_t i = min(first + r, a.query_tokens - 1);
-    pairs.query_tokens[r] = static_cast<int>(TokenOf(a.query_order, task.batch, task.head, i));
+    pairs.query_tokens[r] = static_cast<int>(a.query_order(task.batch, task.head, i));
   }
-  for (int n = threadIdx.x; n <= kFlashTokenSlots; n += kThreads) {
+  for (int n = threadIdx.x; n <= kMaxTokenSlots; n += kThreads) {
     pairs.logs[n] = n > 1 ? logf(static_cast<float>(n)) : 0;
   }
-}
-// Tells whether the mask shows key j to query i.
-__device__ inline bool ShowsPair(const DevicePairMask& mask, int64_t b, int64_t i, int64_t j) {
-  return mask.data == nullptr || j - i < mask.low || j - i > mask.high ||
-         mask.data[b * mask.batch_stride + i * mask.query_stride + j * mask.key_stride] != 0;
 }
 // Loads the codes of a tile's keys and finds the keys that the rule hides. Begins and ends with a
 // barrier.
 template <int kThreads, int kRows>
 __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_t tile,
                           TokenPairs<kRows>& pairs) {
-  const DeviceTokenRule& rule = a.rule.tokens;
+  const TokenRule& rule = a.rule.tokens;
   const bool has_codes = rule.own >= 0;
-  const int64_t own = rule.own * rule.slot_stride;
   __syncthreads();
   if (threadIdx.x < kKeys) {
     const int64_t last = a.kv_tokens - 1 - tile * kKeys;
@@ -291,19 +271,20 @@ __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_
     pairs.key_tokens[threadIdx.x] = static_cast<int>(token);
     if (has_codes) {
       pairs.own_codes[threadIdx.x] =
-          CodesOf(rule, rule.key_codes, task.batch, task.kv_head)[own + token];
+          rule.key_codes[rule.Codes(rule.own, task.batch, task.kv_head) + token];
     }
   }
   __syncthreads();
-  for (int r = threadIdx.x; rule.hides && r < kRows; r += kThreads) {
+  for (int r = threadIdx.x; rule.hides() && r < kRows; r += kThreads) {
     const int token = pairs.query_tokens[r];
     const int code =
-        has_codes ? CodesOf(rule, rule.query_codes, task.batch, task.head)[own + token] : 0;
+        has_codes ? rule.query_codes[rule.Codes(rule.own, task.batch, task.head) + token] : 0;
     uint64_t visible = 0;
     for (int c = 0; c < kKeys; ++c) {
-      const bool sees = (!rule.causal || pairs.key_tokens[c] <= token) &&
-                        (!has_codes || HasPair(code, pairs.own_codes[c])) &&
-                        ShowsPair(rule.mask, task.batch, token, pairs.key_tokens[c]);
+      const bool sees =
+          (!rule.causal || pairs.key_tokens[c] <= token) &&
+          (!has_codes || HasPair(code, pairs.own_codes[c])) &&
+          (rule.mask.data == nullptr || rule.mask.Shows(task.batch, token, pairs.key_tokens[c]));
       visible |= static_cast<uint64_t>(sees) << c;
     }
     pairs.visible[r] = visible;
@@ -311,9 +292,9 @@ __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_
   for (int n = threadIdx.x; rule.counts && n < kRows * kKeys; n += kThreads) {
     const int row = n / kKeys, column = n % kKeys;
     const int32_t* of_query =
-        CodesOf(rule, rule.query_codes, task.batch, task.head) + pairs.query_tokens[row];
+        rule.query_codes + rule.Codes(0, task.batch, task.head) + pairs.query_tokens[row];
     const int32_t* of_key =
-        CodesOf(rule, rule.key_codes, task.batch, task.kv_head) + pairs.key_tokens[column];
+        rule.key_codes + rule.Codes(0, task.batch, task.kv_head) + pairs.key_tokens[column];
     int count = 0;
     for (int slot = 0; slot < rule.slots; ++slot) {
       count += HasPair(of_query[slot * rule.slot_stride], of_key[slot * rule.slot_stride]);
@@ -325,8 +306,8 @@ __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_
 
 // Returns the rule's term for the score of query `row` of the block and key `column` of the tile.
 template <int kRows>
-__device__ inline float PairTerm(const DeviceTokenRule& rule, const TokenPairs<kRows>& pairs,
-                                 int row, int column) {
+__device__ inline float PairTerm(const TokenRule& rule, const TokenPairs<kRows>& pairs, int row,
+                                 int column) {
   const bool same = pairs.query_tokens[row] == pairs.key_tokens[column];
   const float term = same ? rule.self_bias : 0;
   return rule.counts ? term - pairs.logs[pairs.counts[row][column]] : term;

@@ -351,8 +351,8 @@ FlashCall PlannedLayer::CallOf(const Softmax& softmax, size_t n, const Outputs& 
   call.out_by_row = rows.out_by_place;
   call.query_order = OrderOf(part.query_order, on_device.query_order, tensors_, group);
   call.key_order = OrderOf(part.key_order, on_device.key_order, tensors_, 1);
-  call.tokens.causal = part.causal && part.has_tensor_order();
-  call.tokens.mask = MaskOf(part.mask, tensors_.Get(part.mask.name));
+  call.rule.tokens.causal = part.causal && part.has_tensor_order();
+  call.rule.tokens.mask = MaskOf(part.mask, tensors_.Get(part.mask.name));
   for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
     term->Bind(tensors_, rows.queries, part.keys, &call);
   }
@@ -374,7 +374,7 @@ absl::Status PlannedLayer::RunMarked(const Softmax& softmax, const Outputs& outp
                  {list.queries + b * marked.most, static_cast<size_t>(marked.most)});
     }
     call.query_order = {list.queries, marked.most, 0};
-    call.tokens.causal = causal;
+    call.rule.tokens.causal = causal;
     return softmax.engines.engines()[0].Run(call, execution);
   }
   list.rows.is_listed = const_cast<uint8_t*>(marks);  // which ListRows reads

@@ -82,7 +82,7 @@ void SpanTerm::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
 void TokenSlots::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
                       FlashCall* call) const {
   const ConstTensorView codes = inputs.Get(query_codes_);
-  TokenRule& rule = call->tokens;
+  TokenRule& rule = call->rule.tokens;
   rule.own = own_;
   rule.counts = counts_;
   rule.query_codes = static_cast<const int32_t*>(codes.data);

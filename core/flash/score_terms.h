@@ -1,5 +1,5 @@
 // The terms of a score besides the scaled product of query and key. A technique states a term once;
-// the engines of all devices read the tables that it makes (see ScoreRule in core/flash/flash.h).
+// the engines of all devices read the tables that it makes (core/flash/score_rule.h).
 #ifndef TFB_CORE_FLASH_SCORE_TERMS_H_
 #define TFB_CORE_FLASH_SCORE_TERMS_H_
 
@@ -59,7 +59,7 @@ class DistanceBias : public ScoreTerm {
  public:
   explicit DistanceBias(OfDistance bias) : bias_(std::move(bias)) {}
   absl::Status Build(const Problem& problem, ThreadPool*) override;
-  void AddTo(ScoreRule* rule) const override { rule->bias = &table_; }
+  void AddTo(ScoreRule* rule) const override { rule->bias = table_.entries(); }
   double FlopsPerPair(const Problem&) const override { return 1; }
 
  private:
@@ -73,7 +73,7 @@ class ReluMultiplier : public ScoreTerm {
  public:
   explicit ReluMultiplier(OfDistance factor) : factor_(std::move(factor)) {}
   absl::Status Build(const Problem& problem, ThreadPool*) override;
-  void AddTo(ScoreRule* rule) const override { rule->relu_multiplier = &table_; }
+  void AddTo(ScoreRule* rule) const override { rule->relu_multiplier = table_.entries(); }
   double FlopsPerPair(const Problem&) const override { return 2; }
 
  private:
@@ -162,14 +162,14 @@ class SelfBias : public ScoreTerm {
   absl::Status Build(const Problem&, ThreadPool*) override { return absl::OkStatus(); }
   void AddTo(ScoreRule*) const override {}
   void Bind(const Inputs&, const TokenRange&, const TokenRange&, FlashCall* call) const override {
-    call->tokens.self_bias = bias_;
+    call->rule.tokens.self_bias = bias_;
   }
 
  private:
   float bias_;
 };
 
-// Compares codes of queries and keys in the slots of core/flash/flash.h's TokenRule: hides the keys
+// Compares codes of queries and keys in the slots of core/flash/score_rule.h's TokenRule: hides the keys
 // that slot `own` does not show, if that is not -1, and with `counts` divides a key's weight by the
 // number of slots that show it. The codes are tensors of steps, i32 [slots, batch, heads, tokens].
 class TokenSlots : public ScoreTerm {

@@ -132,20 +132,20 @@ class SortedLayer : public Layer {
       FlashCall call = parts_.engines()[n].NewCall(inputs, outputs);
       call.query_order = {orders_.data() + n * round, batch, head};
       call.key_order = call.query_order;
-      call.tokens.causal = rule_.causal;
-      call.tokens.self_bias = rule_.self_bias;
-      call.tokens.counts = rule_.counts;
-      if (rule_.own) call.tokens.own = n;
-      call.tokens.query_codes = call.tokens.key_codes = codes_.data();
-      call.tokens.slots = kRounds;
-      call.tokens.slot_stride = round;
-      call.tokens.batch_stride = batch;
-      call.tokens.head_stride = head;
+      call.rule.tokens.causal = rule_.causal;
+      call.rule.tokens.self_bias = rule_.self_bias;
+      call.rule.tokens.counts = rule_.counts;
+      if (rule_.own) call.rule.tokens.own = n;
+      call.rule.tokens.query_codes = call.rule.tokens.key_codes = codes_.data();
+      call.rule.tokens.slots = kRounds;
+      call.rule.tokens.slot_stride = round;
+      call.rule.tokens.batch_stride = batch;
+      call.rule.tokens.head_stride = head;
       if (rule_.mask && rule_.band) {
         const int64_t row = 2 * kReach + 1;
-        call.tokens.mask = {mask_.data() + kReach, head * row, row - 1, 1, -kReach, kReach};
+        call.rule.tokens.mask = {mask_.data() + kReach, head * row, row - 1, 1, -kReach, kReach};
       } else if (rule_.mask) {
-        call.tokens.mask = {mask_.data(), head * head, head, 1};
+        call.rule.tokens.mask = {mask_.data(), head * head, head, 1};
       }
       calls.push_back(call);
     }
