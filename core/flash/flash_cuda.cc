@@ -19,7 +19,7 @@ bool IsFew(const Problem& problem) {
 }
 
 int64_t PartialFloats(const Problem& problem, int64_t splits) {
-  return splits == 1 ? 0 : splits * FlashCuda::SlotFloats(problem);
+  return splits == 1 ? 0 : splits * FlashCuda::FloatsOfSplit(problem);
 }
 
 // Tells whether the decoding kernel takes the call, see FlashDecodeKernels. Strides do not matter,
@@ -77,7 +77,7 @@ absl::StatusOr<FlashCuda> FlashCuda::Create(CudaRuntime* runtime, const Problem&
 
 // This is enough for two blocks on every multiprocessor, or four where the queries are so few that
 // each block waits for memory.
-int64_t FlashCuda::Slots(const CudaRuntime& runtime, const Problem& problem) {
+int64_t FlashCuda::Splits(const CudaRuntime& runtime, const Problem& problem) {
   const int64_t queries = FlashCudaQueries(problem.dtype);
   const int64_t tasks = problem.batch * (IsFew(problem) ? problem.kv_heads : problem.query_heads) *
                         ((problem.query_tokens + queries - 1) / queries);
@@ -92,11 +92,11 @@ size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& prob
   // and so their memory, are at most those of the largest call that is cut.
   const int64_t queries = FlashCudaQueries(problem.dtype);
   Problem call = problem;
-  int64_t floats = PartialFloats(call, Slots(runtime, call));
+  int64_t floats = PartialFloats(call, Splits(runtime, call));
   for (call.query_tokens = std::min(problem.query_tokens, queries);
        call.query_tokens > 0 && call.query_tokens <= problem.query_tokens;
        call.query_tokens += queries) {
-    const int64_t splits = Slots(runtime, call);
+    const int64_t splits = Splits(runtime, call);
     floats = std::max(floats, PartialFloats(call, splits));
     if (splits == 1) break;
   }
@@ -238,12 +238,12 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   TFB_RETURN_IF_ERROR(CheckTokenRule(call.rule.tokens));
   a.rule.tokens = call.rule.tokens;
   a.scale = static_cast<float>(ProductScale(problem, call.scale));
-  a.splits = static_cast<int>(Slots(*runtime_, problem));
+  a.splits = static_cast<int>(Splits(*runtime_, problem));
   Workspace workspace(execution.workspace);
   if (part.rows != nullptr) {
     a.partial = part.rows;
-    a.first_slot = static_cast<int>(part.slot);
-    a.slots_by_token = true;
+    a.first_split = static_cast<int>(part.first_split);
+    a.partial_by_token = true;
   } else if (a.splits > 1) {
     a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
   }
@@ -257,7 +257,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   if (a.partial == nullptr || (part.rows != nullptr && !part.is_last)) {
     return absl::OkStatus();
   }
-  if (part.rows != nullptr) a.splits = static_cast<int>(part.slots);
+  if (part.rows != nullptr) a.splits = static_cast<int>(part.splits);
   return ToStatus(KernelsOn<FlashF32Kernels>(target).combine(a, execution.stream));
 }
 

@@ -36,33 +36,33 @@ class FlashCuda {
 
   // Returns how many parts the keys of a call are cut into: more than one where queries are too few
   // to fill the device.
-  static int64_t Slots(const CudaRuntime& runtime, const Problem& problem);
-  int64_t Slots(const Problem& problem) const { return Slots(*runtime_, problem); }
+  static int64_t Splits(const CudaRuntime& runtime, const Problem& problem);
+  int64_t Splits(const Problem& problem) const { return Splits(*runtime_, problem); }
 
   // Returns the device memory that a call needs: the parts of keys that are split, where queries
   // are too few to fill the device. It suffices for calls with fewer tokens, too.
   static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem);
 
   // Enqueues a call. From the call's rule it takes query_position, the token rule and the soft span,
-  // whose pointers must be to device memory; Create has taken the rest. `scale` is as in FlashCpu; `packed` must
-  // be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; for 16-bit problems,
-  // products are of 16-bit queries, keys, probabilities and values, on tensor cores. The result has
-  // the same bits in every run on one device. Run allocates nothing.
+  // whose pointers must be to device memory; Create has taken the rest. `scale` is as in FlashCpu;
+  // `packed` must be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; for 16-bit
+  // problems, products are of 16-bit queries, keys, probabilities and values, on tensor cores. The
+  // result has the same bits in every run on one device. Run allocates nothing.
   absl::Status Run(const Problem& problem, const FlashCall& call,
                    const Execution& execution) const {
     return Run(problem, call, SoftmaxPart(), execution);
   }
 
-  // A part of a softmax over the keys of several calls, see flash_parts.h: [slots][batch]
+  // A part of a softmax over the keys of several calls, see flash_parts.h: [splits][batch]
   // [query_heads][query_tokens] rows, by their token, of value_dim outputs not yet divided by their
   // sum, the maximum, and the sum.
   struct SoftmaxPart {
-    float* rows = nullptr;  // null where the call is the whole softmax
-    int64_t slot = 0;       // where this call's Slots() begin; slots before it are done
-    int64_t slots = 1;      // number of slots of all parts
-    bool is_last = true;    // merges all slots
+    float* rows = nullptr;    // null where the call is the whole softmax
+    int64_t first_split = 0;  // the first of this call's Splits(); those before it are done
+    int64_t splits = 1;       // of all parts
+    bool is_last = true;      // whether the call merges all splits
   };
-  static constexpr int64_t SlotFloats(const Problem& problem) {
+  static constexpr int64_t FloatsOfSplit(const Problem& problem) {
     return problem.batch * problem.query_heads * problem.query_tokens * (problem.value_dim + 2);
   }
   absl::Status Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,

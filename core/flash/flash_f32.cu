@@ -620,7 +620,7 @@ __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArgum
     FlashArguments whole = a;
     whole.partial = nullptr;
     const FlashTask task = {b, h, 0, 0, 0};
-    const int64_t token = a.slots_by_token ? i : a.query_order(b, h, i);
+    const int64_t token = a.partial_by_token ? i : a.query_order(b, h, i);
     const OutputRow row(whole, task, i, token, sum);
     for (int column = Lane(); column < a.value_dim; column += kWarp) {
       float output[1] = {0};

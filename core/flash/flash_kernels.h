@@ -64,13 +64,13 @@ struct FlashArguments {
   float scale;
 
   // The tiles of a row of the schedule are cut into `splits` parts of equal number, each of which a
-  // block does. Where `partial` is not null, part n writes to slot first_slot + n of it.
+  // block does. Where `partial` is not null, split n writes to entry first_split + n of it.
   int splits;
-  float* partial;  // [slots][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
+  float* partial;  // [splits][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
                    // running maximum, sum
-  int first_slot;
-  bool slots_by_token;  // a slot's rows are tokens of `out`, not rows of the call
-  int64_t max_blocks;   // blocks of a grid; they take further work in turns
+  int first_split;
+  bool partial_by_token;  // rows of `partial` are tokens of `out`, not rows of the call
+  int64_t max_blocks;     // blocks of a grid; they take further work in turns
   // Decoding: queries of the schedule's tiles, whose masks have that many rows.
   int decode_queries;
 };

@@ -13,10 +13,10 @@ namespace {
 // Holds the calls of a softmax without allocating; 32 are as many as any technique has.
 using PartCalls = absl::InlinedVector<FlashPartCall, 32>;
 
-int64_t CudaSlots(const CudaRuntime& runtime, absl::Span<const Problem> parts) {
-  int64_t slots = 0;
-  for (const Problem& problem : parts) slots += FlashCuda::Slots(runtime, problem);
-  return slots;
+int64_t CudaSplits(const CudaRuntime& runtime, absl::Span<const Problem> parts) {
+  int64_t splits = 0;
+  for (const Problem& problem : parts) splits += FlashCuda::Splits(runtime, problem);
+  return splits;
 }
 
 }  // namespace
@@ -32,7 +32,7 @@ size_t FlashParts::WorkspaceBytes(Device device, absl::Span<const Problem> parts
   }
   if (parts.size() == 1) return call;
   return call + Workspace::Measure([&](Workspace& workspace) {
-           workspace.Take<float>(CudaSlots(**runtime, parts) * FlashCuda::SlotFloats(parts[0]));
+           workspace.Take<float>(CudaSplits(**runtime, parts) * FlashCuda::FloatsOfSplit(parts[0]));
          });
 }
 
@@ -47,17 +47,17 @@ absl::Status FlashParts::Run(absl::Span<const FlashCall> calls, const Execution&
 absl::Status FlashParts::RunOnCuda(absl::Span<const FlashCall> calls,
                                    const Execution& execution) const {
   FlashCuda::SoftmaxPart part;
-  part.slots = 0;
-  for (const FlashEngine& engine : engines_) part.slots += engine.cuda().Slots(engine.problem());
+  part.splits = 0;
+  for (const FlashEngine& engine : engines_) part.splits += engine.cuda().Splits(engine.problem());
   Workspace workspace(execution.workspace);
-  part.rows = workspace.Take<float>(part.slots * FlashCuda::SlotFloats(engines_[0].problem()));
+  part.rows = workspace.Take<float>(part.splits * FlashCuda::FloatsOfSplit(engines_[0].problem()));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   for (size_t n = 0; n < calls.size(); ++n) {
     const FlashEngine& engine = engines_[n];
     part.is_last = n + 1 == calls.size();
     TFB_RETURN_IF_ERROR(engine.cuda().Run(engine.problem(), calls[n], part, rest));
-    part.slot += engine.cuda().Slots(engine.problem());
+    part.first_split += engine.cuda().Splits(engine.problem());
   }
   return absl::OkStatus();
 }

@@ -313,17 +313,17 @@ __device__ inline float PairTerm(const TokenRule& rule, const TokenPairs<kRows>&
   return rule.counts ? term - pairs.logs[pairs.counts[row][column]] : term;
 }
 
-// Returns the floats of `partial` that belong to a row of a slot.
-__device__ inline float* PartialRow(const FlashArguments& a, int64_t slot, int64_t b, int64_t h,
+// Returns the floats of `partial` that belong to a row of a split.
+__device__ inline float* PartialRow(const FlashArguments& a, int64_t split, int64_t b, int64_t h,
                                     int64_t n) {
-  const int64_t row = ((slot * a.batch + b) * a.query_heads + h) * a.query_tokens + n;
+  const int64_t row = ((split * a.batch + b) * a.query_heads + h) * a.query_tokens + n;
   return a.partial + row * (a.value_dim + 2);
 }
 // Returns the floats of row i of a task, which is token `token` of `out`.
 __device__ inline float* PartialRow(const FlashArguments& a, const FlashTask& task, int64_t i,
                                     int64_t token) {
-  return PartialRow(a, a.first_slot + task.split, task.batch, task.head,
-                    a.slots_by_token ? token : i);
+  return PartialRow(a, a.first_split + task.split, task.batch, task.head,
+                    a.partial_by_token ? token : i);
 }
 
 // The destination of a finished row: `out`, where it is divided by the sum of its weights, or
