@@ -9,6 +9,45 @@
 #include "core/denormals.h"
 
 namespace tfb {
+namespace {
+
+// Checks that the views have the names, shapes and dtypes of the specs, with `segment_tokens` for
+// kSegmentTokens. `what` begins the message: "input". It allocates nothing unless it finds an
+// error.
+template <class View>
+absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>& specs,
+                          const NamedViews<View>& views, int64_t segment_tokens = 0) {
+  size_t found = 0;
+  for (const TensorSpec& spec : specs) {
+    const View* view = views.Find(spec.name);
+    Shape shape = spec.shape;
+    std::replace(shape.begin(), shape.end(), kSegmentTokens, segment_tokens);
+    if (view == nullptr || view->empty()) {
+      if (spec.optional) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, " ", spec.name, " ", ShapeString(shape), " is missing"));
+    }
+    ++found;
+    if (view->dtype != spec.dtype) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          what, " ", spec.name, " is ", Name(view->dtype), "; expected is ", Name(spec.dtype)));
+    }
+    if (absl::MakeConstSpan(view->dims.data(), view->rank) != absl::MakeConstSpan(shape)) {
+      return absl::InvalidArgumentError(absl::StrCat(what, " ", spec.name, " has shape ",
+                                                     ShapeString(view->shape()), "; expected is ",
+                                                     ShapeString(shape)));
+    }
+  }
+  if (found == views.size()) return absl::OkStatus();
+  for (const auto& [name, view] : views) {
+    const auto same = [&name = name](const TensorSpec& spec) { return spec.name == name; };
+    if (!view.empty() && std::none_of(specs.begin(), specs.end(), same)) {
+      return absl::InvalidArgumentError(absl::StrCat("there is no ", what, " \"", name, "\""));
+    }
+  }
+  return absl::OkStatus();
+}
+}  // namespace
 
 absl::string_view Name(InputKind kind) {
   switch (kind) {
@@ -205,44 +244,6 @@ absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, D
   return absl::UnimplementedError(
       absl::StrCat(info.name, " has no implementation for device ", Name(device)));
 }
-
-template <class View>
-absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>& specs,
-                          const NamedViews<View>& views, int64_t segment_tokens) {
-  size_t found = 0;
-  for (const TensorSpec& spec : specs) {
-    const View* view = views.Find(spec.name);
-    Shape shape = spec.shape;
-    std::replace(shape.begin(), shape.end(), kSegmentTokens, segment_tokens);
-    if (view == nullptr || view->empty()) {
-      if (spec.optional) continue;
-      return absl::InvalidArgumentError(
-          absl::StrCat(what, " ", spec.name, " ", ShapeString(shape), " is missing"));
-    }
-    ++found;
-    if (view->dtype != spec.dtype) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          what, " ", spec.name, " is ", Name(view->dtype), "; expected is ", Name(spec.dtype)));
-    }
-    if (absl::MakeConstSpan(view->dims.data(), view->rank) != absl::MakeConstSpan(shape)) {
-      return absl::InvalidArgumentError(absl::StrCat(what, " ", spec.name, " has shape ",
-                                                     ShapeString(view->shape()), "; expected is ",
-                                                     ShapeString(shape)));
-    }
-  }
-  if (found == views.size()) return absl::OkStatus();
-  for (const auto& [name, view] : views) {
-    const auto same = [&name = name](const TensorSpec& spec) { return spec.name == name; };
-    if (!view.empty() && std::none_of(specs.begin(), specs.end(), same)) {
-      return absl::InvalidArgumentError(absl::StrCat("there is no ", what, " \"", name, "\""));
-    }
-  }
-  return absl::OkStatus();
-}
-template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&, const Inputs&,
-                                   int64_t);
-template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&,
-                                   const Outputs&, int64_t);
 
 Registry& Registry::Global() {
   static Registry& registry = *new Registry;  // never destroyed: usable from static initialisers

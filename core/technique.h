@@ -203,8 +203,13 @@ struct TechniqueInfo {
   std::string selection = "";
 };
 
-// Returns OK where the problem's sizes are valid and a definition exists for them.
+// Tells whether the technique has an implementation for the device. One for the simulator exists
+// where one for CUDA does.
+bool RunsOn(const TechniqueInfo& info, Device device);
+// Return OK where a definition exists for the problem, whose sizes are valid, and where there is a
+// layer, too; otherwise InvalidArgument or Unimplemented with the reason.
 absl::Status CheckForm(const TechniqueInfo& info, const Problem& problem);
+absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);
 
 // Which outputs of a definition are asked for, and what it may use to compute them.
 struct DefinitionRequest {
@@ -268,6 +273,19 @@ class Technique {
   TechniqueInfo info_;
 };
 
+// Returns the specs of q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is
+// a token and 0 where it is padding.
+std::vector<TensorSpec> QkvInputs(const Problem& problem);
+// Returns the spec of x [batch, query_tokens, model_dim].
+std::vector<TensorSpec> HiddenInputs(const Problem& problem);
+// Returns the specs of out [batch, query_heads, query_tokens, value_dim] and the optional
+// log_sum_exp.
+std::vector<TensorSpec> AttentionOutputs(const Problem& problem);
+// Returns the bytes that fused attention must move: q, k, v and out once.
+double AttentionBytes(const Problem& problem);
+// Returns the spec of out [batch, query_tokens, model_dim].
+std::vector<TensorSpec> HiddenOutputs(const Problem& problem);
+
 // A technique whose options are the struct OptionsT (see core/options.h). Most techniques derive
 // from this class.
 template <class OptionsT>
@@ -293,7 +311,7 @@ class TechniqueOf : public Technique {
   absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem, const Options& options,
                                                 Device device, uint64_t seed) const final {
     TFB_ASSIGN_OR_RETURN(const OptionsT parsed, ParseOptions<OptionsT>(options));
-    TFB_RETURN_IF_ERROR(CheckSupported(problem, device));
+    TFB_RETURN_IF_ERROR(CheckSupported(info(), problem, device));
     TFB_RETURN_IF_ERROR(Check(problem, parsed));
     return MakeLayer(problem, parsed, device, seed);
   }
@@ -320,11 +338,15 @@ class TechniqueOf : public Technique {
                                   const DefinitionRequest& request,
                                   NamedTensors* outputs) const = 0;
   // Returns the inputs. By default they are those of the input kind, with an optional "key_mask".
-  virtual std::vector<TensorSpec> ReadTensors(const Problem& problem, const OptionsT&) const;
-  virtual std::vector<TensorSpec> WrittenTensors(const Problem& problem, const OptionsT&) const;
+  virtual std::vector<TensorSpec> ReadTensors(const Problem& problem, const OptionsT&) const {
+    return info().input_kind == InputKind::kQkv ? QkvInputs(problem) : HiddenInputs(problem);
+  }
+  virtual std::vector<TensorSpec> WrittenTensors(const Problem& problem, const OptionsT&) const {
+    return info().input_kind == InputKind::kQkv ? AttentionOutputs(problem)
+                                                : HiddenOutputs(problem);
+  }
 
  private:
-  absl::Status CheckSupported(const Problem& problem, Device device) const;
   static TechniqueInfo WithOptions(TechniqueInfo info) {
     OptionsT options;
     OptionBinder binder;
@@ -333,47 +355,6 @@ class TechniqueOf : public Technique {
     return info;
   }
 };
-
-// Returns the specs of q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is
-// a token and 0 where it is padding.
-std::vector<TensorSpec> QkvInputs(const Problem& problem);
-// Returns the spec of x [batch, query_tokens, model_dim].
-std::vector<TensorSpec> HiddenInputs(const Problem& problem);
-// Returns the specs of out [batch, query_heads, query_tokens, value_dim] and the optional
-// log_sum_exp.
-std::vector<TensorSpec> AttentionOutputs(const Problem& problem);
-// Returns the bytes that fused attention must move: q, k, v and out once.
-double AttentionBytes(const Problem& problem);
-// Returns the spec of out [batch, query_tokens, model_dim].
-std::vector<TensorSpec> HiddenOutputs(const Problem& problem);
-
-// Tells whether the technique has an implementation for the device. One for the simulator exists
-// where one for CUDA does.
-bool RunsOn(const TechniqueInfo& info, Device device);
-// Returns OK where `info` admits the problem on the device; otherwise InvalidArgument or
-// Unimplemented with the reason.
-absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);
-// Checks that the views have the names, shapes and dtypes of the specs, with `segment_tokens` for
-// kSegmentTokens. `what` begins the message: "input". It allocates nothing unless it finds an
-// error.
-template <class View>
-absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>& specs,
-                          const NamedViews<View>& views, int64_t segment_tokens = 0);
-
-template <class OptionsT>
-absl::Status TechniqueOf<OptionsT>::CheckSupported(const Problem& problem, Device device) const {
-  return tfb::CheckSupported(info(), problem, device);
-}
-template <class OptionsT>
-std::vector<TensorSpec> TechniqueOf<OptionsT>::ReadTensors(const Problem& problem,
-                                                           const OptionsT&) const {
-  return info().input_kind == InputKind::kQkv ? QkvInputs(problem) : HiddenInputs(problem);
-}
-template <class OptionsT>
-std::vector<TensorSpec> TechniqueOf<OptionsT>::WrittenTensors(const Problem& problem,
-                                                              const OptionsT&) const {
-  return info().input_kind == InputKind::kQkv ? AttentionOutputs(problem) : HiddenOutputs(problem);
-}
 
 // The registry of the techniques that are linked into the program. It is the only code that knows
 // them.
