@@ -10,6 +10,7 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "core/file_error.h"
 #include "core/status.h"
@@ -21,17 +22,35 @@ namespace fs = std::filesystem;
 
 constexpr int kMostLinks = 40;  // as many as Linux follows
 
+// Where a path leads: to a file, or to one that this process has open, as /dev/stdout does.
+struct Target {
+  std::string path;
+  int descriptor = -1;  // of the open file, else -1
+};
+
+// Returns the descriptor that a link in /proc/self/fd stands for, or -1.
+int DescriptorOf(const fs::path& link) {
+  std::error_code error;
+  const fs::path folder = fs::canonical(link.parent_path(), error);
+  int descriptor = -1;
+  const bool is_number = absl::SimpleAtoi(link.filename().string(), &descriptor);
+  return is_number && folder == absl::StrCat("/proc/", getpid(), "/fd") ? descriptor : -1;
+}
+
 // Follows links, also to what does not exist yet.
-absl::StatusOr<std::string> TargetOf(const std::string& path) {
+absl::StatusOr<Target> TargetOf(const std::string& path) {
   fs::path target = path;
   std::error_code error;
   for (int links = 0; fs::is_symlink(fs::symlink_status(target, error)); ++links) {
     if (links == kMostLinks) return FileError(path, "write", ELOOP);
+    if (const int descriptor = DescriptorOf(target); descriptor >= 0) {
+      return Target{target.string(), descriptor};
+    }
     const fs::path next = fs::read_symlink(target, error);
     if (error) return FileError(path, "write", error.value());
     target = next.is_absolute() ? next : target.parent_path() / next;
   }
-  return target.string();
+  return Target{target.string()};
 }
 
 }  // namespace
@@ -48,12 +67,17 @@ absl::StatusOr<std::unique_ptr<OutputFile>> OutputFile::Open(const std::string& 
     if (descriptor < 0) return FileError(path, "write", errno);
     return std::unique_ptr<OutputFile>(new OutputFile(path, path, "", descriptor));
   }
-  TFB_ASSIGN_OR_RETURN(const std::string target, TargetOf(path));
-  const std::string temporary = absl::StrCat(target, ".", getpid(), ".tmp");
+  TFB_ASSIGN_OR_RETURN(const Target target, TargetOf(path));
+  if (target.descriptor >= 0) {  // the file is written where its other writers have come to
+    const int descriptor = fcntl(target.descriptor, F_DUPFD_CLOEXEC, 0);
+    if (descriptor < 0) return FileError(path, "write", errno);
+    return std::unique_ptr<OutputFile>(new OutputFile(path, path, "", descriptor));
+  }
+  const std::string temporary = absl::StrCat(target.path, ".", getpid(), ".tmp");
   const int descriptor =
       open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (descriptor < 0) return FileError(path, "write", errno);
-  std::unique_ptr<OutputFile> file(new OutputFile(path, target, temporary, descriptor));
+  std::unique_ptr<OutputFile> file(new OutputFile(path, target.path, temporary, descriptor));
   if (is_there && fchmod(descriptor, info.st_mode & 07777) != 0) {
     return FileError(path, "write", errno);
   }

@@ -17,7 +17,8 @@ namespace tfb {
 // the temporary file PATH.<process>.tmp behind. A symbolic link stays, and what it leads to is
 // replaced; the permissions of what was there stay too.
 //
-// A path that leads to no plain file (a device, a FIFO, a pipe's /dev/fd/N) is written to directly.
+// A path that leads to no plain file (a device, a FIFO), or to one that this process has open
+// (/dev/stdout, /dev/fd/N), is written to directly, where its other writers have come to.
 //
 // Errors name the path and the system's reason: NotFound (no such folder), PermissionDenied,
 // InvalidArgument (the path is a folder), ResourceExhausted (no space), Unavailable (all else).

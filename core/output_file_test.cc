@@ -112,6 +112,20 @@ TEST_F(OutputFileTest, APipeWithoutAPathIsWrittenToThroughItsDescriptor) {
   close(ends[0]);
 }
 
+TEST_F(OutputFileTest, AFileThatIsOpenIsWrittenWhereItsOtherWritersHaveCome) {
+  const int descriptor = open(Path("a").c_str(), O_WRONLY | O_CREAT, 0666);
+  ASSERT_EQ(write(descriptor, "first ", 6), 6);
+  for (const char* folder : {"/dev/fd", "/proc/self/fd"}) {
+    const std::string path = absl::StrCat(folder, "/", descriptor);
+    EXPECT_TRUE(CheckWritable(path).ok());
+    EXPECT_TRUE(WriteFile(path, "second ").ok());
+  }
+  ASSERT_EQ(write(descriptor, "last", 4), 4);
+  close(descriptor);
+  EXPECT_EQ(Contents("a"), "first second second last");
+  EXPECT_EQ(Files(), 1);
+}
+
 TEST_F(OutputFileTest, ADeviceStaysADeviceAndAFullOneIsAnError) {
   EXPECT_TRUE(WriteFile("/dev/null", "gone").ok());
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
