@@ -217,9 +217,12 @@ std::optional<double> ComputePeak(const Environment& environment, const Case& re
   return HighestPeak(environment, result, Peak::KIND_COMPUTE);
 }
 
-std::optional<double> BandwidthPeak(const Environment& environment, const Case& result) {
+std::optional<Bandwidth> BandwidthPeak(const Environment& environment, const Case& result) {
   const std::optional<double> read = HighestPeak(environment, result, Peak::KIND_READ_BANDWIDTH);
-  return read.has_value() ? read : HighestPeak(environment, result, Peak::KIND_COPY_BANDWIDTH);
+  if (read.has_value()) return Bandwidth{*read, "read"};
+  const std::optional<double> copy = HighestPeak(environment, result, Peak::KIND_COPY_BANDWIDTH);
+  if (copy.has_value()) return Bandwidth{*copy, "copy"};
+  return std::nullopt;
 }
 
 }  // namespace figure

@@ -44,7 +44,11 @@ std::string FamilyOf(const Series& series);
 
 // The measured limits for a case: the highest peak that fits its device, type and threads.
 std::optional<double> ComputePeak(const Environment& environment, const Case& result);
-std::optional<double> BandwidthPeak(const Environment& environment, const Case& result);
+struct Bandwidth {
+  double bytes_per_second;
+  const char* what;  // "read", or "copy" where reading was not measured
+};
+std::optional<Bandwidth> BandwidthPeak(const Environment& environment, const Case& result);
 
 }  // namespace figure
 }  // namespace tfb

@@ -51,7 +51,13 @@ plot::Axis RateAxis() {
 // The two limits for one number of threads: bandwidth times intensity, and arithmetic.
 struct Roof {
   int threads = 0;
-  std::optional<double> compute, bandwidth;
+  std::optional<double> compute;
+  std::optional<figure::Bandwidth> bandwidth;
+  // FLOPs a byte where the two meet; absent where one is not known.
+  std::optional<double> ridge() const {
+    if (!compute.has_value() || !bandwidth.has_value()) return std::nullopt;
+    return *compute / bandwidth->bytes_per_second;
+  }
 };
 
 std::vector<Roof> RoofsOf(const Analysis& analysis, const std::vector<Rate>& rates) {
@@ -82,14 +88,13 @@ plot::Guide Bound(std::string label, double low, double low_y, double high, doub
 void AddRoof(const Roof& roof, bool name_threads, double low, double high, plot::Plot* plot) {
   const std::string threads =
       name_threads && roof.threads > 0 ? absl::StrCat(", ", roof.threads, " threads") : "";
-  double ridge = roof.bandwidth.has_value() ? high : low;
-  if (roof.compute.has_value() && roof.bandwidth.has_value()) {
-    ridge = std::clamp(*roof.compute / *roof.bandwidth, low, high);
-  }
+  const double otherwise = roof.bandwidth.has_value() ? high : low;
+  const double ridge = std::clamp(roof.ridge().value_or(otherwise), low, high);
   if (ridge > low) {
-    plot->guides.push_back(
-        Bound(absl::StrCat("measured read ", FormatScaled(*roof.bandwidth, "B/s"), threads), low,
-              low * *roof.bandwidth, ridge, ridge * *roof.bandwidth));
+    const double slope = roof.bandwidth->bytes_per_second;
+    plot->guides.push_back(Bound(
+        absl::StrCat("measured ", roof.bandwidth->what, " ", FormatScaled(slope, "B/s"), threads),
+        low, low * slope, ridge, ridge * slope));
   }
   if (high > ridge) {
     plot->guides.push_back(
@@ -109,9 +114,7 @@ void AddRoofs(const Analysis& analysis, const std::vector<Rate>& rates, plot::Pl
   const std::vector<Roof> roofs = RoofsOf(analysis, rates);
   for (const Roof& roof : roofs) {
     // The range has room for the corner where it is not far from the points.
-    const double ridge = roof.compute.has_value() && roof.bandwidth.has_value()
-                             ? *roof.compute / *roof.bandwidth
-                             : low;
+    const double ridge = roof.ridge().value_or(low);
     const double from = ridge > low / 30 ? std::min(low, ridge / 2) : low;
     const double to = ridge < high * 30 ? std::max(high, ridge * 2) : high;
     AddRoof(roof, roofs.size() > 1, from, to, plot);
@@ -122,7 +125,8 @@ std::string ShareText(std::optional<double> share) {
   return share.has_value() ? FormatPercent(share) : "-";
 }
 
-plot::Curve PointOf(const Analysis& analysis, const Rate& rate, int style) {
+plot::Curve PointOf(const Analysis& analysis, const Rate& rate, int style,
+                    const std::string& length_word) {
   plot::Curve curve;
   curve.kind = plot::Curve::Kind::kScatter;
   curve.name = figure::CurveName(*rate.series);
@@ -134,8 +138,8 @@ plot::Curve PointOf(const Analysis& analysis, const Rate& rate, int style) {
   curve.points.push_back({*rate.flops_per_byte, rate.flops_per_second, std::nullopt, std::nullopt});
   const Environment& environment = analysis.EnvironmentOf(*rate.result);
   curve.description = absl::StrCat(
-      curve.name, " at ", LengthOf(rate.result->key().problem()),
-      " tokens: ", FormatScaled(rate.flops_per_second, "FLOP/s"), ", ",
+      curve.name, " at ", LengthOf(rate.result->key().problem()), " ", length_word, ": ",
+      FormatScaled(rate.flops_per_second, "FLOP/s"), ", ",
       ShareText(ShareOfComputePeak(*rate.result, environment)), " of the measured peak; ",
       FormatSignificant(rate.flops_per_byte), " FLOPs a byte, ",
       ShareText(ShareOfBandwidthPeak(*rate.result, environment)), " of the measured bandwidth");
@@ -160,7 +164,8 @@ Table DataTable(const Analysis& analysis, const std::vector<Rate>& rates,
 }
 
 // Families by colour and marker: with a style for each technique the styles would repeat.
-void AddPoints(const Analysis& analysis, const std::vector<Rate>& rates, plot::Plot* plot) {
+void AddPoints(const Analysis& analysis, const std::vector<Rate>& rates,
+               const std::string& length_word, plot::Plot* plot) {
   std::map<std::string, int> styles;
   for (const Rate& rate : rates) {
     const std::string family = figure::FamilyOf(*rate.series);
@@ -172,7 +177,8 @@ void AddPoints(const Analysis& analysis, const std::vector<Rate>& rates, plot::P
         plot->keys.push_back({family, style, plot::Curve::Kind::kScatter, false, false});
       }
     }
-    if (rate.flops_per_byte.has_value()) plot->curves.push_back(PointOf(analysis, rate, style));
+    if (rate.flops_per_byte.has_value())
+      plot->curves.push_back(PointOf(analysis, rate, style, length_word));
   }
   const auto is_hollow = [](const plot::Curve& curve) { return curve.hollow; };
   if (std::any_of(plot->curves.begin(), plot->curves.end(), is_hollow)) {
@@ -206,7 +212,8 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
     plot.x.title = "FLOPs a byte moved";
     plot.y = RateAxis();
     AddRoofs(analysis, rates, &plot);
-    AddPoints(analysis, rates, &plot);
+    const std::string length_word = figure::LengthWord(group);
+    AddPoints(analysis, rates, length_word, &plot);
     Figure figure;
     figure.kind = FigureKind::kRoofline;
     figure.title = GroupName(analysis, group);
@@ -223,7 +230,7 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
                       absl::StrJoin(without_bytes, ", "), ".");
     }
     if (!plot.curves.empty()) figure.panels.push_back(std::move(plot));
-    figure.data = DataTable(analysis, rates, figure::LengthWord(group));
+    figure.data = DataTable(analysis, rates, length_word);
     figures.push_back(std::move(figure));
   }
   return figures;

@@ -90,7 +90,8 @@ std::optional<double> HeightAt(const std::vector<plot::Point>& points, double x)
   return std::nullopt;
 }
 
-std::optional<plot::Mark> CrossoverMark(const Series& series, const plot::Curve& curve) {
+std::optional<plot::Mark> CrossoverMark(const Series& series, const plot::Curve& curve,
+                                        const std::string& unit) {
   if (!series.crossover.has_value()) return std::nullopt;
   const Crossover& crossover = *series.crossover;
   if (!crossover.clear) return std::nullopt;
@@ -102,8 +103,8 @@ std::optional<plot::Mark> CrossoverMark(const Series& series, const plot::Curve&
   mark.point = {crossover.tokens, *height, std::nullopt, std::nullopt};
   mark.style = curve.style;
   mark.key = curve.key;
-  mark.description = absl::StrFormat("%s: faster than dense %s %.0f tokens", curve.name,
-                                     from ? "from" : "only below", crossover.tokens);
+  mark.description = absl::StrFormat("%s: faster than dense %s %.0f %s", curve.name,
+                                     from ? "from" : "only below", crossover.tokens, unit);
   return mark;
 }
 
@@ -195,7 +196,7 @@ plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const P
     curve.label = panel.labels[i];
     slopes.push_back(&series);
     if (times) {
-      if (std::optional<plot::Mark> mark = CrossoverMark(series, curve)) {
+      if (std::optional<plot::Mark> mark = CrossoverMark(series, curve, unit)) {
         plot.marks.push_back(*mark);
       }
     }

@@ -1,0 +1,546 @@
+// Whole texts of what is rendered, held against the files of results/goldens.
+//
+// A change that is meant to change them is accepted by
+//   UPDATE_GOLDENS=1 bazel run //results:golden_test
+// which writes the files anew: what git then shows has to be read, since no other test reads it.
+
+#include <stdlib.h>
+
+#include <cmath>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+#include "results/analysis.h"
+#include "results/comparison.h"
+#include "results/comparison_report.h"
+#include "results/page_assets.h"
+#include "results/plot.h"
+#include "results/plot_style.h"
+#include "results/render.h"
+#include "results/single_plot.h"
+#include "results/synthetic.h"
+
+namespace tfb {
+namespace {
+
+using ::tfb::synthetic::CaseSpec;
+using ::tfb::synthetic::MakeCase;
+using ::tfb::synthetic::MakeEnvironment;
+using ::tfb::synthetic::MakeUnmeasured;
+using ::tfb::synthetic::Samples;
+
+// Holds `text` against the golden file `name`, and shows the first line that differs.
+void ExpectGolden(const std::string& name, const std::string& text) {
+  const std::string path = absl::StrCat("results/goldens/", name);
+  const char* workspace = getenv("BUILD_WORKSPACE_DIRECTORY");
+  if (workspace != nullptr && getenv("UPDATE_GOLDENS") != nullptr) {
+    std::ofstream(absl::StrCat(workspace, "/", path), std::ios::binary) << text;
+    return;
+  }
+  std::stringstream golden;
+  golden << std::ifstream(path, std::ios::binary).rdbuf();
+  if (golden.str() == text) return;
+  const std::vector<std::string> expected = absl::StrSplit(golden.str(), '\n');
+  const std::vector<std::string> actual = absl::StrSplit(text, '\n');
+  for (size_t i = 0; i < expected.size() && i < actual.size(); ++i) {
+    EXPECT_EQ(actual[i], expected[i]) << path << ", line " << i + 1;
+    if (actual[i] != expected[i]) return;
+  }
+  ADD_FAILURE() << path << ": " << actual.size() << " lines, and not " << expected.size();
+}
+
+// A drawing or page line by line, without the parts that are the same in every one.
+std::string InLines(const std::string& markup) {
+  return absl::StrReplaceAll(markup, {{kPageStyle, "(page.css)\n"},
+                                      {kPageScript, "(page.js)\n"},
+                                      {plot::PaperStyleSheet(), "(style sheet)"},
+                                      {"><", ">\n<"}});
+}
+
+// Leaves out what other files hold: the paths of drawings, and the rows of tables with a title.
+std::string WithoutPathsAndTitledRows(const std::string& page) {
+  std::string out;
+  bool titled = false;
+  for (const absl::string_view line : absl::StrSplit(page, '\n')) {
+    if (absl::StrContains(line, "role=\"region\"")) {
+      titled = absl::StrContains(line, "aria-labelledby");
+    }
+    const bool of_row = titled && (absl::StartsWith(line, "<td") || absl::StartsWith(line, "<tr") ||
+                                   absl::StartsWith(line, "</tr"));
+    if (!of_row) absl::StrAppend(&out, line.substr(0, line.find(" d=\"M")), "\n");
+  }
+  return out;
+}
+
+// Spreads the samples of a run to `share` on both sides of their median.
+void Spread(double share, Case* result) {
+  Timing* timing = result->mutable_outcome()->mutable_timing();
+  const double median = timing->run_ns(timing->run_ns_size() / 2);
+  for (double& ns : *timing->mutable_run_ns()) ns = median + (ns - median) * share / 0.01;
+}
+
+Environment MakeMachineWithGpu() {
+  Environment environment;
+  environment.set_id("gpu");
+  environment.set_host("bench-2");
+  environment.set_threads(1);
+  environment.set_no_gpu_reason("");
+  Gpu* gpu = environment.add_gpus();
+  gpu->set_name("Imaginary GPU");
+  gpu->set_compute_capability("9.0");
+  gpu->set_memory_bytes(uint64_t{80} << 30);
+  gpu->set_driver("550.1");
+  gpu->set_toolkit("12.4");
+  gpu->set_clock_mhz(1980);
+  gpu->set_runtime_libraries("cublas 12.4.5");
+  environment.add_gpus()->set_name("Another GPU");
+  const struct {
+    Peak::Kind kind;
+    ElementType dtype;
+    double value;
+  } kPeaks[] = {{Peak::KIND_COMPUTE, ELEMENT_TYPE_F32, 50e12},
+                {Peak::KIND_COMPUTE, ELEMENT_TYPE_BF16, 700e12},
+                {Peak::KIND_COMPUTE, ELEMENT_TYPE_F32, 60e12},
+                {Peak::KIND_COPY_BANDWIDTH, ELEMENT_TYPE_UNSPECIFIED, 2.5e12}};
+  for (const auto& row : kPeaks) {
+    Peak* peak = environment.add_peaks();
+    peak->set_name("of the GPU");
+    peak->set_kind(row.kind);
+    peak->set_device(DEVICE_TYPE_CUDA);
+    peak->set_dtype(row.dtype);
+    peak->set_value(row.value);
+    peak->set_unit(row.kind == Peak::KIND_COMPUTE ? "FLOP/s" : "B/s");
+  }
+  environment.add_command_line("sweep");
+  environment.add_command_line("--devices=cuda");
+  return environment;
+}
+
+// Collects cases, with shorthands for what many of them share.
+class Showcase {
+ public:
+  Case* Add(const CaseSpec& spec, const std::string& family) {
+    Case* result = results.add_cases();
+    *result = MakeCase(spec);
+    result->mutable_technique()->set_family(family);
+    return result;
+  }
+  void AddUnmeasured(const std::string& technique, Outcome::Status status,
+                     const std::string& reason) {
+    CaseSpec spec;
+    spec.technique = technique;
+    *results.add_cases() = MakeUnmeasured(spec, status, reason);
+  }
+  ResultSet results;
+};
+
+CaseSpec SpecOf(const std::string& technique, const std::string& option = "",
+                const std::string& value = "") {
+  CaseSpec spec;
+  spec.technique = technique;
+  spec.option_name = option;
+  spec.option_value = value;
+  return spec;
+}
+
+// Scaling on the CPU, under both masks: curves that cross, ones that do not, and unsteady times.
+void AddScaling(Showcase* showcase) {
+  for (const bool causal : {true, false}) {
+    for (const int64_t tokens : {256, 512, 1024, 2048}) {
+      const double scale = static_cast<double>(tokens) / 256;
+      const auto add = [&](CaseSpec spec, double growth, double median_ns) {
+        spec.tokens = tokens;
+        spec.expected_growth = growth;
+        spec.median_ns = median_ns;
+        Case* result = showcase->Add(spec, "attention");
+        result->mutable_key()->mutable_problem()->set_causal(causal);
+        return result;
+      };
+      add(SpecOf("plain"), 2, 0.5e6 * scale * scale);
+      add(SpecOf("near", "window", "64"), 1, 0.7e6 * scale)
+          ->mutable_technique()
+          ->set_citation("Near et al. 2020");
+      if (!causal) continue;
+      add(SpecOf("near", "window", "256"), 1, 1.4e6 * scale)
+          ->mutable_outcome()
+          ->set_parameter_bytes(4096);
+      CaseSpec sketch = SpecOf("sketch", "features", "128");
+      sketch.exactness = TechniqueDescription::EXACTNESS_APPROXIMATE;
+      Spread(0.2, add(sketch, 1, 0.9e6 * scale));
+      // Faster up to 700 tokens only, and growing faster than it promises.
+      add(SpecOf("steep"), 1, 0.18e6 * scale * scale * scale)
+          ->mutable_technique()
+          ->set_expected_growth_text("n log n");
+      Case* few = add(SpecOf("few"), 2, 0.4e6 * scale * scale);
+      few->mutable_outcome()->mutable_timing()->mutable_run_ns()->Truncate(3);
+      few->mutable_outcome()->mutable_timing()->set_discarded_samples(2);
+      if (tokens == 2048) few->mutable_outcome()->set_status(Outcome::STATUS_FAILED);
+      if (tokens == 2048) few->mutable_outcome()->set_reason("error 3 > 2");
+      if (tokens < 2048) add(SpecOf("short"), 2, 0.25e6 * scale * scale);
+      MachineLoad* load = add(SpecOf("equal"), 2, 0.501e6 * scale * scale)
+                              ->mutable_outcome()
+                              ->mutable_machine_load();
+      load->set_observed_seconds(2);
+      load->set_cores(2);
+      load->set_usable_cores(1);
+      load->set_threads(2);
+      load->set_other_core_seconds(0.3);
+      load->set_stolen_core_seconds(0.1);
+    }
+  }
+}
+
+// "chain" and "loop" are held against themselves with a longer memory, and stream.
+void AddMemory(Showcase* showcase) {
+  for (const char* technique : {"chain", "loop"}) {
+    for (const int64_t tokens : {256, 512, 1024}) {
+      for (const bool whole : {false, true}) {
+        CaseSpec spec = SpecOf(technique, "memory", whole ? absl::StrCat(tokens) : "128");
+        spec.tokens = tokens;
+        const double scale = static_cast<double>(tokens) / 256;
+        spec.median_ns = (whole ? 2e6 * scale : 1e6) * scale;
+        spec.expected_growth = whole ? 2 : 1.5;
+        Case* result = showcase->Add(spec, "memory");
+        TechniqueDescription* description = result->mutable_technique();
+        description->set_options_are_default(!whole);
+        description->set_dense_counterpart(technique);
+        (*description->mutable_dense_counterpart_options())["memory"] = absl::StrCat(tokens);
+        if (tokens < 1024 || whole) continue;
+        // A segment's time is that of the tokens before it to the power of one half.
+        for (int segment = 0; segment < 20; ++segment) {
+          SegmentTiming* timing = result->mutable_outcome()->mutable_timing()->add_segments();
+          timing->set_tokens_before(segment * 64);
+          timing->set_tokens(64);
+          const double ns = segment == 0 ? 1e5 : 1e5 * std::sqrt(segment);
+          for (const double sample : Samples(ns, 7)) timing->add_append_ns(sample);
+        }
+      }
+    }
+  }
+}
+
+// Errors on layers of a file, in two precisions, under both masks, by seeds.
+void AddAccuracy(Showcase* showcase) {
+  for (const char* layer : {"layer1", "layer2", "final"}) {
+    for (const char* technique : {"plain", "near", "sketch", "own"}) {
+      CaseSpec spec = SpecOf(technique);
+      if (absl::string_view(technique) == "near") spec = SpecOf("near", "window", "64");
+      if (absl::string_view(technique) == "sketch") {
+        spec = SpecOf("sketch", "features", "128");
+        spec.exactness = TechniqueDescription::EXACTNESS_APPROXIMATE;
+      }
+      if (absl::string_view(technique) == "own") {
+        if (absl::string_view(layer) == "final") continue;
+        spec.exactness = TechniqueDescription::EXACTNESS_OWN;
+      }
+      spec.purpose = Case::PURPOSE_ACCURACY;
+      spec.median_ns = 0;
+      Case* result = showcase->Add(spec, "attention");
+      InputProfile* input = result->mutable_key()->mutable_input();
+      input->set_file("tensors.safetensors");
+      input->set_model("a/model: BERT, 6 layers; from elsewhere");
+      input->set_layer(layer);
+      Outcome* outcome = result->mutable_outcome();
+      if (absl::string_view(layer) == "layer2" && absl::string_view(technique) == "sketch") {
+        outcome->mutable_against_definition()->set_relative_frobenius(3e-6);
+        outcome->mutable_against_definition()->set_passed(false);
+        outcome->set_status(Outcome::STATUS_FAILED);
+        outcome->set_reason("error 3e-6 > 2e-6");
+      }
+      if (absl::string_view(layer) == "layer1" && absl::string_view(technique) == "near") {
+        outcome->mutable_against_dense()->set_relative_frobenius(0.08);
+        outcome->set_recall_k(16);
+      }
+      if (absl::string_view(technique) == "own") {
+        outcome->mutable_against_definition()->clear_passed();
+        outcome->mutable_against_definition()->clear_bound();
+      }
+    }
+  }
+  for (const char* technique : {"plain", "near"}) {
+    for (const uint64_t seed : {1, 2}) {
+      CaseSpec spec = SpecOf(technique);
+      spec.purpose = Case::PURPOSE_ACCURACY;
+      spec.dtype = ELEMENT_TYPE_BF16;
+      spec.median_ns = 1e6;
+      spec.seed = seed;
+      Case* result = showcase->Add(spec, "attention");
+      result->mutable_key()->mutable_problem()->set_causal(seed == 1);
+      Outcome* outcome = result->mutable_outcome();
+      BoundedNumber* ratio = outcome->mutable_ratio_to_dense_error();
+      ratio->set_value(seed == 1 ? 1.25 : 1.5);
+      ratio->set_bound(4);
+      ratio->set_passed(true);
+      outcome->mutable_log_sum_exp_error()->set_value(0.001 * static_cast<double>(seed));
+      (*outcome->mutable_statistics())["extrapolation_change"] = 0.25;
+    }
+  }
+}
+
+// Decoding, where one query meets more and more keys, on a GPU; and what techniques report by name.
+void AddDecoding(Showcase* showcase) {
+  for (const char* technique : {"plain", "shared"}) {
+    for (const int64_t tokens : {1024, 4096}) {
+      CaseSpec spec = SpecOf(technique);
+      spec.device = DEVICE_TYPE_CUDA;
+      spec.tokens = tokens;
+      spec.expected_growth = 1;
+      spec.environment_id = "gpu";
+      spec.median_ns = (spec.technique == "plain" ? 20.0 : 8.0) * static_cast<double>(tokens);
+      Case* result = showcase->Add(spec, "attention");
+      ProblemSize* problem = result->mutable_key()->mutable_problem();
+      problem->set_batch(2);
+      problem->set_query_tokens(1);
+      problem->set_value_dim(32);
+      problem->set_causal(false);
+      if (spec.technique == "shared") problem->set_kv_heads(2);
+      result->mutable_outcome()->set_flops(1e5 * static_cast<double>(tokens));
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    CaseSpec spec = SpecOf("stack", "threshold", absl::StrCat("0.", i + 1));
+    spec.dtype = ELEMENT_TYPE_F16;
+    spec.median_ns = 1e6 * (i + 1);
+    Case* result = showcase->Add(spec, "adaptive");
+    result->mutable_technique()->clear_expected_growth();
+    result->mutable_technique()->set_input_kind(TechniqueDescription::INPUT_KIND_TOKENS);
+    Outcome* outcome = result->mutable_outcome();
+    outcome->clear_bytes_moved();
+    auto& statistics = *outcome->mutable_statistics();
+    statistics["bits_per_byte"] = 2 - 0.1 * (i == 3 ? 1 : i);
+    statistics["mean_layers"] = 2 + i;
+    statistics["flops_saved"] = 0.75 - 0.25 * i;
+    statistics["extrapolation_change"] = 0.5 + 0.1 * i;
+    if (i > 1) statistics["extrapolation_reshape"] = 0.01 * i;
+    Timing* timing = outcome->mutable_timing();
+    for (const double ns : Samples(1.5e6, 3)) timing->add_cold_run_ns(ns);
+    for (const double ns : Samples(1.7e6, 5)) timing->add_end_to_end_ns(ns);
+  }
+}
+
+ResultSet MakeShowcase() {
+  Showcase showcase;
+  *showcase.results.add_environments() = MakeEnvironment();
+  *showcase.results.add_environments() = MakeMachineWithGpu();
+  AddScaling(&showcase);
+  AddMemory(&showcase);
+  AddAccuracy(&showcase);
+  AddDecoding(&showcase);
+  showcase.AddUnmeasured("one", Outcome::STATUS_SKIPPED, "no CUDA device");
+  showcase.AddUnmeasured("two", Outcome::STATUS_SKIPPED, "no CUDA device");
+  showcase.AddUnmeasured("three", Outcome::STATUS_UNSUPPORTED, "kv_heads is not query_heads");
+  showcase.AddUnmeasured("four", Outcome::STATUS_TIMEOUT, "60 s");
+  showcase.AddUnmeasured("five", Outcome::STATUS_OUT_OF_MEMORY, "");
+  showcase.AddUnmeasured("six", Outcome::STATUS_UNSPECIFIED, "nobody said");
+  // A repeated sweep of one case, and one that is not finished.
+  Environment again = MakeEnvironment("again");
+  again.set_start_unix_ns(1700000001000000000);
+  *showcase.results.add_environments() = again;
+  Case repeated = showcase.results.cases(0);
+  repeated.set_environment_id("again");
+  repeated.mutable_outcome()->set_unfinished(true);
+  *showcase.results.add_cases() = repeated;
+  return showcase.results;
+}
+
+RenderOptions OptionsOf(RenderFormat format, bool details, int width) {
+  RenderOptions options;
+  options.format = format;
+  options.details = details;
+  options.style.width = width;
+  options.paths = {"runs/now.pb", "runs/_other_.pb"};
+  options.notes = {"runs/now.pb: left out: 3 bytes of a torn last record"};
+  return options;
+}
+
+TEST(Golden, TheShowcaseOnATerminal) {
+  ExpectGolden("showcase_details.txt",
+               Render(MakeShowcase(), OptionsOf(RenderFormat::kTerminal, true, 150)));
+  RenderOptions narrow = OptionsOf(RenderFormat::kTerminal, false, 80);
+  narrow.style.colour = true;
+  narrow.style.unicode = false;
+  ExpectGolden("showcase_narrow.txt",
+               absl::StrReplaceAll(Render(MakeShowcase(), narrow), {{"\x1b", "ESC"}}));
+}
+
+TEST(Golden, TheShowcaseInMarkdown) {
+  ExpectGolden("showcase.md", Render(MakeShowcase(), OptionsOf(RenderFormat::kMarkdown, true, 0)));
+}
+
+TEST(Golden, TheShowcaseAsAPage) {
+  ExpectGolden("showcase.html", WithoutPathsAndTitledRows(InLines(Render(
+                                    MakeShowcase(), OptionsOf(RenderFormat::kHtml, true, 0)))));
+}
+
+TEST(Golden, EachKindOfPlotInAFile) {
+  for (const char* kind : {"scaling", "memory", "roofline", "frontier"}) {
+    SinglePlotOptions options;
+    options.kind = kind;
+    const absl::StatusOr<std::string> svg = RenderSinglePlot(MakeShowcase(), options);
+    ASSERT_TRUE(svg.ok()) << svg.status();
+    ExpectGolden(absl::StrCat(kind, ".svg"), InLines(*svg));
+  }
+}
+
+// Two cases with every field that an export has, and one that has next to none.
+ResultSet MakeFullAndEmptyCases() {
+  ResultSet results;
+  Environment& environment = *results.add_environments() = MakeMachineWithGpu();
+  environment.set_start_unix_ns(1700000000000000000);
+  environment.set_memory_bytes(uint64_t{16} << 30);
+  environment.set_git_dirty(false);
+  environment.set_compilation_mode("dbg");
+  environment.add_simd("AVX2");
+  Cache* cache = environment.add_caches();
+  cache->set_level(1);
+  cache->set_kind("data");
+  cache->set_bytes(32768);
+  cache->set_shared_by_logical_cores(2);
+  Gpu* gpu = environment.mutable_gpus(1);
+  gpu->set_index(1);
+  gpu->set_memory_clock_mhz(2619.5);
+  gpu->set_multiprocessors(132);
+  gpu->set_l2_cache_bytes(50 << 20);
+  for (const char* technique : {"plain", "near"}) {
+    CaseSpec spec = SpecOf(technique, "window", "64");
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.device = DEVICE_TYPE_CUDA;
+    spec.environment_id = "gpu";
+    spec.median_ns = spec.technique == "plain" ? 3e6 : 1.5e6;
+    Case& result = *results.add_cases() = MakeCase(spec);
+    ProblemSize* problem = result.mutable_key()->mutable_problem();
+    problem->set_batch(3);
+    problem->set_kv_heads(2);
+    problem->set_kv_tokens(1024);
+    problem->set_value_dim(48);
+    InputProfile* input = result.mutable_key()->mutable_input();
+    input->set_file("a, \"file\"");
+    input->set_model("model");
+    input->set_layer("layer3");
+    (*input->mutable_details())["sharpness"] = "2";
+    TechniqueDescription* description = result.mutable_technique();
+    description->set_citation("Somebody 2020");
+    description->set_weights(TechniqueDescription::WEIGHTS_FILE);
+    description->set_weights_file("weights.safetensors");
+    (*description->mutable_dense_counterpart_options())["window"] = "64";
+    Outcome* outcome = result.mutable_outcome();
+    Timing* timing = outcome->mutable_timing();
+    timing->mutable_run_ns()->Truncate(6);
+    timing->set_discarded_samples(4);
+    timing->set_throttled_samples(2);
+    timing->add_cold_run_ns(5e6);
+    timing->add_end_to_end_ns(6e6);
+    for (int i = 0; i < 2; ++i) {
+      SegmentTiming* segment = timing->add_segments();
+      segment->set_tokens_before(i * 128);
+      segment->set_tokens(128);
+      segment->add_append_ns(1000.5 + i);
+    }
+    outcome->set_process_peak_bytes(1 << 30);
+    outcome->set_device_peak_bytes(1 << 20);
+    outcome->set_elapsed_seconds(1.5);
+    outcome->mutable_log_sum_exp_error()->set_value(1e-6);
+    outcome->mutable_log_sum_exp_error()->set_bound(1e-5);
+    outcome->mutable_log_sum_exp_error()->set_passed(true);
+    outcome->mutable_ratio_to_dense_error()->set_value(1.0 / 3);
+    MachineLoad* load = outcome->mutable_machine_load();
+    load->set_observed_seconds(2);
+    load->set_other_core_seconds(0.25);
+    load->set_stolen_core_seconds(0.125);
+    DeviceState* state = outcome->mutable_device_state_before();
+    state->set_clock_mhz(1980);
+    state->set_temperature_celsius(40.5);
+    *outcome->mutable_device_state_after() = *state;
+    outcome->mutable_device_state_after()->set_memory_clock_mhz(2619);
+    outcome->mutable_device_state_after()->set_power_watts(690);
+    for (const char* reason : {"power cap", "thermal"}) {
+      outcome->mutable_device_state_after()->add_throttle_reasons(reason);
+    }
+    (*outcome->mutable_statistics())["blocks"] = 12;
+    (*outcome->mutable_statistics())["share"] = 0.1;
+  }
+  CaseSpec empty = SpecOf("absent");
+  empty.environment_id = "nowhere";
+  *results.add_cases() = MakeUnmeasured(empty, Outcome::STATUS_UNSUPPORTED, "not\nhere");
+  return results;
+}
+
+TEST(Golden, EveryFieldOfAnExport) {
+  const ResultSet results = MakeFullAndEmptyCases();
+  ExpectGolden("full_and_empty.csv", Render(results, OptionsOf(RenderFormat::kCsv, true, 0)));
+  ExpectGolden("full_and_empty.json", Render(results, OptionsOf(RenderFormat::kJson, true, 0)));
+  ExpectGolden("full_and_empty.benchmark.json",
+               Render(results, OptionsOf(RenderFormat::kBenchmarkJson, true, 0)));
+}
+
+// The sweep up to 1024 tokens.
+ResultSet MakeShortSweep() {
+  ResultSet sweep = synthetic::MakeSweep();
+  sweep.mutable_cases()->DeleteSubrange(12, 6);
+  return sweep;
+}
+
+// A later one in which something of every kind changed.
+ResultSet MakeLaterSweep() {
+  ResultSet results = MakeShortSweep();
+  results.mutable_environments(0)->set_compiler("g++ \x1b[31m");
+  for (Case& result : *results.mutable_cases()) {
+    const std::string& technique = result.key().technique();
+    const bool accuracy = result.key().purpose() == Case::PURPOSE_ACCURACY;
+    const int64_t tokens = result.key().problem().query_tokens();
+    Outcome* outcome = result.mutable_outcome();
+    auto* run_ns = outcome->mutable_timing()->mutable_run_ns();
+    double factor = 1;
+    if (technique == "sketch") {
+      factor = tokens == 256 ? 0.5 : tokens == 512 ? 0.99 : 0.6;
+      outcome->mutable_against_dense()->set_relative_frobenius(0.9);
+      outcome->set_peak_workspace_bytes(outcome->peak_workspace_bytes() / 2);
+    } else if (technique == "near") {
+      factor = tokens == 256 ? 1.5 : tokens == 512 ? 1.05 : 2;
+      if (tokens == 1024) run_ns->Truncate(2);
+      if (accuracy) outcome->mutable_against_definition()->set_passed(false);
+      if (accuracy) outcome->set_status(Outcome::STATUS_FAILED);
+      if (accuracy) outcome->set_reason("an error beyond its bound");
+    }
+    for (double& ns : *run_ns) ns *= factor;
+  }
+  CaseSpec added = SpecOf("added");
+  *results.add_cases() = MakeUnmeasured(added, Outcome::STATUS_FAILED, "no such luck");
+  added.technique = "also added";
+  *results.add_cases() = MakeUnmeasured(added, Outcome::STATUS_SKIPPED, "no time");
+  return results;
+}
+
+TEST(Golden, AComparisonWithEveryVerdict) {
+  ResultSet base = MakeShortSweep();
+  CaseSpec lost = SpecOf("lost");
+  *base.add_cases() = MakeCase(lost);
+  lost.technique = "skipped";
+  *base.add_cases() = MakeUnmeasured(lost, Outcome::STATUS_SKIPPED, "no time");
+  CompareOptions options;
+  options.allow_different_environment = true;
+  const absl::StatusOr<Comparison> comparison = Compare(base, MakeLaterSweep(), options);
+  ASSERT_TRUE(comparison.ok()) << comparison.status();
+  TextStyle style;
+  ExpectGolden("comparison.txt",
+               RenderComparison(*comparison, ComparisonFormat::kTerminal, false, style));
+  style.width = 100;
+  style.unicode = false;
+  ExpectGolden("comparison_all.txt",
+               RenderComparison(*comparison, ComparisonFormat::kTerminal, true, style));
+  ExpectGolden("comparison_all.md",
+               RenderComparison(*comparison, ComparisonFormat::kMarkdown, true, style));
+  ExpectGolden("comparison.json",
+               RenderComparison(*comparison, ComparisonFormat::kJson, false, style));
+}
+
+}  // namespace
+}  // namespace tfb
