@@ -65,6 +65,19 @@ TEST(ResultAppender, TheFileParsesAfterEveryAppend) {
   }
 }
 
+TEST(SerializeResults, EqualResultsAreEqualBytesInWhateverOrderTheirOptionsWereSet) {
+  const auto bytes_of = [](bool forwards) {
+    ResultSet results;
+    Case& result = *results.add_cases() = CaseOfTokens(1);
+    for (int i = 0; i < 40; ++i) {
+      const std::string name = "option" + std::to_string(forwards ? i : 39 - i);
+      (*result.mutable_key()->mutable_options())[name] = "1";
+    }
+    return SerializeResults(results);
+  };
+  EXPECT_EQ(bytes_of(true), bytes_of(false));
+}
+
 TEST(ResultAppender, MakesUpAnEnvironmentIdAndTheFoldersOnTheWay) {
   const std::string path = Path("runs_" + std::to_string(getpid()) + "/deep/a.pb");
   absl::StatusOr<std::unique_ptr<ResultAppender>> appender = ResultAppender::Open(path);

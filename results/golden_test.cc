@@ -21,12 +21,14 @@
 #include "results/analysis.h"
 #include "results/comparison.h"
 #include "results/comparison_report.h"
+#include "results/figures.h"
 #include "results/page_assets.h"
 #include "results/plot.h"
 #include "results/plot_style.h"
 #include "results/render.h"
 #include "results/single_plot.h"
 #include "results/synthetic.h"
+#include "results/table.h"
 
 namespace tfb {
 namespace {
@@ -540,6 +542,230 @@ TEST(Golden, AComparisonWithEveryVerdict) {
                RenderComparison(*comparison, ComparisonFormat::kMarkdown, true, style));
   ExpectGolden("comparison.json",
                RenderComparison(*comparison, ComparisonFormat::kJson, false, style));
+}
+
+// A plot with a part of every kind.
+plot::Plot MakeEveryPart() {
+  using plot::Curve;
+  using plot::Guide;
+  plot::Plot plot;
+  plot.title = "Every part";
+  plot.subtitle =
+      "a subtitle of so many words that it takes a second line, since one is too short for it";
+  plot.x.title = "tokens";
+  plot.x.base = 2;
+  plot.y.title = "time";
+  const auto add = [&plot](const std::string& name, Curve::Kind kind, int style,
+                           std::vector<plot::Point> points) {
+    Curve curve;
+    curve.name = name;
+    curve.kind = kind;
+    curve.style = style;
+    curve.points = std::move(points);
+    plot.curves.push_back(curve);
+    return &plot.curves.back();
+  };
+  // Whiskers: wide, within the marker, of one end, beyond the axes, and without a place.
+  add("first line", Curve::Kind::kLine, 0,
+      {{256, 1, 0.5, 2},
+       {512, 3, 2.99, 3.01},
+       {1024, 9, 8, {}},
+       {2048, 30, 1e-9, 1e9},
+       {4096, 90, 0, 99}})
+      ->key = "first";
+  add("second", Curve::Kind::kLine, 1, {{256, 2, {}, {}}, {4096, 80, {}, {}}, {8192, -1, {}, {}}})
+      ->hollow = true;
+  add("its counterpart", Curve::Kind::kCounterpart, 1, {{256, 4, {}, {}}, {4096, 100, {}, {}}});
+  add("dense", Curve::Kind::kLine, plot::kReferenceStyle, {{256, 0.5, {}, {}}, {4096, 95, {}, {}}})
+      ->label = "dense, by its label, which is cut";
+  add("without a place", Curve::Kind::kLine, 3, {{-1, 1, {}, {}}});
+  for (int i = 0; i < 7; ++i) {
+    Curve* curve =
+        add(absl::StrCat("point ", i), Curve::Kind::kScatter, 2 + i, {{700, 0.7, {}, {}}});
+    curve->name_needed = i == 6;
+    curve->group = "crowd";
+    curve->description = "one of a crowd";
+  }
+  plot.guides = {
+      {Guide::Kind::kBound, "sloped", 0, {{256, 0.2, {}, {}}, {1024, 0.8, {}, {}}}},
+      {Guide::Kind::kBound, "level", 0, {{1024, 0.8, {}, {}}, {4096, 0.8, {}, {}}}},
+      {Guide::Kind::kTrail, "", 2, {{300, 40, {}, {}}, {400, 50, {}, {}}, {500, 0, {}, {}}}},
+      {Guide::Kind::kFrontier, "", -1, {{2000, 2, {}, {}}, {4000, 1, {}, {}}}}};
+  plot.marks = {{{1024, 9, {}, {}}, 0, "first", "they cross"},
+                {{1024, 0, {}, {}}, 0, "", "nowhere"}};
+  plot.keys = {{"a point", 2, Curve::Kind::kScatter, false, false},
+               {"a hollow point", 3, Curve::Kind::kScatter, true, false},
+               {"a dashed line", 1, Curve::Kind::kLine, false, false},
+               {"a counterpart", 1, Curve::Kind::kCounterpart, false, false},
+               {"a crossing", 0, Curve::Kind::kScatter, false, true}};
+  plot.slopes = {{2, "n²"}, {1, "n"}, {1.5, "n·"}};
+  plot.room = {{4096, 0.1, {}, {}}, {1, -1, {}, {}}};
+  return plot;
+}
+
+// One without title, legend and names; with logarithmic axes where its points leave the lower right
+// corner to the slopes.
+plot::Plot MakePlain(bool high, double height) {
+  plot::Plot plot;
+  plot.x.title = "x";
+  plot.y.title = "y";
+  plot.x.logarithmic = high;
+  plot.y.logarithmic = high;
+  plot.width = 200;
+  plot.height = height;
+  plot::Curve curve;
+  curve.kind = plot::Curve::Kind::kScatter;
+  curve.points = high ? std::vector<plot::Point>{{1, 9, {}, {}}, {1.2, 8, {}, {}}, {9, 9, {}, {}}}
+                      : std::vector<plot::Point>{{1, 1, {}, {}}, {5, 5, {}, {}}, {9, 9, {}, {}}};
+  if (high) plot.room = {{9, 1, {}, {}}};
+  plot.curves = {curve};
+  plot.slopes = {{1, "n"}};
+  return plot;
+}
+
+TEST(Golden, EveryPartOfAPlot) {
+  ExpectGolden("every_part_page.svg", InLines(plot::DrawForPage(MakeEveryPart(), "an-id")));
+  // Rows of two, the first as high as the higher of its two.
+  ExpectGolden("every_part.svg",
+               InLines(plot::DrawFile(
+                   {MakeEveryPart(), MakePlain(true, 150), MakePlain(false, 120)}, 2, "<title>")));
+  std::string swatches;
+  for (int style = plot::kReferenceStyle; style < 9; ++style) {
+    for (const auto kind : {plot::Curve::Kind::kLine, plot::Curve::Kind::kScatter}) {
+      absl::StrAppend(&swatches, plot::DrawSwatch(style, kind), "\n");
+    }
+  }
+  ExpectGolden("swatches.svg", swatches);
+  ExpectGolden("paper.css", absl::StrReplaceAll(plot::PaperStyleSheet(), {{"}", "}\n"}}));
+}
+
+std::string SummaryOf(const plot::Plot& plot) {
+  std::string out =
+      absl::StrCat("panel \"", plot.title, "\" \"", plot.subtitle, "\" ", plot.x.title, " / ",
+                   plot.y.title, ", ", plot.width, " x ", plot.height, "\n");
+  const auto add_points = [&out](const std::vector<plot::Point>& points) {
+    for (const plot::Point& point : points)
+      absl::StrAppend(&out, " (", point.x, ", ", point.y, ")");
+    out += "\n";
+  };
+  for (const plot::Curve& curve : plot.curves) {
+    absl::StrAppend(&out, "  curve ", curve.shown_name(), ", key ",
+                    curve.key.substr(0, curve.key.find(" device")), ", legend ", curve.legend,
+                    ", style ", curve.style, curve.hollow ? ", hollow" : "",
+                    curve.name_needed ? "" : ", name not needed", ":");
+    add_points(curve.points);
+    absl::StrAppend(&out, "    ", curve.description, "\n");
+  }
+  for (const plot::Guide& guide : plot.guides) {
+    absl::StrAppend(&out, "  guide ", static_cast<int>(guide.kind), " of style ", guide.style,
+                    " \"", guide.label, "\":");
+    add_points(guide.points);
+  }
+  for (const plot::Mark& mark : plot.marks)
+    absl::StrAppend(&out, "  mark ", mark.description, "\n");
+  for (const plot::KeyEntry& key : plot.keys) {
+    absl::StrAppend(&out, "  key ", key.text, key.hollow ? ", hollow" : "", "\n");
+  }
+  for (const plot::Point& point : plot.room)
+    absl::StrAppend(&out, "  room at ", point.x, ", ", point.y, "\n");
+  for (const plot::Plot::Slope& slope : plot.slopes)
+    absl::StrAppend(&out, "  slope ", slope.label, "\n");
+  return out;
+}
+
+// More techniques than a panel holds, of several families, kinds of input and promises of growth.
+ResultSet MakeCrowd() {
+  Showcase crowd;
+  *crowd.results.add_environments() = MakeEnvironment();
+  const auto add = [&crowd](CaseSpec spec, const std::string& family, double growth) {
+    spec.expected_growth = growth;
+    for (const int64_t tokens : {512, 1024}) {
+      spec.tokens = tokens;
+      crowd.Add(spec, family);
+      spec.median_ns *= 3;
+    }
+    return crowd.results.mutable_cases(crowd.results.cases_size() - 1);
+  };
+  add(SpecOf("plain"), "attention", 2);
+  for (int i = 0; i < 9; ++i) {
+    CaseSpec spec = SpecOf(absl::StrCat("t", i));
+    spec.median_ns = 1e6 + 1e5 * i;
+    const int cases = crowd.results.cases_size();
+    add(spec, "attention", i < 5 ? 2 : 0.5);
+    for (int c = cases; c < cases + 2; ++c) {
+      TechniqueDescription* technique = crowd.results.mutable_cases(c)->mutable_technique();
+      if (i < 2) technique->set_input_kind(TechniqueDescription::INPUT_KIND_HIDDEN);
+      if (i == 8) technique->clear_expected_growth();
+    }
+  }
+  for (int i = 0; i < 9; ++i) add(SpecOf("opt", "size", absl::StrCat(i)), "", 1);
+  CaseSpec other = SpecOf("one", "a", "1");
+  other.seed = 1;
+  Case* without_bytes = add(other, "adaptive", 1);
+  without_bytes->mutable_outcome()->clear_bytes_moved();
+  for (const int threads : {1, 3}) {
+    CaseSpec spec = SpecOf("threaded");
+    add(spec, "adaptive", 1)->mutable_key()->set_threads(threads);
+  }
+  return crowd.results;
+}
+
+// Errors of techniques that are held against three different counterparts.
+ResultSet MakeManyErrors() {
+  Showcase errors;
+  *errors.results.add_environments() = MakeEnvironment();
+  const auto add = [&errors](const std::string& technique, const std::string& value,
+                             const std::string& counterpart, double ratio, double error) {
+    CaseSpec spec = SpecOf(technique, value.empty() ? "" : "size", value);
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.median_ns = ratio * 1e6;
+    Case* result = errors.Add(spec, "attention");
+    result->mutable_outcome()->mutable_against_dense()->set_relative_frobenius(error);
+    result->mutable_technique()->set_dense_counterpart(counterpart);
+    return result;
+  };
+  add("plain", "", "plain", 1, 2e-7);
+  for (int i = 1; i <= 9; ++i) {
+    add(absl::StrCat("wide_", i), "", "plain", 0.1 * i, i == 4 ? 0.001 : 0.5 / i);
+  }
+  for (int i = 1; i <= 3; ++i) add("trail", absl::StrCat(i), "plain", 0.3 * i, 0.4 / i);
+  add("failing", "", "plain", 0.01, 0.001)->mutable_outcome()->set_status(Outcome::STATUS_FAILED);
+  add("infinite", "", "plain", 0.5, HUGE_VAL);
+  add("undefined", "", "plain", 0.5, std::nan(""));
+  for (const char* counterpart : {"ring", "rare"}) {
+    add(counterpart, "", counterpart, 2, 3e-7);
+    const int members = absl::string_view(counterpart) == "ring" ? 3 : 2;
+    for (int i = 1; i <= members; ++i) {
+      add(absl::StrCat("of_", counterpart, "_", i), "", counterpart, 0.5 * i, 0.2 * i);
+    }
+  }
+  // Without a time of its own: that of its scaling case counts.
+  add("borrower", "", "plain", 0, 0.05);
+  CaseSpec scaling = SpecOf("plain");
+  errors.Add(scaling, "attention");
+  scaling.technique = "borrower";
+  scaling.median_ns = 0.25e6;
+  errors.Add(scaling, "attention");
+  return errors.results;
+}
+
+TEST(Golden, FiguresOfManyTechniques) {
+  const std::pair<const char*, ResultSet> sets[] = {{"crowd.txt", MakeCrowd()},
+                                                    {"many_errors.txt", MakeManyErrors()}};
+  for (const auto& [name, results] : sets) {
+    const Analysis analysis(results);
+    std::string text;
+    for (const FigureKind kind : {FigureKind::kScaling, FigureKind::kMemory, FigureKind::kRoofline,
+                                  FigureKind::kFrontier}) {
+      for (const Figure& figure : FiguresOf(kind, analysis, nullptr)) {
+        absl::StrAppend(&text, Name(figure.kind), ": ", figure.title, "\n", figure.caption, "\n");
+        if (kind == FigureKind::kMemory) continue;  // in the same panels as times
+        for (const plot::Plot& panel : figure.panels) text += SummaryOf(panel);
+        text += ToMarkdown(figure.data);
+      }
+    }
+    ExpectGolden(name, text);
+  }
 }
 
 }  // namespace

@@ -1,11 +1,14 @@
 #include "results/render.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -964,7 +967,11 @@ TEST(RenderJson, ZeroCasesAreValid) {
 }
 
 TEST(ParseRenderFormat, NamesWhatIsAllowed) {
-  EXPECT_EQ(*ParseRenderFormat("csv"), RenderFormat::kCsv);
+  const std::pair<const char*, RenderFormat> formats[] = {
+      {"terminal", RenderFormat::kTerminal}, {"markdown", RenderFormat::kMarkdown},
+      {"csv", RenderFormat::kCsv},           {"json", RenderFormat::kJson},
+      {"html", RenderFormat::kHtml},         {"benchmark_json", RenderFormat::kBenchmarkJson}};
+  for (const auto& [name, format] : formats) EXPECT_EQ(*ParseRenderFormat(name), format) << name;
   EXPECT_EQ(std::string(ParseRenderFormat("pdf").status().message()),
             "\"pdf\" is none of terminal, markdown, csv, json, html, benchmark_json, svg, png");
 }
@@ -975,6 +982,57 @@ TEST(StyleFor, APipeHasNoColour) {
   const TextStyle style = StyleFor(ends[1]);
   EXPECT_FALSE(style.colour);
   EXPECT_EQ(style.width, 120);
+}
+
+// The style for a terminal of `columns`, of which `name` is $TERM and `no_colour` is $NO_COLOR.
+TextStyle StyleOfTerminal(unsigned short columns, const char* name, const char* no_colour) {
+  const int controller = posix_openpt(O_RDWR | O_NOCTTY);
+  EXPECT_GE(controller, 0);
+  EXPECT_EQ(grantpt(controller), 0);
+  EXPECT_EQ(unlockpt(controller), 0);
+  const int terminal = open(ptsname(controller), O_RDWR | O_NOCTTY);
+  EXPECT_GE(terminal, 0);
+  winsize size = {};
+  size.ws_col = columns;
+  EXPECT_EQ(ioctl(terminal, TIOCSWINSZ, &size), 0);
+  setenv("TERM", name, 1);
+  setenv("NO_COLOR", no_colour, 1);
+  const TextStyle style = StyleFor(terminal);
+  unsetenv("NO_COLOR");
+  close(terminal);
+  close(controller);
+  return style;
+}
+
+TEST(StyleFor, ATerminalHasColourAndAtLeastEightyColumns) {
+  EXPECT_TRUE(StyleOfTerminal(200, "xterm", "").colour);
+  EXPECT_FALSE(StyleOfTerminal(200, "dumb", "").colour);
+  EXPECT_FALSE(StyleOfTerminal(200, "xterm", "1").colour);
+  const std::pair<unsigned short, int> widths[] = {{0, 120}, {1, 80},  {79, 80},
+                                                   {80, 80}, {81, 81}, {200, 200}};
+  for (const auto& [columns, width] : widths) {
+    EXPECT_EQ(StyleOfTerminal(columns, "xterm", "").width, width);
+  }
+}
+
+TEST(StyleFor, TheFirstVariableOfTheLocaleThatIsSetDecides) {
+  const struct {
+    const char *all, *type, *lang;
+    bool unicode;
+  } kRows[] = {{"", "", "", true},
+               {"", "", "C", false},
+               {"", "", "de_DE.utf8", true},
+               {"", "C", "de_DE.UTF-8", false},
+               {"", "de_DE.Utf-8", "C", true},
+               {"C", "de_DE.UTF-8", "de_DE.UTF-8", false},
+               {"C.UTF-8", "C", "C", true}};
+  for (const auto& row : kRows) {
+    setenv("LC_ALL", row.all, 1);
+    setenv("LC_CTYPE", row.type, 1);
+    setenv("LANG", row.lang, 1);
+    EXPECT_EQ(StyleFor(1).unicode, row.unicode) << row.all << ", " << row.type << ", " << row.lang;
+  }
+  for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) unsetenv(name);
 }
 
 TEST(StyleFor, TheLocaleDecidesAboutUnicode) {

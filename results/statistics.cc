@@ -78,8 +78,8 @@ std::optional<MedianInterval> MedianOf(std::vector<double> samples) {
   const int n = static_cast<int>(samples.size());
   MedianInterval interval;
   interval.samples = n;
-  interval.median =
-      n % 2 == 1 ? samples[n / 2] : samples[n / 2 - 1] + (samples[n / 2] - samples[n / 2 - 1]) / 2;
+  const double lower = samples[(n - 1) / 2], upper = samples[n / 2];
+  interval.median = lower == upper ? lower : lower + (upper - lower) / 2;  // equal ones: infinite
   // below: P(Bin(n, 1/2) < k), and next: the same of k + 1. k = 1 is the whole range, whatever it
   // covers.
   int k = 1;

@@ -436,5 +436,183 @@ TEST(FitGrowth, HasTheStandardErrorOfALeastSquaresLine) {
   EXPECT_EQ(growth.to_tokens, 1024);
 }
 
+TEST(Median, OfTwoInfinitiesIsInfinite) {
+  EXPECT_EQ(MedianOf({kInfinity, kInfinity})->median, kInfinity);
+  EXPECT_EQ(MedianOf({kInfinity, 1})->median, kInfinity);
+  EXPECT_EQ(MedianOf({0, 0, 0})->relative_half_width(), 0);
+}
+
+TEST(FitGrowth, CountsTheLongerHalfOfTheLengthsButThreeAtLeast) {
+  const int kept[] = {2, 3, 3, 3, 3, 4, 4, 5, 5};  // of 2 lengths, of 3, ...
+  for (int count = 2; count <= 10; ++count) {
+    std::vector<LengthTime> points;
+    for (int i = 0; i < count; ++i) {
+      points.push_back({int64_t{1} << i, std::exp2(3.0 * i)});
+      points.push_back({int64_t{1} << i, std::exp2(3.0 * i)});  // the same length once more
+    }
+    std::reverse(points.begin(), points.end());
+    const Growth growth = *FitGrowth(points);
+    EXPECT_EQ(growth.from_tokens, int64_t{1} << (count - kept[count - 2])) << count;
+    EXPECT_EQ(growth.to_tokens, int64_t{1} << (count - 1)) << count;
+    EXPECT_NEAR(growth.exponent, 3, 1e-12) << count;
+    ASSERT_TRUE(growth.standard_error.has_value()) << count;
+    EXPECT_NEAR(*growth.standard_error, 0, 1e-6) << count;
+  }
+}
+
+TEST(FitGrowth, LeavesOutWhatIsNoLengthOrNoTime) {
+  const Growth growth = *FitGrowth({{0, 1},
+                                    {-256, 1},
+                                    {256, 1},
+                                    {512, 4},
+                                    {1024, 16},
+                                    {2048, kNan},
+                                    {4096, -1},
+                                    {8192, kInfinity},
+                                    {16384, 0}});
+  EXPECT_NEAR(growth.exponent, 2, 1e-12);
+  EXPECT_EQ(growth.from_tokens, 256);
+  EXPECT_EQ(growth.to_tokens, 1024);
+}
+
+TEST(FindCrossover, HasAnIntervalForEachKind) {
+  const struct {
+    std::vector<std::pair<int64_t, double>> ratios;
+    double spread;
+    Crossover::Kind kind;
+    double low, high;
+    bool clear;
+  } kRows[] = {
+      // Slower everywhere: for certain, and by the lower ends alone.
+      {{{256, 0.2}, {512, 0.4}, {1024, 0.8}}, 1, Crossover::Kind::kNever, 0, 0, true},
+      {{{256, 0.2}, {512, 0.4}, {1024, 0.8}}, 2, Crossover::Kind::kNever, 0, kInfinity, false},
+      // Faster everywhere: for certain from where the lower end crosses.
+      {{{256, 2}, {512, 4}, {1024, 8}}, 4, Crossover::Kind::kAlways, 0, 512, true},
+      // A speed-up of 512 / tokens, known to a factor of the root of 2.
+      {{{256, 2}, {512, 1}, {1024, 0.5}, {2048, 0.25}},
+       std::sqrt(2.0),
+       Crossover::Kind::kOnlyBelow,
+       512 / std::sqrt(2.0),
+       512 * std::sqrt(2.0),
+       true},
+  };
+  for (const auto& row : kRows) {
+    const Crossover crossover = *FindCrossover(SpeedUps(row.ratios, row.spread));
+    EXPECT_EQ(crossover.kind, row.kind);
+    if (std::isinf(row.high)) {
+      EXPECT_EQ(crossover.high_tokens, row.high);
+    } else {
+      EXPECT_NEAR(crossover.high_tokens, row.high, 1e-6);
+    }
+    EXPECT_NEAR(crossover.low_tokens, row.low, 1e-6);
+    EXPECT_EQ(crossover.clear, row.clear);
+  }
+}
+
+TEST(DensePartner, OfSeveralIsTheOneWithTheLeastFaults) {
+  // Of two candidates the one that is better in the first property in which they differ.
+  const auto candidate = [](const char* environment, uint64_t seed, bool is_default, bool ok) {
+    CaseSpec spec;
+    spec.environment_id = environment;
+    spec.seed = seed;
+    Case result = MakeCase(spec);
+    result.mutable_technique()->set_options_are_default(is_default);
+    result.mutable_outcome()->set_status(ok ? Outcome::STATUS_OK : Outcome::STATUS_FAILED);
+    return result;
+  };
+  const struct {
+    Case better, worse;
+  } kRows[] = {
+      {candidate("here", 2, false, false), candidate("there", 1, true, true)},
+      {candidate("here", 1, false, false), candidate("here", 2, true, true)},
+      {candidate("here", 1, true, false), candidate("here", 1, false, true)},
+      {candidate("here", 1, true, true), candidate("here", 1, true, false)},
+  };
+  CaseSpec spec;
+  spec.technique = "near";
+  spec.environment_id = "here";
+  const Case near = MakeCase(spec);
+  for (const auto& row : kRows) {
+    for (const bool better_first : {true, false}) {
+      ResultSet results;
+      *results.add_environments() = MakeEnvironment("here");
+      *results.add_environments() = MakeEnvironment("there");
+      *results.add_cases() = better_first ? row.better : row.worse;
+      *results.add_cases() = better_first ? row.worse : row.better;
+      EXPECT_EQ(DensePartners(results).Find(near), &results.cases(better_first ? 0 : 1));
+    }
+  }
+  // Of equal ones the later.
+  ResultSet results;
+  for (int i = 0; i < 2; ++i) *results.add_cases() = candidate("here", 1, true, true);
+  EXPECT_EQ(DensePartners(results).Find(near), &results.cases(1));
+  Case alone = near;
+  alone.mutable_technique()->clear_dense_counterpart();
+  EXPECT_EQ(DensePartners(results).Find(alone), nullptr);
+  alone.mutable_key()->clear_technique();
+  EXPECT_FALSE(IsBaseline(alone));
+}
+
+TEST(RunTime, IsThatOfACaseThatRan) {
+  for (const auto status : {Outcome::STATUS_UNSPECIFIED, Outcome::STATUS_OK, Outcome::STATUS_FAILED,
+                            Outcome::STATUS_SKIPPED, Outcome::STATUS_TIMEOUT}) {
+    Case result = MakeCase(CaseSpec());
+    result.mutable_outcome()->set_status(status);
+    EXPECT_EQ(RunTime(result).has_value(),
+              status == Outcome::STATUS_OK || status == Outcome::STATUS_FAILED);
+  }
+}
+
+TEST(Rates, NeedATimeThatIsPositive) {
+  const Case dense = MakeCase(CaseSpec());
+  for (const double ns : {0.0, -1.0}) {
+    Case result = dense;
+    for (double& sample : *result.mutable_outcome()->mutable_timing()->mutable_run_ns())
+      sample = ns;
+    EXPECT_FALSE(GigaflopsPerSecond(result).has_value()) << ns;
+    EXPECT_FALSE(GigabytesPerSecond(result).has_value()) << ns;
+    EXPECT_FALSE(SpeedUp(result, &dense).has_value()) << ns;
+    EXPECT_EQ(*SpeedUp(dense, &result), ns / 1e6) << ns;
+  }
+  CaseSpec without_time;
+  without_time.median_ns = 0;
+  const Case untimed = MakeCase(without_time);
+  EXPECT_FALSE(SpeedUp(dense, &untimed).has_value());
+  EXPECT_FALSE(SpeedUp(untimed, &dense).has_value());
+  Environment environment = MakeEnvironment();
+  EXPECT_FALSE(ShareOfComputePeak(untimed, environment).has_value());
+  EXPECT_FALSE(ShareOfBandwidthPeak(untimed, environment).has_value());
+  // Copying counts where reading was not measured.
+  environment.mutable_peaks(2)->set_kind(Peak::KIND_COPY_BANDWIDTH);
+  EXPECT_DOUBLE_EQ(*ShareOfBandwidthPeak(dense, environment), *GigabytesPerSecond(dense) / 20);
+  environment.clear_peaks();
+  EXPECT_FALSE(ShareOfComputePeak(dense, environment).has_value());
+  EXPECT_FALSE(ShareOfBandwidthPeak(dense, environment).has_value());
+}
+
+TEST(LengthOf, IsTheLongerOfTheTwo) {
+  ProblemSize problem;
+  problem.set_query_tokens(3);
+  problem.set_kv_tokens(5);
+  EXPECT_EQ(LengthOf(problem), 5);
+  problem.set_query_tokens(7);
+  EXPECT_EQ(LengthOf(problem), 7);
+}
+
+TEST(BoundedValue, IsAbsentWhereTheBoundedMetricIs) {
+  for (const auto metric :
+       {ErrorMeasure::METRIC_RELATIVE_FROBENIUS, ErrorMeasure::METRIC_MAX_ABS,
+        ErrorMeasure::METRIC_MAX_ABS_OVER_MAX_VALUE, ErrorMeasure::METRIC_COSINE_DISTANCE}) {
+    ErrorMeasure error;
+    error.set_bounded_metric(metric);
+    EXPECT_FALSE(BoundedValue(error).has_value()) << metric;
+    error.set_relative_frobenius(1);
+    error.set_max_abs(2);
+    error.set_max_abs_over_max_value(3);
+    error.set_mean_cosine(-3);
+    EXPECT_EQ(BoundedValue(error), metric) << metric;
+  }
+}
+
 }  // namespace
 }  // namespace tfb

@@ -67,13 +67,20 @@ int WidthOf(uint32_t code) {
   return Within(kDoubleWidth, code) ? 2 : 1;
 }
 
+// `shown` is how `text`, which is not wider than `width`, is written.
 std::string Pad(absl::string_view text, int width, bool right, absl::string_view shown) {
-  const std::string space(std::max(0, width - DisplayWidth(text)), ' ');
+  const std::string space(width - DisplayWidth(text), ' ');
   return right ? absl::StrCat(space, shown) : absl::StrCat(shown, space);
 }
 
 std::vector<std::string> HeaderLines(const TableColumn& column) {
   return absl::StrSplit(column.header, '\n');
+}
+
+int HeaderWidth(const TableColumn& column) {
+  int width = 0;
+  for (const std::string& line : HeaderLines(column)) width = std::max(width, DisplayWidth(line));
+  return width;
 }
 
 // Columns that the details of column `c` take, the space before them included: 0 where their rank
@@ -89,13 +96,10 @@ int DetailWidth(const Table& table, size_t c, int rank) {
 std::vector<int> NaturalWidths(const Table& table, int rank) {
   std::vector<int> widths;
   for (size_t c = 0; c < table.columns.size(); ++c) {
-    int width = 1;
+    int width = 0;
     for (const auto& row : table.rows) width = std::max(width, DisplayWidth(row[c].text));
     width += DetailWidth(table, c, rank);
-    for (const std::string& line : HeaderLines(table.columns[c])) {
-      width = std::max(width, DisplayWidth(line));
-    }
-    widths.push_back(width);
+    widths.push_back(std::max(width, HeaderWidth(table.columns[c])));
   }
   return widths;
 }
@@ -106,16 +110,17 @@ int TotalWidth(const std::vector<int>& widths, const std::vector<int>& columns) 
   return total;
 }
 
-// Narrows the columns that may be narrowed until `columns` fit, the widest first.
+// Narrows the columns that may be narrowed until `columns` fit, the widest first; none below its
+// header.
 void Shrink(const Table& table, const std::vector<int>& columns, int limit,
             std::vector<int>* widths) {
   while (TotalWidth(*widths, columns) > limit) {
     int widest = -1;
     for (const int c : columns) {
-      const int least = table.columns[c].least_width;
-      if (least > 0 && (*widths)[c] > least && (widest < 0 || (*widths)[c] > (*widths)[widest])) {
-        widest = c;
-      }
+      const TableColumn& column = table.columns[c];
+      if (column.least_width == 0) continue;
+      const int least = std::max(column.least_width, HeaderWidth(column));
+      if ((*widths)[c] > least && (widest < 0 || (*widths)[c] > (*widths)[widest])) widest = c;
     }
     if (widest < 0) return;
     --(*widths)[widest];
@@ -175,10 +180,7 @@ void Tighten(const Table& table, const std::vector<int>& columns, std::vector<in
   for (const int c : columns) {
     const TableColumn& column = table.columns[c];
     if (column.least_width == 0) continue;
-    int needed = 1;
-    for (const std::string& line : HeaderLines(column)) {
-      needed = std::max(needed, DisplayWidth(line));
-    }
+    int needed = HeaderWidth(column);
     for (const auto& row : table.rows) {
       for (const std::string& line : CellLines(row[c].text, column, (*widths)[c])) {
         needed = std::max(needed, DisplayWidth(line));
@@ -213,8 +215,8 @@ class PartWriter {
       const bool begins = in_groups && r >= references &&
                           (r == references || table_.row_groups[r] != table_.row_groups[r - 1]);
       if (begins) {
-        AddLine(CutToWidth(table_.row_groups[r], style_.width > 0 ? style_.width : 1000),
-                Emphasis::kFaint);
+        const std::string& group = table_.row_groups[r];
+        AddLine(style_.width > 0 ? CutToWidth(group, style_.width) : group, Emphasis::kFaint);
         for (size_t again = 0; r > references && again < references; ++again) Row(again);
       }
       Row(r);

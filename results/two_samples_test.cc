@@ -1,7 +1,10 @@
 #include "results/two_samples.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <random>
 #include <string>
 
@@ -107,6 +110,59 @@ TEST(Bootstrap, IsAbsentForWhatIsNoTime) {
     EXPECT_FALSE(BootstrapRatio({{{1, bad}, true}}, 1).has_value()) << bad;
   }
   EXPECT_FALSE(BootstrapRatio({{{}, true}}, 1).has_value());
+}
+
+// Of the orders of m and n samples those with exactly u pairs in which one of the m is the greater.
+double Orders(int m, int n, int u, std::map<std::array<int, 3>, double>* known) {
+  if (u < 0 || u > m * n) return 0;
+  if (m == 0 || n == 0) return u == 0 ? 1 : 0;
+  const auto [place, added] = known->emplace(std::array<int, 3>{m, n, u}, 0.0);
+  if (!added) return place->second;
+  const double count = Orders(m - 1, n, u - n, known) + Orders(m, n - 1, u, known);
+  return (*known)[{m, n, u}] = count;
+}
+
+TEST(MannWhitney, IsExactUpToSixtySamplesAndApproximateBeyond) {
+  for (const int m : {59, 60, 61}) {
+    const int n = 4;
+    // Four that are above 40, 41, 42 and 43 of the others.
+    const std::vector<double> a = Sequence(m, 0, 1), b = {39.5, 40.25, 41.5, 42.25};
+    const int u = (m - 40) + (m - 41) + (m - 42) + (m - 43), least = std::min(u, m * n - u);
+    std::map<std::array<int, 3>, double> known;
+    double all = 0, below = 0;
+    for (int k = 0; k <= m * n; ++k) {
+      const double orders = Orders(m, n, k, &known);
+      all += orders;
+      below += k <= least ? orders : 0;
+    }
+    const double exact = std::min(1.0, 2 * below / all);
+    const double deviation = std::sqrt(m * n * (m + n + 1) / 12.0);
+    const double normal =
+        std::erfc((std::fabs(u - m * n / 2.0) - 0.5) / deviation / std::sqrt(2.0));
+    ASSERT_GT(std::fabs(exact - normal), 1e-4);
+    EXPECT_NEAR(MannWhitneyP(a, b), m <= kMostExact ? exact : normal, 1e-12) << m;
+    EXPECT_NEAR(MannWhitneyP(b, a), m <= kMostExact ? exact : normal, 1e-12) << m;
+  }
+}
+
+// The interval against one whose resamples are drawn by another generator.
+TEST(Bootstrap, IsBetweenTheOuterFortiethsOfManyResamples) {
+  std::mt19937_64 random(9);
+  const std::vector<double> samples = LogNormal(25, 1, 0.3, &random);
+  std::vector<double> medians;
+  for (int i = 0; i < 20000; ++i) {
+    std::vector<double> drawn(samples.size());
+    for (double& one : drawn) one = samples[random() % samples.size()];
+    std::nth_element(drawn.begin(), drawn.begin() + 12, drawn.end());
+    medians.push_back(drawn[12]);
+  }
+  std::sort(medians.begin(), medians.end());
+  const auto interval = BootstrapRatio({{samples, true}}, 3);
+  // Of 1000 resamples the share below a percentile of 2.5 % has a standard deviation of 0.5 %.
+  EXPECT_GE(interval->low, medians[20000 * 0.010]);
+  EXPECT_LE(interval->low, medians[20000 * 0.040]);
+  EXPECT_GE(interval->high, medians[20000 * 0.960]);
+  EXPECT_LE(interval->high, medians[20000 * 0.990]);
 }
 
 }  // namespace
