@@ -225,7 +225,7 @@ class Comparer {
  private:
   const CompareOptions& options() const { return comparison_.options; }
 
-  // Some pair has them on both sides.
+  // Each side has them for some case.
   static absl::Status CheckInstructions(
       const std::vector<std::pair<const Case*, const Case*>>& pairs) {
     bool of_base = false, of_now = false;
@@ -265,7 +265,6 @@ class Comparer {
         Add(what, now, options().allow_missing ? Verdict::kNotJudged : Verdict::kRegressed);
     finding.base = std::move(base_text);
     finding.now = "missing";
-    finding.reason = Printable(now.outcome().reason());
   }
 
   // By a threshold alone: for numbers without noise.
@@ -283,10 +282,8 @@ class Comparer {
       Verdict verdict = Verdict::kNotJudged;
       if (after == Outcome::STATUS_OK) verdict = Verdict::kImproved;
       if (before == Outcome::STATUS_OK && !gone) verdict = Verdict::kRegressed;
-      // Neither is ok: failing where it was skipped is news as well.
-      if (before != Outcome::STATUS_OK && after == Outcome::STATUS_FAILED) {
-        verdict = Verdict::kRegressed;
-      }
+      // Failing where it was skipped is news as well.
+      if (after == Outcome::STATUS_FAILED) verdict = Verdict::kRegressed;
       Finding& finding = Add("status", now, verdict);
       finding.base = std::string(Name(before));
       finding.now = std::string(Name(after));

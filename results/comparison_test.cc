@@ -5,8 +5,12 @@
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "results/comparison_report.h"
@@ -709,6 +713,312 @@ TEST(Compare, FindingsComeWorstFirst) {
     EXPECT_GE(std::fabs(std::log(a.change)), std::fabs(std::log(b.change)));
   }
   EXPECT_GT(comparison.Count(Verdict::kRegressed), 1);
+}
+
+TEST(Compare, OptionsOutOfRangeAreRefusedByName) {
+  const auto message = [](double CompareOptions::*option, double value) {
+    CompareOptions options;
+    options.*option = value;
+    const absl::Status status = Compare(MakeSweep(), MakeSweep(), options).status();
+    EXPECT_TRUE(status.ok() || status.code() == absl::StatusCode::kInvalidArgument) << status;
+    return std::string(status.message());
+  };
+  const std::pair<std::string, double CompareOptions::*> factors[] = {
+      {"threshold", &CompareOptions::threshold},
+      {"memory_threshold", &CompareOptions::memory_threshold},
+      {"error_threshold", &CompareOptions::error_threshold}};
+  for (const auto& [name, option] : factors) {
+    EXPECT_EQ(message(option, 1), absl::StrCat("--", name, "=1: a factor above 1 is wanted"));
+    EXPECT_EQ(message(option, HUGE_VAL),
+              absl::StrCat("--", name, "=inf: a factor above 1 is wanted"));
+    EXPECT_EQ(message(option, std::nan("")),
+              absl::StrCat("--", name, "=nan: a factor above 1 is wanted"));
+    EXPECT_EQ(message(option, 1.001), "");
+  }
+  EXPECT_EQ(message(&CompareOptions::error_floor, -1), "--error_floor=-1: 0 or more is wanted");
+  EXPECT_EQ(message(&CompareOptions::error_floor, std::nan("")),
+            "--error_floor=nan: 0 or more is wanted");
+  EXPECT_EQ(message(&CompareOptions::error_floor, 0), "");
+}
+
+TEST(Compare, WhatHasNothingInCommonSaysInWhichFields) {
+  const auto set_of = [](const std::vector<int64_t>& lengths, const std::string& technique) {
+    ResultSet results;
+    for (const int64_t tokens : lengths) {
+      CaseSpec spec;
+      spec.technique = technique;
+      spec.tokens = tokens;
+      *results.add_cases() = MakeCase(spec);
+    }
+    return results;
+  };
+  const auto message = [](const ResultSet& base, const ResultSet& now) {
+    return std::string(Compare(base, now, {}).status().message());
+  };
+  EXPECT_EQ(
+      message(set_of({1, 2, 3, 4}, "plain"), set_of({5, 6, 7, 8, 9}, "plain")),
+      "the two have no case in common (4 and 5 cases); lengths: 1, 2, 3, 4 / 5, 6, 7, 8, ...");
+  EXPECT_EQ(message(set_of({1, 2}, "plain"), set_of({2}, "near")),
+            "the two have no case in common (2 and 1 cases); techniques: plain / near");
+  EXPECT_EQ(
+      message(set_of({1}, "plain"), set_of({2}, "n\x1b")),
+      "the two have no case in common (1 and 1 cases); lengths: 1 / 2; techniques: plain / n?");
+  EXPECT_EQ(message(set_of({1}, "plain"), ResultSet()),
+            "the two have no case in common (1 and 0 cases)");
+  // Every value is there on both sides, and no combination of them.
+  ResultSet base = set_of({1}, "plain"), now = set_of({2}, "plain");
+  base.MergeFrom(set_of({2}, "near"));
+  now.MergeFrom(set_of({1}, "near"));
+  EXPECT_EQ(message(base, now), "the two have no case in common (2 and 2 cases)");
+  // Another precision is offered only where nothing else differs.
+  now = set_of({2}, "plain");
+  now.mutable_cases(0)->mutable_key()->set_dtype(ELEMENT_TYPE_F16);
+  EXPECT_EQ(
+      message(set_of({1}, "plain"), now),
+      "the two have no case in common (1 and 1 cases); element types: f32 / f16; lengths: 1 / 2");
+}
+
+TEST(Compare, AnEnvironmentDiffersInWhatItsCasesDependOn) {
+  const auto differences = [](DeviceType device, void (*change)(Environment*)) {
+    ResultSet base;
+    *base.add_environments() = MakeEnvironment();
+    CaseSpec spec;
+    spec.device = device;
+    *base.add_cases() = MakeCase(spec);
+    ResultSet now = base;
+    change(now.mutable_environments(0));
+    CompareOptions options;
+    options.allow_different_environment = true;
+    return absl::StrJoin(CompareOrDie(base, now, options).environment_differences, "; ");
+  };
+  const struct {
+    void (*change)(Environment*);
+    const char* of_cpu;
+    const char* of_gpu;
+  } kRows[] = {
+      {[](Environment* e) { e->clear_cpu_model(); }, "processor: Imaginary CPU 9000 / unknown",
+       "processor: Imaginary CPU 9000 / unknown"},
+      {[](Environment* e) { e->set_logical_cores(4); }, "cores: 2 / 4", "cores: 2 / 4"},
+      {[](Environment* e) { e->add_simd("AVX2"); }, "SIMD: AVX-512 / AVX-512 AVX2",
+       "SIMD: AVX-512 / AVX-512 AVX2"},
+      {[](Environment* e) { e->set_compiler("clang"); }, "compiler: g++ 12.2.0 / clang",
+       "compiler: g++ 12.2.0 / clang"},
+      {[](Environment* e) { e->set_compile_flags("-O1"); }, "compiler flags: -O2 / -O1",
+       "compiler flags: -O2 / -O1"},
+      {[](Environment* e) { e->set_compilation_mode("dbg"); }, "compilation mode: opt / dbg",
+       "compilation mode: opt / dbg"},
+      {[](Environment* e) {
+         e->add_gpus()->set_name("one");
+         e->mutable_gpus(0)->set_compute_capability("9.0");
+         e->add_gpus()->set_name("two");
+       },
+       "", "GPU: unknown / one (9.0) + two ()"},
+      {[](Environment* e) { e->set_cuda_compiler("nvcc"); }, "", "CUDA compiler: unknown / nvcc"},
+      {[](Environment* e) {
+         e->set_git_commit("feed");
+         e->set_threads(1);
+       },
+       "", ""}};
+  for (const auto& row : kRows) {
+    EXPECT_EQ(differences(DEVICE_TYPE_CPU, row.change), row.of_cpu);
+    EXPECT_EQ(differences(DEVICE_TYPE_CUDA, row.change), row.of_gpu);
+  }
+}
+
+TEST(Compare, AStatusIsJudgedByWhatItWas) {
+  using Status = Outcome::Status;
+  const auto verdict = [](Status before, Status after, bool allow_missing) {
+    const auto set_of = [](Status status) {
+      ResultSet results;
+      *results.add_cases() = MakeUnmeasured(CaseSpec(), status, "a reason");
+      return results;
+    };
+    CompareOptions options;
+    options.allow_missing = allow_missing;
+    const Comparison comparison = CompareOrDie(set_of(before), set_of(after), options);
+    EXPECT_EQ(comparison.findings.size(), before == after ? 0u : 1u);
+    return comparison.findings.empty() ? Verdict::kSame : comparison.findings[0].verdict;
+  };
+  const Status all[] = {Outcome::STATUS_UNSPECIFIED,  Outcome::STATUS_OK,
+                        Outcome::STATUS_FAILED,       Outcome::STATUS_SKIPPED,
+                        Outcome::STATUS_UNSUPPORTED,  Outcome::STATUS_TIMEOUT,
+                        Outcome::STATUS_OUT_OF_MEMORY};
+  for (const Status before : all) {
+    for (const Status after : all) {
+      const bool not_tried =
+          after == Outcome::STATUS_SKIPPED || after == Outcome::STATUS_UNSUPPORTED;
+      Verdict expected = Verdict::kNotJudged;
+      if (before == after) {
+        expected = Verdict::kSame;
+      } else if (after == Outcome::STATUS_OK) {
+        expected = Verdict::kImproved;
+      } else if (after == Outcome::STATUS_FAILED || before == Outcome::STATUS_OK) {
+        expected = Verdict::kRegressed;
+      }
+      EXPECT_EQ(verdict(before, after, false), expected) << before << " to " << after;
+      if (before == Outcome::STATUS_OK && not_tried) expected = Verdict::kNotJudged;
+      EXPECT_EQ(verdict(before, after, true), expected) << before << " to " << after;
+    }
+  }
+}
+
+TEST(Compare, ErrorsAreJudgedFromTheFloorOn) {
+  const double kNan = std::nan("");
+  const struct {
+    double floor, before, after;
+    Verdict verdict;
+    double change;
+  } kRows[] = {
+      {1e-5, 0.1, 0.25, Verdict::kRegressed, 2.5},  // at the threshold of 2 or beyond
+      {1e-5, 0.1, 0.2, Verdict::kRegressed, 2},
+      {1e-5, 0.1, 0.19, Verdict::kSame, 1.9},
+      {1e-5, 0.2, 0.1, Verdict::kImproved, 0.5},
+      {1e-5, 1e-9, 1.9e-5, Verdict::kSame, 1.9e4},
+      {1e-5, 1e-9, 2e-5, Verdict::kRegressed, 2e4},
+      {1e-5, 2e-5, 0, Verdict::kImproved, 0},
+      {0, 0, 0, Verdict::kSame, 1},
+      {0, 0, 1e-9, Verdict::kRegressed, HUGE_VAL},
+      {0, 1e-9, 0, Verdict::kImproved, 0},
+      {1e-5, kNan, 0.1, Verdict::kImproved, kNan},
+      {1e-5, 0.1, kNan, Verdict::kRegressed, kNan},
+      {1e-5, kNan, kNan, Verdict::kSame, kNan},
+      {1e-5, 0.1, HUGE_VAL, Verdict::kRegressed, HUGE_VAL},
+  };
+  const auto set_of = [](double error) {
+    ResultSet results;
+    CaseSpec spec;
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.median_ns = 0;
+    Outcome* outcome = (*results.add_cases() = MakeCase(spec)).mutable_outcome();
+    for (ErrorMeasure* measure :
+         {outcome->mutable_against_definition(), outcome->mutable_against_dense()}) {
+      measure->clear_passed();  // without a bound the definition's error is judged alike
+      measure->set_relative_frobenius(error);
+    }
+    return results;
+  };
+  for (const auto& row : kRows) {
+    CompareOptions options;
+    options.error_threshold = 2;
+    options.error_floor = row.floor;
+    int errors = 0;
+    for (const Finding& finding :
+         CompareOrDie(set_of(row.before), set_of(row.after), options).findings) {
+      if (!absl::StartsWith(finding.what, "error")) continue;
+      ++errors;
+      const std::string name = absl::StrCat(finding.what, ": ", row.before, " to ", row.after);
+      EXPECT_EQ(finding.verdict, row.verdict) << name;
+      if (std::isfinite(row.before) && std::isfinite(row.after) && std::isfinite(row.change)) {
+        EXPECT_NEAR(finding.change, row.change, 1e-9 * row.change) << name;
+      } else if (std::isinf(row.change)) {
+        EXPECT_EQ(finding.change, row.change) << name;
+      }
+    }
+    EXPECT_EQ(errors, 2);
+  }
+}
+
+TEST(Compare, InstructionsThatVanishCountAndWhatLacksThemAllIsNamed) {
+  const auto with_counts = [](int first) {
+    ResultSet results = MakeSweep();
+    for (int i = first; i < results.cases_size(); ++i) {
+      Timing* timing = results.mutable_cases(i)->mutable_outcome()->mutable_timing();
+      for (const double count : {1e9, 1e9}) timing->add_run_instructions(count);
+    }
+    return results;
+  };
+  CompareOptions options;
+  options.metric = CompareOptions::Metric::kInstructions;
+  const std::string rest =
+      " has no counts of instructions: the kernel of a machine grants them where it has a counter "
+      "and perf_event_paranoid is at most 2";
+  EXPECT_EQ(std::string(Compare(MakeSweep(), with_counts(0), options).status().message()),
+            "--metric=instructions: BASE" + rest);
+  EXPECT_EQ(std::string(Compare(with_counts(0), MakeSweep(), options).status().message()),
+            "--metric=instructions: NEW" + rest);
+  const Comparison comparison = CompareOrDie(with_counts(3), with_counts(5), options);
+  EXPECT_EQ(comparison.Count(Verdict::kRegressed), 2) << Text(comparison);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(comparison.findings[i].what, "instructions");
+    EXPECT_EQ(comparison.findings[i].base, "1.00e9");
+    EXPECT_EQ(comparison.findings[i].now, "missing");
+  }
+  EXPECT_FALSE(CompareOrDie(with_counts(5), with_counts(3), options).regressed());
+}
+
+TEST(Compare, ProbesOfAnotherNumberThanTheRunsCountByTheirMedian) {
+  ResultSet base = MakeSweep(), now = MakeSweep();
+  SetProbes(1e5, &base);
+  SetProbes(2e5, &now);
+  Slow(2, "", &now);
+  for (ResultSet* results : {&base, &now}) {
+    for (Case& result : *results->mutable_cases()) {
+      auto* probes = result.mutable_outcome()->mutable_timing()->mutable_probe_ns();
+      if (probes->size() > 3) probes->Truncate(3);
+    }
+  }
+  for (const Finding& finding : CompareOrDie(base, now).findings) {
+    if (!finding.is_time) continue;
+    EXPECT_NEAR(finding.change, 1, 1e-9);
+    EXPECT_EQ(finding.verdict, Verdict::kSame) << finding.what;
+    if (!absl::StartsWith(finding.subject, "plain")) continue;
+    EXPECT_TRUE(absl::EndsWith(finding.what, " over fixed arithmetic beside it")) << finding.what;
+    EXPECT_EQ(finding.base, finding.now);
+  }
+}
+
+TEST(Compare, ThreeSamplesAreEnoughToJudge) {
+  for (const int samples : {2, 3}) {
+    ResultSet base = MakeSweep();
+    for (Case& result : *base.mutable_cases()) {
+      auto* run_ns = result.mutable_outcome()->mutable_timing()->mutable_run_ns();
+      if (!run_ns->empty()) run_ns->Truncate(samples);
+    }
+    EXPECT_EQ(CompareOrDie(base, base).Count(Verdict::kNotJudged), samples == 2 ? 15 : 0);
+  }
+}
+
+// A comparison of `count` ambiguous times of techniques t0, t1, ...
+Comparison MakeAmbiguous(int count) {
+  Comparison comparison;
+  comparison.cases = 1;
+  for (int i = 0; i < count; ++i) {
+    Finding& finding = comparison.findings.emplace_back();
+    finding.what = "run time";
+    finding.subject = absl::StrCat("t", i, i % 2 == 0 ? " window=1, cpu" : ", cpu");
+    finding.is_time = true;
+    finding.verdict = Verdict::kAmbiguous;
+  }
+  Finding& memory = comparison.findings.emplace_back();
+  memory.subject = "not a time";
+  memory.verdict = Verdict::kAmbiguous;
+  return comparison;
+}
+
+TEST(RenderComparison, AdvisesMoreSamplesOfUpToTwelveTechniques) {
+  const auto text = [](int count, bool all) {
+    return RenderComparison(MakeAmbiguous(count), ComparisonFormat::kTerminal, all, TextStyle());
+  };
+  const auto expected = [](int count, const std::string& times, const std::string& names) {
+    return absl::StrCat(
+        "1 case in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, ", count + 1,
+        " ambiguous, 0 not judged, 0 same (--all lists them)\n", times,
+        " ambiguous; more samples of both builds, taken by turns, would tell:\n"
+        "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
+        names, "\nnothing regressed\n");
+  };
+  EXPECT_EQ(text(1, false), expected(1, "1 time is", " --techniques=t0"));
+  EXPECT_EQ(text(2, false), expected(2, "2 times are", " --techniques=t0,t1"));
+  EXPECT_EQ(text(12, false),
+            expected(12, "12 times are", " --techniques=t0,t1,t10,t11,t2,t3,t4,t5,t6,t7,t8,t9"));
+  EXPECT_EQ(text(13, false), expected(13, "13 times are", ""));
+  EXPECT_EQ(text(0, false),
+            "1 case in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, 1 "
+            "ambiguous, 0 not judged, 0 same (--all lists them)\nnothing regressed\n");
+  EXPECT_FALSE(absl::StrContains(text(1, true), "--all"));
+  EXPECT_EQ(RenderComparison(Comparison(), ComparisonFormat::kMarkdown, false, TextStyle()),
+            "0 cases in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, 0 "
+            "ambiguous, 0 not judged, 0 same\nnothing regressed\n");
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "results/appender.h"
 #include "results/synthetic.h"
@@ -422,6 +423,218 @@ TEST(CaseKey, ReadsAsOneLine) {
             "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 query_heads=8 "
             "kv_heads=8 query_tokens=512 kv_tokens=512 head_dim=64 value_dim=64 causal=1 "
             "input=gaussian file= model= layer= details= seed=1 threads=2 purpose=scaling");
+}
+
+TEST(Wire, AFieldIsWholeCutOrMalformed) {
+  using State = wire::Field::State;
+  const std::string largest("\x0a\x80\x80\x80\x20", 5);  // of 64 MiB
+  const std::string too_large("\x0a\x81\x80\x80\x20", 5);
+  const struct {
+    std::string head;
+    int64_t available;
+    State state;
+    int number, wire_type;
+    int64_t payload_begin, end;
+  } kRows[] = {
+      {"", 0, State::kCut, 0, 0, 0, 0},
+      {std::string(1, '\0'), 1, State::kMalformed, 0, 0, 0, 0},
+      {"\x80", 1, State::kCut, 0, 0, 0, 0},
+      {"\x08", 1, State::kCut, 1, 0, 1, 0},
+      {"\x08\x05", 2, State::kWhole, 1, 0, 1, 2},
+      {"\x10\x85\x01", 3, State::kWhole, 2, 0, 1, 3},
+      {"\x10\x85\x01", 2, State::kCut, 2, 0, 1, 3},
+      {"\x19"
+       "12345678",
+       9, State::kWhole, 3, 1, 1, 9},
+      {"\x19"
+       "1234567",
+       8, State::kCut, 3, 1, 1, 9},
+      {"\x25"
+       "1234",
+       5, State::kWhole, 4, 5, 1, 5},
+      {"\x25"
+       "123",
+       4, State::kCut, 4, 5, 1, 5},
+      {"\x0a\x03"
+       "abc",
+       5, State::kWhole, 1, 2, 2, 5},
+      {"\x0a\x03"
+       "ab",
+       4, State::kCut, 1, 2, 2, 5},
+      {"\x0a", 1, State::kCut, 1, 2, 1, 0},
+      {"\x0b", 1, State::kMalformed, 1, 3, 1, 0},
+      {"\x0e", 1, State::kMalformed, 1, 6, 1, 0},
+      {"\x0f", 1, State::kMalformed, 1, 7, 1, 0},
+      {"\xfd\xff\xff\xff\x0f"
+       "1234",
+       9, State::kWhole, (1 << 29) - 1, 5, 5, 9},
+      {"\xfd\xff\xff\xff\x1f"
+       "1234",
+       9, State::kMalformed, 0, 0, 0, 0},
+      {largest, 5, State::kCut, 1, 2, 5, 5 + wire::kMaxRecordBytes},
+      {largest, 5 + wire::kMaxRecordBytes, State::kWhole, 1, 2, 5, 5 + wire::kMaxRecordBytes},
+      {too_large, 6 + wire::kMaxRecordBytes, State::kMalformed, 1, 2, 1, 0},
+  };
+  for (const auto& row : kRows) {
+    const wire::Field field = wire::ParseField(row.head, row.available);
+    const std::string name = ::testing::PrintToString(row.head);
+    EXPECT_EQ(field.state, row.state) << name;
+    EXPECT_EQ(field.number, row.number) << name;
+    EXPECT_EQ(field.wire_type, row.wire_type) << name;
+    EXPECT_EQ(field.payload_begin, row.payload_begin) << name;
+    EXPECT_EQ(field.end, row.end) << name;
+  }
+}
+
+std::string Framed(const std::string& payload) {
+  std::string frame;
+  wire::AppendLengthDelimited(wire::kCasesField, payload, &frame);
+  wire::AppendChecksum(std::string(frame), &frame);
+  return frame;
+}
+
+TEST(ResultReader, DamageSaysWhereItIsAndOfWhatKind) {
+  const SmallFile small = MakeSmallFile();
+  const size_t size = small.bytes.size();
+  const std::string checksum = small.bytes.substr(small.record_ends[0], 5);
+  std::string flipped = small.bytes, other_signature;
+  flipped[small.record_ends[1] - 1] = static_cast<char>(flipped[small.record_ends[1] - 1] ^ 1);
+  wire::AppendLengthDelimited(wire::kFormatField, "tfb.ResultSet/2", &other_signature);
+  const std::string zeros(3, '\0');
+  const struct {
+    std::string bytes;
+    size_t offset;
+    std::string what;
+  } kRows[] = {
+      {small.bytes + checksum, size, "a checksum that follows no record"},
+      {flipped, small.record_ends[0] + 5,
+       absl::StrCat("a record of ", small.record_ends[1] - small.record_ends[0] - 5,
+                    " bytes does not match its checksum")},
+      {small.bytes + Framed("\xff\xff"), size, "a record of field 3 with 4 bytes does not parse"},
+      {small.bytes + other_signature, size, "a signature other than \"tfb.ResultSet/1\""},
+      {small.bytes + "\x0b", size, "no record begins here"},
+      {small.bytes + zeros + "x", size, "no record begins here"},
+      {small.bytes.substr(0, small.record_ends[3]) + zeros + "x", small.record_ends[2] + 5,
+       absl::StrCat("a record of ", small.record_ends[3] - small.record_ends[2] - 5,
+                    " bytes is followed by something else than a record")},
+  };
+  for (const auto& row : kRows) {
+    const absl::Status status = ReadResultBytes(row.bytes, "a.pb").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(std::string(status.message()),
+              absl::StrCat("a.pb: damaged at offset ", row.offset, " of ", row.bytes.size(), ": ",
+                           row.what,
+                           "; --salvage of //tools:render or //tools:merge reads what is whole"));
+  }
+}
+
+TEST(ResultReader, WhatWasLeftOutIsSaidInOneLine) {
+  const auto text = [](int64_t damaged, int64_t places, int64_t torn) {
+    ResultFile file;
+    file.path = "a.pb";
+    file.damaged_bytes = damaged;
+    file.damaged_places = places;
+    file.torn_bytes = torn;
+    return WhatWasLeftOut(file);
+  };
+  EXPECT_EQ(text(0, 0, 0), "");
+  EXPECT_EQ(text(0, 0, 1), "a.pb: left out: 1 bytes of a torn last record");
+  EXPECT_EQ(text(1, 1, 0), "a.pb: left out: 1 bytes in 1 place are damaged");
+  EXPECT_EQ(text(9, 2, 3),
+            "a.pb: left out: 9 bytes in 2 places are damaged, 3 bytes of a torn last record");
+}
+
+// A file of many times what is read at once, with records of all sizes.
+std::string MakeLongFile() {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (int i = 1; i <= 60; ++i) {
+    CaseSpec spec;
+    spec.tokens = i;
+    Case& result = *results.add_cases() = MakeCase(spec);
+    for (int sample = 0; sample < i * i; ++sample) {
+      result.mutable_outcome()->mutable_timing()->add_run_ns(sample);
+    }
+  }
+  return SerializeResults(results);
+}
+
+TEST(ResultReader, AFileIsReadLikeItsBytesWhereverItIsDamaged) {
+  const std::string whole = MakeLongFile();
+  ASSERT_GT(whole.size(), size_t{500} << 10);
+  const std::string path = Path("long.pb");
+  for (size_t place = 100; place <= whole.size(); place += whole.size() / 12) {
+    std::string bytes = whole;
+    if (place + 1 < whole.size()) bytes[place] = static_cast<char>(bytes[place] ^ 0x55);
+    WriteBytes(path, bytes);
+    for (const Damage damage : {Damage::kRefuse, Damage::kPassOver}) {
+      const absl::StatusOr<ResultFile> of_file = ReadResultFile(path, damage);
+      const absl::StatusOr<ResultFile> of_bytes = ReadResultBytes(bytes, path, damage);
+      ASSERT_EQ(of_file.status(), of_bytes.status()) << place;
+      if (!of_file.ok()) continue;
+      EXPECT_EQ(SerializeResults(of_file->results), SerializeResults(of_bytes->results)) << place;
+      EXPECT_EQ(of_file->damaged_bytes, of_bytes->damaged_bytes) << place;
+      EXPECT_EQ(of_file->damaged_places, of_bytes->damaged_places) << place;
+      EXPECT_EQ(of_file->whole_bytes, of_bytes->whole_bytes) << place;
+      EXPECT_EQ(of_file->torn_bytes, of_bytes->torn_bytes) << place;
+    }
+  }
+}
+
+TEST(ResultReader, AFileThatIsCutWhileItIsReadEndsWithATornTail) {
+  const std::string whole = MakeLongFile();
+  const std::string path = Path("shrinking.pb");
+  WriteBytes(path, whole);
+  const auto reader = ResultReader::Open(path);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const int64_t left = static_cast<int64_t>(whole.size()) - 1000;
+  ASSERT_EQ(truncate(path.c_str(), left), 0);
+  ResultSet results;
+  absl::StatusOr<bool> more = true;
+  while (more.ok() && *more) more = (*reader)->Next(&results);
+  ASSERT_TRUE(more.ok()) << more.status();
+  EXPECT_EQ(results.cases_size(), 59);
+  EXPECT_EQ((*reader)->whole_bytes() + (*reader)->torn_bytes(), left);
+}
+
+TEST(CaseKey, EscapesWhatWouldMakeItAmbiguous) {
+  Case::Key key;
+  key.set_technique("a b%c,d=e\x7f\x1f!~\xc3\xa9");
+  key.set_options_text("as=it,is");
+  EXPECT_EQ(CanonicalOptions(key), "as=it,is");
+  const std::string text = CaseKey(key);
+  EXPECT_EQ(text.substr(0, text.find(" device")),
+            "technique=a%20b%25c%2Cd%3De%7F%1F!~\xc3\xa9 options=as%3Dit%2Cis");
+  (*key.mutable_options())["b,"] = "2";
+  (*key.mutable_options())["a"] = "=";
+  EXPECT_EQ(CanonicalOptions(key), "a=%3D,b%2C=2");
+}
+
+TEST(Machine, IsSaidByEverythingThatTimesDependOn) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment("one");
+  Environment& two = *results.add_environments() = MakeEnvironment("two");
+  EXPECT_EQ(MachineOf(results, "one"), MachineOf(results, "two"));
+  EXPECT_EQ(MachineDifferences(results.environments(0), two), std::vector<std::string>());
+  two.set_git_dirty(false);
+  two.clear_compiler();
+  two.set_program_checksum(0xbeef);
+  Gpu* gpu = two.add_gpus();
+  gpu->set_name("A GPU");
+  gpu->set_driver("550");
+  gpu->set_toolkit("12");
+  EXPECT_EQ(MachineOf(results, "two"),
+            "host=bench-1 system=Linux%206.1 processor=Imaginary%20CPU%209000 cores=2 SIMD=AVX-512 "
+            "GPUs=A%20GPU%2C%20driver%20550%2C%20toolkit%2012 compiler= CUDA%20compiler= "
+            "compiler%20flags=-O2 compilation%20mode=opt "
+            "commit=0123456789abcdef0123456789abcdef01234567 program's%20checksum=0000beef");
+  EXPECT_EQ(MachineOf(results, "three, at"), "unknown three%2C%20at");
+  EXPECT_EQ(MachineDifferences(results.environments(0), two),
+            (std::vector<std::string>{
+                "GPUs: unknown / A GPU, driver 550, toolkit 12", "compiler: g++ 12.2.0 / unknown",
+                "commit: 0123456789abcdef0123456789abcdef01234567 with changes / "
+                "0123456789abcdef0123456789abcdef01234567",
+                "program's checksum: unknown / 0000beef"}));
 }
 
 }  // namespace
