@@ -482,6 +482,161 @@ TEST(MarkerPath, IsSymmetricAndScalesWithItsRadiusAboutItsPoint) {
   }
 }
 
+// Labelled ticks by their labels, and small ones by their values in brackets.
+std::string TicksOf(const Axis& axis, const Range& range, double pixels, double spacing) {
+  std::string text;
+  double last = -kInfinity;
+  for (const Tick& tick : Scale(axis, range, 0, pixels).Ticks(spacing)) {
+    EXPECT_GT(tick.value, last);
+    EXPECT_GE(tick.value, range.low * (1 - 1e-9) - 1e-12);
+    EXPECT_LE(tick.value, range.high * (1 + 1e-9));
+    last = tick.value;
+    const std::string value = absl::StrCat(tick.value);
+    EXPECT_TRUE(tick.label.empty() || tick.label == value) << tick.label;
+    absl::StrAppend(&text, text.empty() ? "" : " ",
+                    tick.label.empty() ? absl::StrCat("(", value, ")") : tick.label);
+  }
+  return text;
+}
+
+TEST(Scale, HasSmallTicksBetweenTheLabelledOnes) {
+  const struct {
+    Axis axis;
+    Range range;
+    double pixels, spacing;
+    const char* ticks;
+  } kRows[] = {
+      // Powers of two: every one, then every second and third as there is less room.
+      {Binary(), {1, 16}, 300, 60, "1 2 4 8 16"},
+      {Binary(), {1, 16}, 240, 60, "1 (2) 4 (8) 16"},
+      {Binary(), {1, 16}, 120, 60, "1 (2) (4) 8 (16)"},
+      {Binary(), {0.25, 4}, 120, 60, "(0.25) (0.5) 1 (2) (4)"},
+      {Binary(), {3, 5}, 300, 60, "3 3.5 4 4.5 5"},  // one power of two is no axis
+      {Binary(), {3, 9}, 300, 60, "4 8"},
+      // Powers of ten with all digits between; 1, 2 and 5 where three a decade have room.
+      {Axis(),
+       {1, 100},
+       300,
+       60,
+       "1 (2) (3) (4) (5) (6) (7) (8) (9) 10 (20) (30) (40) (50) (60) (70) (80) (90) 100"},
+      {Axis(),
+       {1, 100},
+       360,
+       60,
+       "1 2 (3) (4) 5 (6) (7) (8) (9) 10 20 (30) (40) 50 (60) (70) (80) (90) 100"},
+      // One power of ten within: digits are labelled whatever the room.
+      {Axis(), {2, 30}, 120, 60, "2 (3) (4) 5 (6) (7) (8) (9) 10 20 (30)"},
+      // Less than a factor of five is divided evenly.
+      {Axis(), {1, 5}, 300, 60, "1 2 3 4 5"},
+      {Axis(), {1, 5.1}, 300, 60, "1 2 (3) (4) 5"},
+      {Axis(), {1, 4}, 6000, 60, "1 1.5 2 2.5 3 3.5 4"},
+      // Every second and third of many decades, without digits.
+      {Axis(), {1e-2, 1e4}, 180, 60, "0.01 (0.1) 1 (10) 100 (1000) 10000"},
+      {Axis(), {1, 1e7}, 150, 60, "1 (10) (100) (1000) 10000 (100000) (1e+06) (1e+07)"},
+      {Linear(), {0, 10}, 300, 60, "0 2 4 6 8 10"},
+      {Linear(), {0, 10}, 600, 60, "0 1 2 3 4 5 6 7 8 9 10"},
+      {Linear(), {0, 10}, 120, 60, "0 5 10"},
+      {Linear(), {0, 10}, 60, 60, "0 5 10"},  // two at least
+      {Linear(), {-3, 3}, 180, 60, "-2 0 2"},
+      {Linear(), {0.1, 0.7}, 180, 60, "0.2 0.4 0.6"},
+      {Linear(), {0, 60}, 60 * 6, 60, "0 10 20 30 40 50 60"},
+      {Linear(), {0, 61}, 60 * 6, 60, "0 20 40 60"},
+  };
+  for (const auto& row : kRows) {
+    EXPECT_EQ(TicksOf(row.axis, row.range, row.pixels, row.spacing), row.ticks)
+        << row.range.low << " to " << row.range.high << " on " << row.pixels;
+  }
+}
+
+TEST(Range, HasATwentiethOfAirOnBothSides) {
+  const struct {
+    Axis axis;
+    std::vector<double> values;
+    double low, high;
+  } kRows[] = {
+      {Linear(), {2, 4, 12}, 1.5, 12.5},
+      {Linear(), {-10, 10}, -11, 11},
+      {Linear(), {8}, 4, 12},
+      {Linear(), {-8, -8}, -12, -4},
+      {Linear(), {0}, -0.5, 0.5},
+      {Linear(), {}, 0, 1},
+      {Linear(), {kNan, 2e100, 3}, 1.5, 4.5},
+      {Linear(), {1e9, 1e9 + 0.9}, 5e8, 1.5e9 + 0.9},
+      {Axis(), {8}, 4, 16},
+      {Axis(), {}, 1, 10},
+      {Axis(), {0, -1, kInfinity, 3}, 1.5, 6},
+      {Axis(), {1, 1 + 1e-10}, 0.5, 2 + 2e-10},
+      {Axis(), {1e-100, 1e100}, 1e-110, 1e110},
+  };
+  for (const auto& row : kRows) {
+    const Range range = RangeOf(row.axis, row.values);
+    EXPECT_NEAR(range.low, row.low, 1e-9 * std::abs(row.low)) << row.low;
+    EXPECT_NEAR(range.high, row.high, 1e-9 * std::abs(row.high)) << row.high;
+  }
+  for (const double value : {1e-100, 1.0, 1e100}) EXPECT_TRUE(CanShow(Axis(), value)) << value;
+  for (const double value : {0.9e-100, 0.0, -1.0, 1.1e100, kNan, kInfinity}) {
+    EXPECT_FALSE(CanShow(Axis(), value)) << value;
+  }
+  for (const double value : {-1e100, 0.0, 1e-300, 1e100}) EXPECT_TRUE(CanShow(Linear(), value));
+  for (const double value : {-1.1e100, 1.1e100, kNan}) EXPECT_FALSE(CanShow(Linear(), value));
+}
+
+TEST(Box, OverlapsWhereItSharesMoreThanAnEdge) {
+  const Box box{10, 20, 30, 40};
+  const struct {
+    Box other;
+    bool overlaps, contains;
+  } kRows[] = {{{10, 20, 30, 40}, true, true},   {{11, 21, 1, 1}, true, true},
+               {{40, 30, 5, 5}, false, false},   {{39, 30, 5, 5}, true, false},
+               {{5, 30, 5, 5}, false, false},    {{6, 30, 5, 5}, true, false},
+               {{20, 60, 5, 5}, false, false},   {{20, 59, 5, 5}, true, false},
+               {{20, 15, 5, 5}, false, false},   {{20, 16, 5, 5}, true, false},
+               {{10, 20, 31, 40}, true, false},  {{10, 20, 30, 41}, true, false},
+               {{9, 20, 31, 40}, true, false},   {{10, 19, 30, 41}, true, false},
+               {{100, 30, 5, 5}, false, false},  {{20, 100, 5, 5}, false, false},
+               {{-100, 30, 5, 5}, false, false}, {{20, -100, 5, 5}, false, false}};
+  for (const auto& row : kRows) {
+    const Box& other = row.other;
+    EXPECT_EQ(box.Overlaps(other), row.overlaps) << other.x << ", " << other.y;
+    EXPECT_EQ(other.Overlaps(box), row.overlaps) << other.x << ", " << other.y;
+    EXPECT_EQ(box.Contains(other), row.contains) << other.x << ", " << other.y;
+  }
+}
+
+TEST(PlaceLabels, ALabelStandsAsFarAwayAsItsKindMay) {
+  // Everything up to `reach` pixels around the point is taken.
+  const auto distance = [](double reach, bool needed, bool short_text) {
+    Obstacles obstacles;
+    obstacles.points = {{500 - reach, 500 - reach, 2 * reach, 2 * reach}};
+    const auto place =
+        PlaceLabels({{500, 500, "ab", needed, short_text}}, {0, 0, 1000, 1000}, 10, &obstacles)[0];
+    EXPECT_EQ(obstacles.texts.size(), place.has_value() ? 1u : 0u);
+    EXPECT_EQ(obstacles.lines.size(), place.has_value() && place->with_leader ? 1u : 0u);
+    return place.has_value() ? place->box.x - 500 : -1;  // to the right of the point
+  };
+  EXPECT_NEAR(distance(7, false, false), 7, 1e-9);
+  EXPECT_NEAR(distance(7.5, false, false), 13, 1e-9);
+  EXPECT_NEAR(distance(13, false, false), 13, 1e-9);
+  EXPECT_EQ(distance(13.5, false, false), -1);
+  EXPECT_NEAR(distance(49, true, false), 49, 1e-9);
+  EXPECT_EQ(distance(49.5, true, false), -1);
+  EXPECT_NEAR(distance(145, false, true), 145, 1e-9);
+  EXPECT_EQ(distance(145.5, false, true), -1);
+}
+
+TEST(MarkerPath, ColoursComeAgainWithOtherMarkers) {
+  EXPECT_EQ(StyleClass(-1), "ref");
+  for (int style = 0; style < 3 * kStyles; ++style) {
+    EXPECT_EQ(StyleClass(style), absl::StrCat("s", style % kStyles));
+    EXPECT_EQ(Dashes(style), Dashes(style % kStyles));
+    // Each round of colours begins one marker later.
+    EXPECT_EQ(MarkerPath(style, 10, 20, 3),
+              MarkerPath((style + style / kStyles) % kStyles, 10, 20, 3));
+  }
+  EXPECT_EQ(StyleClass(-2), "s5");
+  EXPECT_EQ(Dashes(-1), "");
+}
+
 }  // namespace
 }  // namespace plot
 }  // namespace tfb

@@ -153,5 +153,36 @@ TEST(TechniqueTemplate, ClassNamesAreCapitalised) {
   EXPECT_EQ(ClassName("transformer_xl_2"), "TransformerXl2");
 }
 
+TEST_F(NewTechniqueTest, TheLongestNameHasFortyCharacters) {
+  const std::string longest = "a123456789b123456789c123456789d12345678";
+  EXPECT_EQ(Run("memory/" + longest + "x"), 0) << output_;
+  EXPECT_THAT(Files("memory"), ElementsAre("BUILD", longest + "x"));
+  EXPECT_EQ(Run("memory/" + longest + "xy"), 2);
+  EXPECT_EQ(output_, "new_technique: \"" + longest +
+                         "xy\" is not a technique's name: lower-case letters, digits and single "
+                         "underscores between them, a letter first, at most 40\n");
+}
+
+TEST_F(NewTechniqueTest, AListThatDoesNotEndIsRefused) {
+  std::ofstream(root_ / "memory/BUILD") << "technique_family([\n";
+  EXPECT_EQ(Run("memory/mine"), 2);
+  EXPECT_EQ(
+      output_,
+      "new_technique: memory/BUILD has no list \"technique_family([...])\" to add a line to\n");
+  EXPECT_THAT(Files("memory"), ElementsAre("BUILD"));
+}
+
+TEST_F(NewTechniqueTest, TheRepositoryIsTheOneOfBazelOrTheCurrentFolder) {
+  const std::string program = fs::absolute("tools/new_technique").string();
+  const auto run = [&](const std::string& before, const std::string& name) {
+    return WEXITSTATUS(
+        system(absl::StrCat(before, " ", program, " memory/", name, " > /dev/null 2>&1").c_str()));
+  };
+  EXPECT_EQ(run("cd / && BUILD_WORKSPACE_DIRECTORY=" + root_.string(), "one"), 0);
+  EXPECT_EQ(run(absl::StrCat("cd ", root_.string(), " && env -u BUILD_WORKSPACE_DIRECTORY"), "two"),
+            0);
+  EXPECT_THAT(Files("memory"), ElementsAre("BUILD", "one", "two"));
+}
+
 }  // namespace
 }  // namespace tfb

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -13,6 +14,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
 #include "results/appender.h"
 #include "results/reader.h"
@@ -162,10 +164,17 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
        "render: --format: \"pdf\" is none of terminal, markdown, csv, json, html, benchmark_json, "
        "svg, png\n"},
       {"render", path + " --width=3", "render: --width=3: 0, -1, or at least 40 is wanted\n"},
+      {"render", path + " --width=39", "render: --width=39: 0, -1, or at least 40 is wanted\n"},
+      {"render", path + " --width=1", "render: --width=1: 0, -1, or at least 40 is wanted\n"},
+      {"render", path + " --width=-2", "render: --width=-2: 0, -1, or at least 40 is wanted\n"},
       {"render", path + " --colour=red",
        "render: --colour: \"red\" is none of auto, always, never\n"},
       {"render", path + " --output=/nowhere/x",
        "render: --output: /nowhere/x: cannot write: No such file or directory\n"},
+      {"compare", path + " " + path + " " + path,
+       "compare: two result files are wanted, BASE and NEW, not 3; see --help\n"},
+      {"compare", path + " " + path + " --format=xml",
+       "compare: --format: \"xml\" is none of terminal, markdown, json\n"},
       {"compare", path, "compare: two result files are wanted, BASE and NEW, not 1; see --help\n"},
       {"compare", path + " /nowhere/x.pb",
        "compare: /nowhere/x.pb: cannot open: No such file or directory\n"},
@@ -337,6 +346,115 @@ TEST_F(Programs, CompareIsZeroWithoutAndOneWithARegressionAndTwoForAnotherMachin
   EXPECT_EQ(incomparable.exit_status, 2);
   EXPECT_TRUE(absl::StrContains(incomparable.err, "--allow_different_environment"));
   EXPECT_EQ(Run("compare", base + " " + other + " --allow_different_environment").exit_status, 0);
+}
+
+TEST_F(Programs, EveryFlagOfCompareCounts) {
+  const std::string base = Write("base.pb", MakeSweep());
+  const auto changed = [&](const std::string& name, void (*change)(Case*)) {
+    ResultSet now = MakeSweep();
+    for (Case& result : *now.mutable_cases()) change(&result);
+    return absl::StrCat(base, " ", Write(name, now));
+  };
+  const std::string memory = changed("memory.pb", [](Case* result) {
+    Outcome* outcome = result->mutable_outcome();
+    outcome->set_peak_workspace_bytes(outcome->peak_workspace_bytes() * 3 / 2);
+  });
+  const std::string error = changed("error.pb", [](Case* result) {
+    ErrorMeasure* dense = result->mutable_outcome()->mutable_against_dense();
+    if (dense->has_relative_frobenius())
+      dense->set_relative_frobenius(2 * dense->relative_frobenius());
+  });
+  const std::string bf16 =
+      changed("bf16.pb", [](Case* result) { result->mutable_key()->set_dtype(ELEMENT_TYPE_BF16); });
+  const std::string slower = changed("slower.pb", [](Case* result) {
+    for (double& ns : *result->mutable_outcome()->mutable_timing()->mutable_run_ns()) ns *= 1.2;
+    result->mutable_outcome()->set_flops(1.2 * result->outcome().flops());
+  });
+  ResultSet fewer = MakeSweep();
+  fewer.mutable_cases()->RemoveLast();
+  const std::string missing = absl::StrCat(base, " ", Write("fewer.pb", fewer));
+  const struct {
+    std::string arguments;
+    int exit_status;
+  } kRows[] = {{memory, 1},
+               {memory + " --memory_threshold=2", 0},
+               {error, 1},
+               {error + " --error_threshold=3", 0},
+               {error + " --error_floor=2", 0},
+               {bf16, 2},
+               {bf16 + " --allow_different_precision", 0},
+               {missing, 1},
+               {missing + " --allow_missing", 0},
+               {slower, 0},
+               {slower + " --metric=relative_to_dense", 0},
+               {slower + " --metric=absolute", 1},
+               {slower + " --metric=absolute --threshold=1.3", 0},
+               {slower + " --metric=instructions", 2}};
+  for (const auto& row : kRows) {
+    const Ended ended = Run("compare", row.arguments);
+    EXPECT_EQ(ended.exit_status, row.exit_status) << row.arguments << ended.out << ended.err;
+    EXPECT_EQ(ended.err.empty(), row.exit_status != 2) << ended.err;
+  }
+  EXPECT_FALSE(absl::StrContains(Run("compare", missing).out, "Same, within"));
+  EXPECT_TRUE(absl::StrContains(Run("compare", missing + " --all").out, "Same, within"));
+  EXPECT_TRUE(absl::StartsWith(Run("compare", missing + " --format=json").out, "{\n"));
+  EXPECT_TRUE(
+      absl::StartsWith(Run("compare", missing + " --format=markdown").out, "### Regressions"));
+}
+
+TEST_F(Programs, EveryFlagOfRenderCounts) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const auto widest = [&](const std::string& flags) {
+    size_t length = 0;
+    for (const absl::string_view line : absl::StrSplit(Run("render", path + flags).out, '\n')) {
+      if (!absl::StartsWith(line, "results: ")) length = std::max(length, line.size());
+    }
+    return length;
+  };
+  EXPECT_GT(widest(" --width=0"), 150u);
+  EXPECT_LT(widest(" --width=40"), 60u);
+  EXPECT_EQ(widest(" --width=-1"), widest(""));
+  EXPECT_EQ(Run("render", path + " --colour=never").out, Run("render", path).out);
+  EXPECT_TRUE(absl::StrContains(Run("render", path + " --details").out, "Costs told apart"));
+  EXPECT_FALSE(absl::StrContains(Run("render", path).out, "Costs told apart"));
+
+  const std::string plot = path + " --format=svg --plot=scaling";
+  EXPECT_TRUE(absl::StrContains(Run("render", plot).out, "width=\"180mm\""));
+  EXPECT_TRUE(absl::StrContains(Run("render", plot + " --width_mm=90").out, "width=\"90mm\""));
+  EXPECT_TRUE(absl::StrContains(Run("render", plot).out, "near"));
+  EXPECT_FALSE(absl::StrContains(Run("render", plot + " --techniques=sk*").out, "near"));
+  const std::string nothing = "render: --plot=scaling: nothing to draw";
+  EXPECT_EQ(Run("render", plot + " --family=none").err,
+            nothing + " with these techniques in these files\n");
+  EXPECT_EQ(Run("render", plot + " --group=none").err,
+            nothing + "; there are \"cpu f32, 8 heads of 64, causal, input gaussian\"\n");
+  const std::string png =
+      absl::StrCat(path, " --format=png --plot=scaling --output=", (folder_ / "p.png").string());
+  for (const char* dpi : {"29", "2401"}) {
+    EXPECT_EQ(Run("render", absl::StrCat(png, " --dpi=", dpi)).err,
+              absl::StrCat("render: --dpi=", dpi, ": from 30 to 2400 is wanted\n"));
+  }
+  EXPECT_EQ(Run("render", png + " --dpi=30").exit_status, 0);
+}
+
+TEST_F(Programs, WhatIsLeftOutIsToldByEachProgram) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const std::string merged = (folder_ / "merged.pb").string();
+  EXPECT_EQ(
+      Run("merge", absl::StrCat(path, " ", path, " --output=", merged)).out,
+      absl::StrCat("18 cases of 1 environments from 2 files, 18 repeated cases left out for a "
+                   "later one: ",
+                   merged, "\n"));
+  const std::string torn = Write("torn.pb", MakeSweep());
+  fs::resize_file(torn, fs::file_size(torn) - 100);
+  const Ended compared = Run("compare", absl::StrCat(path, " ", torn, " --allow_missing"));
+  EXPECT_EQ(compared.exit_status, 0);
+  const std::string left_out = compared.err.substr(0, compared.err.find(" bytes"));
+  EXPECT_EQ(compared.err, absl::StrCat(left_out, " bytes of a torn last record were left out\n"));
+  EXPECT_TRUE(absl::StartsWith(left_out, absl::StrCat("compare: ", torn, ": "))) << left_out;
+  const Ended joined = Run("merge", absl::StrCat(torn, " --output=", merged));
+  EXPECT_EQ(joined.out, absl::StrCat("17 cases of 1 environments from 1 files: ", merged, "\n"));
+  EXPECT_TRUE(absl::StrContains(joined.err, "left out")) << joined.err;
 }
 
 }  // namespace
