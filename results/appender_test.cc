@@ -8,6 +8,7 @@
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "gtest/gtest.h"
 #include "results/reader.h"
@@ -261,6 +262,77 @@ TEST(ResultAppender, AFolderThatCannotBeWrittenToIsAClearError) {
   const absl::Status status = ResultAppender::Open("/proc/nowhere/a.pb").status();
   EXPECT_FALSE(status.ok());
   EXPECT_NE(status.message().find("/proc/nowhere"), absl::string_view::npos) << status;
+}
+
+TEST(ResultAppender, AFileMayGrowToItsLimitAndNoFurther) {
+  const auto append = [](int64_t limit) {
+    const std::string path = Path("limited.pb");
+    AppenderOptions options;
+    options.max_file_bytes = limit;
+    options.sync = false;
+    auto appender = ResultAppender::Open(path, options);
+    EXPECT_TRUE(appender.ok()) << appender.status();
+    const absl::Status status = (*appender)->Append(MakeEnvironment());
+    EXPECT_EQ((*appender)->size_bytes(), static_cast<int64_t>(ReadBytes(path).size()));
+    return std::make_pair(status, (*appender)->size_bytes());
+  };
+  const int64_t size = append(1 << 20).second;
+  EXPECT_TRUE(append(size).first.ok());
+  const auto [refused, left] = append(size - 1);
+  EXPECT_EQ(left, 0);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(std::string(refused.message()), ::testing::TempDir() + "/limited.pb: would grow to " +
+                                                std::to_string(size) + " bytes; at most " +
+                                                std::to_string(size - 1) +
+                                                " are allowed; go on in another file");
+}
+
+TEST(ResultAppender, RefusalsSayWhatIsWrong) {
+  const std::string path = Path("refusals.pb");
+  auto appender = ResultAppender::Open(path);
+  ASSERT_TRUE(appender.ok());
+  const auto message = [&](const auto& record) {
+    return std::string((*appender)->Append(record).message());
+  };
+  const Case result = CaseOfTokens(1);
+  EXPECT_EQ(message(result), path + ": append an environment before the first case");
+  Environment environment = MakeEnvironment();
+  environment.set_host("b\xfcro");
+  EXPECT_EQ(message(environment), path + ": a tfb.Environment with text that is not UTF-8");
+  environment.set_host(std::string((64 << 20) + 1, 'x'));
+  const std::string too_long = message(environment);
+  EXPECT_EQ(too_long.substr(too_long.find("; at most")), "; at most 67108864 are allowed")
+      << too_long.substr(0, 200);
+  EXPECT_EQ((*appender)->size_bytes(), 0);
+  ASSERT_TRUE((*appender)->Append(MakeEnvironment()).ok());
+  Case without_status = result;
+  without_status.mutable_outcome()->clear_status();
+  without_status.set_environment_id("env");
+  EXPECT_EQ(message(without_status),
+            path + ": a case without a status: " + CaseKey(without_status));
+  without_status.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(message(without_status),
+            path + ": a case that is timeout without a reason: " + CaseKey(without_status));
+  const auto size = std::to_string((*appender)->size_bytes());
+  appender->reset();
+  EXPECT_EQ(std::string(ResultAppender::Open(path).status().message()),
+            path + ": holds " + size + " bytes already; resume it or name another file");
+}
+
+TEST(ResultAppender, ACasesOptionsAreWrittenAsTextUnlessTheyAre) {
+  const std::string path = Path("options.pb");
+  auto appender = ResultAppender::Open(path);
+  ASSERT_TRUE(appender.ok());
+  ASSERT_TRUE((*appender)->Append(MakeEnvironment()).ok());
+  Case result = CaseOfTokens(1);
+  (*result.mutable_key()->mutable_options())["window"] = "64";
+  ASSERT_TRUE((*appender)->Append(result).ok());
+  result.mutable_key()->set_options_text("as it was");
+  ASSERT_TRUE((*appender)->Append(result).ok());
+  const absl::StatusOr<ResultFile> file = ReadResultFile(path);
+  ASSERT_TRUE(file.ok());
+  EXPECT_EQ(file->results.cases(0).key().options_text(), "window=64");
+  EXPECT_EQ(file->results.cases(1).key().options_text(), "as it was");
 }
 
 }  // namespace

@@ -165,5 +165,40 @@ TEST_F(Merge, TellsOfATornTailAndKeepsTheRest) {
   EXPECT_TRUE(StrContains(merged->notes[0], "torn"));
 }
 
+TEST_F(Merge, LeavesOutTheCasesOfADamagedEnvironmentWhereThatIsAskedFor) {
+  // Two environments, of which the first is damaged; three cases are its own.
+  ResultSet both = MakeSweep();
+  *both.add_environments() = Elsewhere().environments(0);
+  for (int i = 3; i < both.cases_size(); ++i) both.mutable_cases(i)->set_environment_id("other");
+  std::string bytes = SerializeResults(both);
+  bytes[100] ^= 1;
+  const std::string damaged = (folder_ / "damaged.pb").string();
+  std::ofstream(damaged, std::ios::binary) << bytes;
+  EXPECT_EQ(MergeResultFiles({damaged}).status().code(), absl::StatusCode::kDataLoss);
+  absl::StatusOr<Merged> merged = MergeResultFiles({damaged}, Damage::kPassOver);
+  ASSERT_TRUE(merged.ok()) << merged.status();
+  EXPECT_EQ(merged->files, 1);
+  EXPECT_EQ(merged->results.environments_size(), 1);
+  EXPECT_EQ(merged->results.cases_size(), both.cases_size() - 3);
+  EXPECT_EQ(merged->results.format(), "tfb.ResultSet/1");
+  ASSERT_EQ(merged->notes.size(), 2u);
+  EXPECT_TRUE(StrContains(merged->notes[0], " bytes in 1 place are damaged")) << merged->notes[0];
+  EXPECT_EQ(merged->notes[1], damaged + ": left out: 3 cases whose environment is damaged");
+}
+
+TEST_F(Merge, RefusalsNameFilesAndEnvironments) {
+  ResultSet other = MakeSweep();
+  other.mutable_environments(0)->set_host("another");
+  const std::string a = Write("a.pb", MakeSweep()), b = Write("b.pb", other);
+  EXPECT_EQ(MergeResultFiles({a, b}).status().message(),
+            b + ": environment \"env\" is another one than in " + a +
+                "; are these results of one and the same process?");
+  other = MakeSweep();
+  other.mutable_cases(2)->set_environment_id("gone");
+  const std::string c = Write("c.pb", other);
+  EXPECT_EQ(MergeResultFiles({c}).status().message(),
+            c + ": a case names environment \"gone\", which is not there");
+}
+
 }  // namespace
 }  // namespace tfb
