@@ -757,6 +757,21 @@ TEST(Render, MarkdownHasTheIntervalsOfSpeedUpsAndCrossovers) {
       << text;
 }
 
+TEST(Render, CrossoversHaveTwoDigitsOrAllBeforeThePoint) {
+  const std::pair<int64_t, const char*> rows[] = {
+      {1, "| 707 [701, 713] |"}, {16, "| 44 [44, 45] |"}, {128, "| 5.5 [5.5, 5.6] |"}};
+  for (const auto& [divisor, cell] : rows) {
+    ResultSet sweep = MakeSweep();  // the two cross at 707 tokens
+    for (Case& result : *sweep.mutable_cases()) {
+      ProblemSize* problem = result.mutable_key()->mutable_problem();
+      problem->set_query_tokens(problem->query_tokens() / divisor);
+      problem->set_kv_tokens(problem->kv_tokens() / divisor);
+    }
+    const std::string text = AsFormat(sweep, RenderFormat::kMarkdown);
+    EXPECT_TRUE(absl::StrContains(text, cell)) << text;
+  }
+}
+
 TEST(RenderTerminal, SpeedUpsStandBesideTimesWhereThereIsRoom) {
   const std::string wide = AsTerminal(MakeSweep(), 160);
   EXPECT_TRUE(absl::StrContains(wide, "near window=256       1.38  0.36x  2.76 0.72x")) << wide;

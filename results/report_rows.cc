@@ -237,7 +237,8 @@ TableCell SpeedUpCell(const std::optional<SpeedUpInterval>& speed_up) {
 
 namespace {
 
-std::string TokensText(double tokens) { return FormatSignificant(tokens, tokens < 100 ? 2 : 3); }
+// Two digits, or all before the point: "44", "7.1", "707".
+std::string TokensText(double tokens) { return FormatSignificant(tokens, 2); }
 
 // "[690, 725]"; an end beyond the measured lengths is open.
 std::string CrossoverInterval(const Crossover& crossover) {
