@@ -440,6 +440,7 @@ TEST(TransformerXl, AStreamReadsTheMemoriesWithItsFirstSegment) {
   FillNormal(&memories, 9, "memories");
   const auto run = RunLayer(xl.layer(), {{"x", xl.x().view()}, {"memories", memories.view()}}, 1);
   ASSERT_TRUE(run.ok()) << run.status();
+  const Tensor final_memories = run->at("memories").Clone();
   Machine machine(xl.layer(), 1);
   for (int repeat = 0; repeat < 2; ++repeat) {
     ASSERT_TRUE(xl.layer().Reset().ok());
@@ -459,6 +460,8 @@ TEST(TransformerXl, AStreamReadsTheMemoriesWithItsFirstSegment) {
     EXPECT_EQ(MaxDifference(out.view(), run->at("out").view()), 0);
   }
   EXPECT_TRUE(machine.guard_intact());
+  // A stream leaves the outputs of the Run before it alone.
+  EXPECT_EQ(MaxDifference(run->at("memories").view(), final_memories.view()), 0);
 }
 
 TEST(TransformerXl, CostsCountTheGivenKeys) {
