@@ -18,8 +18,8 @@ struct ProgramRun {
 // folder, where the programs among its data have their paths in the repository.
 ProgramRun RunProgram(const std::string& command);
 
-// Returns the text of a file beside the test, by its path in the repository. Aborts where it cannot
-// be read.
+// Returns the text of a file beside the test, by its path in the repository: what a program printed when
+// the file was made, with "?" for what its runs do not share. Aborts where it cannot be read.
 std::string GoldenText(const std::string& path);
 
 // Returns an empty text where `text` is `expected`; else the first lines that differ, and all of
