@@ -18,8 +18,8 @@ struct ProgramRun {
 // folder, where the programs among its data have their paths in the repository.
 ProgramRun RunProgram(const std::string& command);
 
-// Returns the text of a file beside the test, by its path in the repository: what a program printed when
-// the file was made, with "?" for what its runs do not share. Aborts where it cannot be read.
+// Returns the text of a file beside the test, by its path in the repository: what a program printed
+// when the file was made, with "?" for what its runs do not share. Aborts where it cannot be read.
 std::string GoldenText(const std::string& path);
 
 // Returns an empty text where `text` is `expected`; else the first lines that differ, and all of
@@ -30,8 +30,8 @@ std::string GoldenText(const std::string& path);
 // and "?" for any whole number, after any number of spaces.
 std::string TextDifference(absl::string_view text, absl::string_view expected);
 
-// Returns the numbers of the first line that begins so, behind that beginning; none where there is no
-// such line.
+// Returns the numbers of the first line that begins so, behind that beginning; none where there is
+// no such line.
 std::vector<double> NumbersBehind(absl::string_view beginning, absl::string_view text);
 
 // What a program answers to arguments that it refuses, with the exit status 2 and nothing on its

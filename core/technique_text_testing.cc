@@ -56,8 +56,9 @@ void AddSpecs(absl::string_view what, const std::vector<TensorSpec>& specs, std:
   }
 }
 
-// Adds the names, shapes, means and deviations of parameters. Those of equal shape whose names differ in
-// numbers alone, as those of layers do, have a line together: "layer*.w_q f32 [24, 24] x 2".
+// Adds the names, shapes, means and root mean squares of parameters. Those of equal shape whose names
+// differ in numbers alone, as those of layers do, have a line together: "layer*.w_q f32 [24, 24] x
+// 2".
 void AddParameters(const NamedTensors& parameters, std::string* text) {
   struct Moments {
     double count = 0, sum = 0, squares = 0;
@@ -110,8 +111,8 @@ std::vector<std::string> NumbersAfterSetup(Layer& layer, const Inputs& inputs) {
   return status.ok() ? NumbersOf(layer) : std::vector<std::string>{status.ToString()};
 }
 
-// Adds what the definition of a stack with Transformer-XL's attention, which checks its parameters, says
-// of one of another shape.
+// Adds what the definition of a stack with Transformer-XL's attention, which checks its parameters,
+// says of one of another shape.
 void AddDefinition(const Technique& technique, const Problem& problem, const Options& options,
                    const Layer& layer, const Inputs& inputs, std::string* text) {
   NamedTensors parameters, outputs;

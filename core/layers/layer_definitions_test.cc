@@ -1,4 +1,5 @@
-// Tests the definitions of layers against the numbers of their formulas, and parameters by their names.
+// Tests the definitions of layers against the numbers of their formulas, and parameters by their
+// names.
 #include "core/layers/layer_definitions.h"
 
 #include <cmath>

@@ -452,8 +452,8 @@ absl::Status MultiplyOnHost(const GemmCall& gemm) {
   return absl::OkStatus();
 }
 
-// Rows that a library can read or write in place, and such that it cannot; `copies` is how many of x
-// and y lie in the workspace.
+// Rows that a library can read or write in place, and such that it cannot; `copies` is how many of
+// x and y lie in the workspace.
 TEST(ProductLibrary, ReadsAndWritesRowsInPlaceWhereItCan) {
   constexpr int64_t kIn = 20, kOut = 36, kScratch = 100;
   const Tensor weights = Random(DType::kF32, {kIn, kOut}, 2), bias = Random(DType::kF32, {kOut}, 3);
