@@ -56,9 +56,8 @@ void AddSpecs(absl::string_view what, const std::vector<TensorSpec>& specs, std:
   }
 }
 
-// Adds the names, shapes, means and root mean squares of parameters. Those of equal shape whose names
-// differ in numbers alone, as those of layers do, have a line together: "layer*.w_q f32 [24, 24] x
-// 2".
+// Adds the names, shapes, means and root mean squares of parameters. Those of equal shape whose
+// names differ in numbers alone, as those of layers do, have a line: "layer*.w_q f32 [24, 24] x 2".
 void AddParameters(const NamedTensors& parameters, std::string* text) {
   struct Moments {
     double count = 0, sum = 0, squares = 0;
