@@ -865,6 +865,18 @@ TEST(TransformerXl, ASegmentThatIsTooLongIsAnError) {
   EXPECT_EQ(status.message(), "segment has 64 tokens; allowed are 1 to 16");
 }
 
+TEST(TransformerXl, TheDefinitionRefusesSegmentsThatLeaveOutTheFirstToken) {
+  const Problem problem = CausalProblem(1, 2, 8, 4);
+  Case test(problem, {});
+  for (const std::vector<int64_t>& begins : std::vector<std::vector<int64_t>>{{}, {1, 4}}) {
+    EXPECT_EQ(
+        DefineTransformerXl(problem, test.options(), test.parameters(), test.x().view(), begins)
+            .status()
+            .message(),
+        "the first segment does not begin at token 0");
+  }
+}
+
 TEST(TransformerXl, TheDefinitionNamesAParameterThatDoesNotFit) {
   Case test(CausalProblem(1, 2, 8, 4), {});
   test.parameters().erase("layer1.ff.b1");
