@@ -377,6 +377,34 @@ TEST(EvaluateProgram, TellsWhatTheWalksOfTheDataAchieve) {
   }
 }
 
+// The only start is node 0, whose one walk of the data takes a step. The model always stays there.
+TEST(EvaluateProgram, AWalkThatMissesTheGoalHasTheReturnOfTheLongestOne) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/stays.", getpid());
+  SafetensorsFile file = TinyModel();
+  file.tensors["head.action.b"].view().Set(0, 1000);
+  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
+  const ProgramRun run = Evaluate(absl::StrCat("--asked=-1 --paths --model=", path));
+  EXPECT_EQ(run.err, "");
+  const std::string missed = "       0/1         -2.00         0         0         0         0\n";
+  EXPECT_EQ(run.out,
+            absl::StrCat(
+                "2 nodes, goal 1; learned from 2 random walks of at most 2 steps,\n"
+                "of which 2 reach the goal, in 1.50 steps on average\n\n"
+                "asked return                  reached  mean return  as asked  shortest   shorter"
+                "       new\n",
+                "-1                        ", missed, "the best of the data      ", missed,
+                "that of a shortest path   ", missed,
+                "  0 -> 0 -> 0 (the goal is not reached)\n\n"
+                "random walks of the data         100%        -1.00\n"
+                "the best of them                 1/1         -1.00                   1\n"
+                "shortest paths                   1/1         -1.00                   1\n"));
+  Fill(file.tensors["graph.edges"].view(), 0);
+  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
+  EXPECT_EQ(Evaluate(absl::StrCat("--model=", path)).err,
+            absl::StrCat("evaluate: ", path, ": no node has a path to the goal\n"));
+  unlink(path.c_str());
+}
+
 TEST(EvaluateProgram, BadUsageIsRefusedWithTheReason) {
   const std::string no_number = " is no number; expected are returns such as -3,-4";
   EXPECT_EQ(RefusalDifference(
