@@ -39,7 +39,7 @@ TEST(CalibrateProgram, BadUsageIsRefusedWithTheReason) {
            {"--confidence=nan", "--confidence=nan; allowed are numbers in (0, 1)"},
            {"--loss=none", "--loss=none; allowed are disagreement, excess"},
            {"--p_value=x", "--p_value=x; allowed are hoeffding, hoeffding_bentkus"},
-           {"--measures=pear",
+           {"--measures=saturation,pear",  // before anything is read
             "option confidence is \"pear\"; allowed are softmax | saturation | classifier"},
            {"--temperature=-1", "option temperature is \"-1\"; allowed are 0 to 1000"},
            {"--schedule=no", "option schedule is \"no\"; allowed are constant | decaying | t5x"},

@@ -231,7 +231,11 @@ TEST_P(MatMulOn, ReadsAndWritesRowsThatLieBesideOthersAndRowsThatAreOne) {
   ConstTensorView repeated = Slice(part, 1, 2, 1);
   repeated.dims[1] = rows;
   repeated.strides[1] = 0;
-  for (const ConstTensorView& x : {part, repeated}) {
+  // Rows that do not begin at a multiple of 16 bytes, the first of them or the others.
+  const Tensor shifted = Random(DType::kF32, {1, rows, in + 4}, 5);
+  const Tensor odd = Random(DType::kF32, {1, rows, in + 1}, 6);
+  for (const ConstTensorView& x :
+       {part, repeated, Slice(shifted.view(), 2, 1, in), Slice(odd.view(), 2, 0, in)}) {
     Tensor y_memory(DType::kF32, {1, rows, 3 * out});
     Fill(y_memory.view(), 7);
     const TensorView y = Slice(y_memory.view(), 2, out, out);

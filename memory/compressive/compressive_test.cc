@@ -734,7 +734,7 @@ TEST(Compressive, TwoRunsWithTheQueuesHandedOverAreOne) {
               {"compressed_memory", "6"},
               {"given_memory", "12"},
               {"given_compressed", "5"}},
-             {{"memory", "40"}, {"compressed_memory", "20"}, {"given_compressed", "7"}}}) {
+             {{"memory", "40"}, {"compressed_memory", "20"}, {"given_compressed", "19"}}}) {
       Options options = more;
       options["function"] = function;
       options["segment"] = "8";
