@@ -104,6 +104,7 @@ class DynamicSpans : public FlashStep {
   }
   absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override {
     const ConstTensorView x = tensors.Get("x");
+    has_run_ = true;
     return device_ == Device::kCpu ? ComputeSpansOnCpu(x, execution)
                                    : ComputeSpansOnCuda(x, execution);
   }
@@ -112,10 +113,14 @@ class DynamicSpans : public FlashStep {
     const Problem& p = problem_;
     return 2.0 * static_cast<double>(p.batch * p.query_heads * p.query_tokens * p.model_dim());
   }
-  // On a GPU the last Run must be done for these.
-  std::map<std::string, double> statistics() const override { return StatisticsOf(OnHost()); }
-  // Returns the kept pairs of all heads and batch rows in the last Run.
+  // On a GPU the last Run must be done for these, which are of its spans.
+  std::map<std::string, double> statistics() const override {
+    if (!has_run_) return {};
+    return StatisticsOf(OnHost());
+  }
+  // Returns the kept pairs of all heads and batch rows.
   std::optional<double> KeptPairs() const {
+    if (!has_run_) return std::nullopt;
     const Problem& p = problem_;
     double pairs = 0;
     const std::vector<float> spans = OnHost();
@@ -132,6 +137,7 @@ class DynamicSpans : public FlashStep {
     const Problem& p = problem_;
     const ConstTensorView weight = parameters_.at("span_weight").view();
     const ConstTensorView bias = parameters_.at("span_bias").view();
+    has_run_ = false;
     TFB_ASSIGN_OR_RETURN(
         spans_, DeviceArray<float>::Allocate(device_, p.batch * p.query_heads * p.query_tokens));
     if (device_ == Device::kCpu) {
@@ -185,6 +191,7 @@ class DynamicSpans : public FlashStep {
   const NamedTensors& parameters_;
   Device device_ = Device::kCpu;
   DeviceArray<float> spans_;  // [batch, query_heads, query_tokens]
+  bool has_run_ = false;      // since the last Setup
   PackedMatrix gate_;         // on the CPU
   DeviceArray<float> gate_weight_;
   DeviceArray<float> gate_bias_;

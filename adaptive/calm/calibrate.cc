@@ -100,17 +100,18 @@ absl::StatusOr<Settings> SettingsOfFlags() {
     TFB_RETURN_IF_ERROR(Calm().Canonical(OptionsOf(measure, kNothingLeaves)).status());
   }
   settings.sample = {absl::GetFlag(FLAGS_sequences), absl::GetFlag(FLAGS_tokens)};
+  // Each half has a sequence.
+  if (settings.sample.sequences < 2) {
+    return Bad("sequences", absl::StrCat(settings.sample.sequences), "2 and more");
+  }
   const std::vector<std::pair<const char*, int64_t>> counts = {
-      {"sequences", settings.sample.sequences / 2},  // each half has one
       {"tokens", settings.sample.tokens},
       {"splits", absl::GetFlag(FLAGS_splits)},
       {"decode_batch", absl::GetFlag(FLAGS_decode_batch)},
       {"repetitions", absl::GetFlag(FLAGS_repetitions)},
       {"threads", absl::GetFlag(FLAGS_threads)}};
   for (const auto& [flag, count] : counts) {
-    if (count < 1) {
-      return Bad(flag, "too few", std::string(flag) == "sequences" ? "2 and more" : "1 and more");
-    }
+    if (count < 1) return Bad(flag, absl::StrCat(count), "1 and more");
   }
   return settings;
 }

@@ -1,20 +1,20 @@
 // Tests the model that ships, and the program that evaluates it.
 #include "adaptive/decision_transformer/rollout.h"
 
-#include <stdlib.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
+#include "core/program_testing.h"
 #include "core/safetensors.h"
 #include "gtest/gtest.h"
 
@@ -183,67 +183,150 @@ TEST_F(Walks, AShorterContextStillWalks) {
 
 // ---- Files ----
 
-std::string Broken(const std::string& tensor, const std::string& key, const std::string& value) {
-  SafetensorsFile file = ReadSafetensors(kModel).value();
-  file.tensors.erase(tensor);
-  if (!key.empty()) file.metadata[key] = value;
-  const std::string path = absl::StrCat(::testing::TempDir(), "/broken.", getpid());
+Tensor Integers(const Shape& shape, const std::vector<int32_t>& values) {
+  Tensor tensor(DType::kI32, shape);
+  std::copy(values.begin(), values.end(), tensor.span<int32_t>().begin());
+  return tensor;
+}
+
+// A model of a graph of two nodes, with one layer of one channel.
+SafetensorsFile TinyModel() {
+  SafetensorsFile file;
+  file.metadata = {{"technique",
+                    "decision_transformer:layers=1,state_dim=2,action_dim=2,max_timestep=3,"
+                    "feed_forward_dim=1"},
+                   {"heads", "1"},
+                   {"return_scale", "0.5"}};
+  file.tensors["graph.edges"] = Integers({2, 2}, {0, 1, 1, 0});
+  file.tensors["graph.goal"] = Integers({1}, {1});
+  file.tensors["graph.walks"] = Integers({2, 3}, {0, 1, -1, 1, 0, 1});
+  const Technique* technique = Registry::Global().Find("decision_transformer").value();
+  const auto layer = technique->Create(Problem::SelfAttention(1, 1, 5, 1, /*causal=*/true),
+                                       ParseTechniqueSpec(file.metadata["technique"])->options,
+                                       Device::kCpu, /*seed=*/1);
+  for (const auto& [name, tensor] : (*layer)->parameters()) file.tensors[name] = tensor.Clone();
+  return file;
+}
+
+std::string Answer(const SafetensorsFile& file) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/tiny.", getpid());
   EXPECT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
   const auto model = WalkModel::Read(path);
   unlink(path.c_str());
-  return model.ok() ? "it was read" : std::string(model.status().message());
+  return model.ok() ? "read" : absl::StrReplaceAll(model.status().message(), {{path + ": ", ""}});
 }
 
 TEST(WalkModel, WhatIsWrongWithAFileIsSaidByName) {
-  const auto says = [](const std::string& message, const std::string& part) {
-    EXPECT_TRUE(absl::StrContains(message, part)) << message;
+  EXPECT_EQ(Answer(TinyModel()), "read");
+  using File = SafetensorsFile;
+  const std::string technique = "metadata \"technique\" ", expected = "; expected is i32 of ";
+  struct Case {
+    std::function<void(File*)> change;
+    std::string answer;
   };
-  says(Broken("graph.walks", "", ""), "graph.walks is not there");
-  says(Broken("head.action.w", "", ""), "head.action.w is not there");
-  says(Broken("", "technique", "dense"), "metadata \"technique\" is \"dense\"");
-  says(Broken("", "heads", "none"), "metadata \"heads\" is no number of heads");
-  says(Broken("", "heads", "7"), "64 channels, which 7 heads do not divide");
-  says(Broken("", "return_scale", ""), "return_scale");
-  // The graph has other nodes than the model has states.
-  SafetensorsFile file = ReadSafetensors(kModel).value();
-  Fill((file.tensors["graph.edges"] = Tensor(DType::kI32, {7, 7})).view(), 1);
-  Fill((file.tensors["graph.walks"] = Tensor(DType::kI32, {1, 3})).view(), 4);
-  const std::string path = absl::StrCat(::testing::TempDir(), "/seven.", getpid());
+  for (const Case& c : std::vector<Case>{
+           {[](File* f) { f->tensors.erase("graph.walks"); }, "graph.walks is not there"},
+           {[](File* f) { f->tensors.erase("head.action.w"); }, "head.action.w is not there"},
+           {[](File* f) { f->tensors.erase("embed.return.b"); }, "embed.return.b is not there"},
+           {[](File* f) { f->tensors["graph.goal"] = Tensor(DType::kF32, {1}); },
+            "graph.goal is f32 [1]" + expected + "1 dimensions"},
+           {[](File* f) {
+              f->tensors["graph.edges"] = Integers({4}, {0, 1, 1, 0});
+            },
+            "graph.edges is i32 [4]" + expected + "2 dimensions"},
+           {[](File* f) {
+              f->tensors["graph.edges"] = Integers({1, 2}, {0, 1});
+            },
+            "graph.edges is not square"},
+           {[](File* f) {
+              f->tensors["graph.edges"] = Tensor(DType::kI32, {0, 0});
+            },
+            "graph.edges is not square"},
+           {[](File* f) { f->tensors["graph.goal"] = Integers({1}, {2}); },
+            "graph.goal is no node of the graph"},
+           {[](File* f) { f->tensors["graph.goal"] = Integers({1}, {-1}); },
+            "graph.goal is no node of the graph"},
+           {[](File* f) {
+              f->tensors["graph.goal"] = Integers({2}, {0, 1});
+            },
+            "graph.goal is no node of the graph"},
+           {[](File* f) {
+              f->tensors["graph.walks"] = Integers({2, 1}, {0, 1});
+            },
+            "graph.walks has walks without a step"},
+           {[](File* f) {
+              f->tensors["graph.walks"] = Integers({1, 2}, {0, 2});
+            },
+            "graph.walks leaves the graph"},
+           {[](File* f) {
+              f->tensors["graph.walks"] = Integers({1, 2}, {-2, 0});
+            },
+            "graph.walks leaves the graph"},
+           {[](File* f) {
+              f->tensors["graph.walks"] = Integers({1, 2}, {-1, 0});
+            },
+            "graph.walks has an empty walk"},
+           {[](File* f) { f->metadata["technique"] = "dense"; },
+            technique + "is \"dense\"; expected is decision_transformer:..."},
+           {[](File* f) { f->metadata["technique"] = ":"; },
+            technique + "is \":\"; expected is decision_transformer:..."},
+           {[](File* f) { f->metadata["heads"] = "none"; },
+            "metadata \"heads\" is no number of heads"},
+           {[](File* f) { f->metadata["heads"] = "0"; },
+            "metadata \"heads\" is no number of heads"},
+           {[](File* f) { f->metadata["heads"] = "2"; },
+            "embed.return.b has 1 channels, which 2 heads do not divide"},
+           {[](File* f) { f->metadata["return_scale"] = "much"; },
+            "metadata \"return_scale\" is no number"},
+           {[](File* f) {
+              f->tensors["graph.edges"] = Integers({1, 1}, {1});
+              f->tensors["graph.goal"] = Integers({1}, {0});
+              f->tensors["graph.walks"] = Integers({1, 3}, {0, 0, 0});
+            },
+            technique + "has state_dim=2; the graph has 1 nodes"}}) {
+    File file = TinyModel();
+    c.change(&file);
+    EXPECT_EQ(Answer(file), c.answer);
+  }
+  EXPECT_EQ(WalkModel::Read("no/such/file").status().message(),
+            "no/such/file: cannot open: No such file or directory");
+}
+
+TEST(WalkModel, AStartAtTheGoalIsAWalkWithoutSteps) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/goal.", getpid());
+  SafetensorsFile file = TinyModel();
   ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
-  says(std::string(WalkModel::Read(path).status().message()), "has state_dim=20; the graph has 7");
-  Fill(file.tensors["graph.walks"].view(), 7);
-  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
-  says(std::string(WalkModel::Read(path).status().message()), "graph.walks leaves the graph");
+  const auto model = WalkModel::Read(path).value();
   unlink(path.c_str());
-  says(std::string(WalkModel::Read("no/such/file").status().message()), "no/such/file");
+  EXPECT_EQ(model->graph().max_steps, 2);
+  for (const Outcome& outcome : {RollOut(model.get(), {1}, {-2}).value()[0],
+                                 PlanAndWalk(model.get(), 1, -2, 2, 0).value()}) {
+    EXPECT_TRUE(outcome.reached);
+    EXPECT_EQ(outcome.achieved, 0);
+    EXPECT_EQ(outcome.trajectory.steps(), 0);
+  }
 }
 
 // ---- The program ----
 
-struct Ended {
-  int exit_status;
-  std::string text;  // of both streams
-};
+constexpr char kEvaluate[] = "adaptive/decision_transformer/evaluate";
 
-Ended Evaluate(const std::string& arguments) {
-  const std::string path = absl::StrCat(::testing::TempDir(), "/evaluate.", getpid());
-  const int status = system(
-      absl::StrCat("adaptive/decision_transformer/evaluate ", arguments, " > ", path, " 2>&1")
-          .c_str());
-  std::stringstream text;
-  text << std::ifstream(path).rdbuf();
-  unlink(path.c_str());
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text.str()};
+ProgramRun Evaluate(const std::string& arguments) {
+  return RunProgram(absl::StrCat(kEvaluate, " ", arguments));
 }
 
-TEST(EvaluateProgram, PrintsATableThatIsTheSameEveryTime) {
-  const Ended first = Evaluate("--asked=-2,-6");
-  EXPECT_EQ(first.exit_status, 0) << first.text;
-  for (const char* part : {"20 nodes", "\n-2 ", "\n-6 ", "that of a shortest path", "19/19",
-                           "random walks of the data", "the best of them"}) {
-    EXPECT_TRUE(absl::StrContains(first.text, part)) << part << " is not in\n" << first.text;
+TEST(EvaluateProgram, PrintsATableOfWalksStepByStepAndOfPlans) {
+  for (const auto& [arguments, golden] :
+       {std::pair("", "evaluate"), std::pair("--threads=2", "evaluate"),
+        std::pair("--asked=-3,2.5, --context=3 --paths", "evaluate_paths"),
+        std::pair("--asked=-4.0 --beam=3 --length_penalty=0.6 --context=1", "evaluate_beam")}) {
+    const ProgramRun run = Evaluate(arguments);
+    EXPECT_EQ(run.exit_status, 0);
+    EXPECT_EQ(run.err, "");
+    const std::string expected =
+        GoldenText(absl::StrCat("adaptive/decision_transformer/testdata/", golden, ".txt"));
+    EXPECT_EQ(TextDifference(run.out, expected), "") << arguments;
   }
-  EXPECT_EQ(Evaluate("--asked=-2,-6 --threads=2").text, first.text);
 }
 
 TEST(EvaluateProgram, TellsWhatTheWalksOfTheDataAchieve) {
@@ -280,7 +363,7 @@ TEST(EvaluateProgram, TellsWhatTheWalksOfTheDataAchieve) {
   }
   EXPECT_GT(reached, 0);
   EXPECT_LT(reached, static_cast<int>(graph.walks.size()));
-  const Ended ended = Evaluate("--asked=-4");
+  const ProgramRun ended = Evaluate("--asked=-4");
   for (const std::string& part :
        {absl::StrFormat("%d nodes, goal %d; learned from %d random walks of at most %d steps,\n"
                         "of which %d reach the goal, in %.2f steps on average\n",
@@ -290,25 +373,54 @@ TEST(EvaluateProgram, TellsWhatTheWalksOfTheDataAchieve) {
                         mean / starts),
         absl::StrFormat("\nthe best of them           %7d/%-2d %12.2f %9s %9d\n", starts_reached,
                         starts, best_sum / starts, "", shortest)}) {
-    EXPECT_TRUE(absl::StrContains(ended.text, part)) << part << " is not in\n" << ended.text;
+    EXPECT_TRUE(absl::StrContains(ended.out, part)) << part << " is not in\n" << ended.out;
   }
 }
 
-TEST(EvaluateProgram, PlansWithABeam) {
-  const Ended planned = Evaluate("--asked=-4 --beam=3 --length_penalty=0.6 --paths");
-  EXPECT_EQ(planned.exit_status, 0) << planned.text;
-  EXPECT_TRUE(absl::StrContains(planned.text, " -> ")) << planned.text;
+// The only start is node 0, whose one walk of the data takes a step. The model always stays there.
+TEST(EvaluateProgram, AWalkThatMissesTheGoalHasTheReturnOfTheLongestOne) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/stays.", getpid());
+  SafetensorsFile file = TinyModel();
+  file.tensors["head.action.b"].view().Set(0, 1000);
+  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
+  const ProgramRun run = Evaluate(absl::StrCat("--asked=-1 --paths --model=", path));
+  EXPECT_EQ(run.err, "");
+  const std::string missed = "       0/1         -2.00         0         0         0         0\n";
+  EXPECT_EQ(run.out,
+            absl::StrCat(
+                "2 nodes, goal 1; learned from 2 random walks of at most 2 steps,\n"
+                "of which 2 reach the goal, in 1.50 steps on average\n\n"
+                "asked return                  reached  mean return  as asked  shortest   shorter"
+                "       new\n",
+                "-1                        ", missed, "the best of the data      ", missed,
+                "that of a shortest path   ", missed,
+                "  0 -> 0 -> 0 (the goal is not reached)\n\n"
+                "random walks of the data         100%        -1.00\n"
+                "the best of them                 1/1         -1.00                   1\n"
+                "shortest paths                   1/1         -1.00                   1\n"));
+  Fill(file.tensors["graph.edges"].view(), 0);
+  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
+  EXPECT_EQ(Evaluate(absl::StrCat("--model=", path)).err,
+            absl::StrCat("evaluate: ", path, ": no node has a path to the goal\n"));
+  unlink(path.c_str());
 }
 
-TEST(EvaluateProgram, BadUsageNamesTheFlag) {
-  for (const char* flag :
-       {"--asked=soon", "--asked=nan", "--beam=-1", "--context=-2", "--threads=0",
-        "--model=no_such_file", "--length_penalty=-1 --beam=2", "--nonsense"}) {
-    const Ended ended = Evaluate(flag);
-    EXPECT_EQ(ended.exit_status, 2) << flag << ": " << ended.text;
-    EXPECT_TRUE(absl::StartsWith(ended.text, "evaluate: ")) << ended.text;
-  }
-  EXPECT_EQ(Evaluate("--help").exit_status, 0);
+TEST(EvaluateProgram, BadUsageIsRefusedWithTheReason) {
+  const std::string no_number = " is no number; expected are returns such as -3,-4";
+  EXPECT_EQ(RefusalDifference(
+                kEvaluate,
+                {{"--asked=-2,soon", "--asked: \"soon\"" + no_number},
+                 {"--asked=nan", "--asked: \"nan\"" + no_number},
+                 {"--asked=inf", "--asked: \"inf\"" + no_number},
+                 {"--beam=-1", "--beam is -1; allowed is 0 or more"},
+                 {"--context=-2", "--context is -2; allowed is 0 or more"},
+                 {"--threads=0", "--threads is 0; allowed is 1 or more"},
+                 {"--model=no_such_file", "no_such_file: cannot open: No such file or directory"},
+                 {"--nonsense", "unknown flag --nonsense; --help lists all"}}),
+            "");
+  const ProgramRun run = Evaluate("--length_penalty=-1 --beam=2");  // after the table's head
+  EXPECT_EQ(run.exit_status, 2);
+  EXPECT_EQ(run.err, "evaluate: beam search: length_penalty is -1; allowed is 0 or more\n");
 }
 
 }  // namespace

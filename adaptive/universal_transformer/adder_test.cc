@@ -1,5 +1,6 @@
 #include "adaptive/universal_transformer/adder.h"
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -76,13 +77,126 @@ TEST(Adder, TheTrainedModelAddsAsWellAsInPyTorch) {
   EXPECT_NEAR(mean_steps, 3.39, 0.05);
 }
 
+// A model of two channels that adds without looking: its states are never asked for.
+SafetensorsFile TinyModel() {
+  SafetensorsFile file;
+  file.metadata = {{"technique", "universal_transformer:steps=3"}, {"heads", "2"}, {"data", "d"}};
+  for (const auto& [name, shape] :
+       std::vector<std::pair<const char*, Shape>>{{"embedding.first", {11, 2}},
+                                                  {"embedding.second", {11, 2}},
+                                                  {"output.w", {2, 10}},
+                                                  {"output.b", {10}}}) {
+    Tensor& tensor = file.tensors[name] = Tensor(DType::kF32, shape);
+    for (int64_t n = 0; n < tensor.num_elements(); ++n) tensor.view().Set(n, 0.25 * (n % 23));
+  }
+  return file;
+}
+
+absl::StatusOr<Adder> ReadBack(const SafetensorsFile& file, std::string* path) {
+  *path = ::testing::TempDir() + "/tiny_adder";
+  EXPECT_TRUE(WriteSafetensors(*path, file.tensors, file.metadata).ok());
+  return Adder::Read(*path);
+}
+
 TEST(Adder, WrongFilesAreRefusedWithTheReason) {
+  using File = SafetensorsFile;
+  struct Case {
+    std::function<void(File*)> change;
+    std::string answer;
+  };
+  for (const Case& c : std::vector<Case>{
+           {[](File*) {}, ""},
+           {[](File* f) { f->metadata.clear(); },
+            "its technique is \"\", not a universal_transformer"},
+           {[](File* f) { f->metadata["technique"] = "dense"; },
+            "its technique is \"dense\", not a universal_transformer"},
+           {[](File* f) { f->metadata["technique"] = "universal_transformer:steps=0"; },
+            "its technique is \"universal_transformer:steps=0\", not a universal_transformer"},
+           {[](File* f) { f->tensors.erase("output.w"); },
+            "embedding.first has shape [11, 2]; expected is [11, 0]"},
+           {[](File* f) { f->tensors.erase("embedding.second"); },
+            "there is no tensor embedding.second"},
+           {[](File* f) {
+              f->tensors["embedding.first"] = Tensor(DType::kF32, {10, 2});
+            },
+            "embedding.first has shape [10, 2]; expected is [11, 2]"},
+           {[](File* f) {
+              f->tensors["output.w"] = Tensor(DType::kF32, {2, 11});
+            },
+            "output.w has shape [2, 11]; expected is [2, 10]"},
+           {[](File* f) { f->tensors.erase("output.b"); }, "there is no tensor output.b"},
+           {[](File* f) {
+              f->tensors["output.b"] = Tensor(DType::kF32, {1, 10});
+            },
+            "output.b has shape [1, 10]; expected is [10]"},
+           {[](File* f) { f->metadata["heads"] = "3"; }, "heads is \"3\", not a divisor of 2"},
+           {[](File* f) { f->metadata["heads"] = "0"; }, "heads is \"0\", not a divisor of 2"},
+           {[](File* f) { f->metadata.erase("heads"); }, "heads is \"\", not a divisor of 2"}}) {
+    File file = TinyModel();
+    c.change(&file);
+    std::string path;
+    const absl::Status status = ReadBack(file, &path).status();
+    EXPECT_EQ(status.message(), c.answer.empty() ? "" : path + ": " + c.answer);
+    EXPECT_EQ(status.code(),
+              c.answer.empty() ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument);
+  }
   EXPECT_EQ(Adder::Read("/nowhere").status().code(), absl::StatusCode::kNotFound);
-  const std::string path = ::testing::TempDir() + "/not_an_adder";
-  ASSERT_TRUE(WriteSafetensors(path, {}).ok());
-  const absl::Status status = Adder::Read(path).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-  EXPECT_NE(status.message().find("technique"), absl::string_view::npos) << status;
+}
+
+TEST(Adder, TellsWhatIsInTheFileAndEmbedsBothDigits) {
+  std::string path;
+  const SafetensorsFile file = TinyModel();
+  const Adder adder = ReadBack(file, &path).value();
+  EXPECT_EQ(adder.steps(), 3);
+  EXPECT_EQ(adder.data(), "d");
+  EXPECT_EQ(ToString(adder.technique()), "universal_transformer:steps=3");
+  const Additions additions = DrawAdditions(2, 3, 0.5, 1);
+  EXPECT_EQ(adder.ProblemOf(additions), Problem::SelfAttention(2, 2, 5, 1));
+  const Tensor x = adder.Embed(additions);
+  EXPECT_EQ(x.shape(), (Shape{2, 5, 2}));
+  for (int64_t n = 0; n < x.num_elements(); ++n) {
+    const int64_t row = n / 2, c = n % 2;
+    EXPECT_EQ(x.span<float>()[n],
+              *file.tensors.at("embedding.first").view().At<float>(additions.first[row], c) +
+                  *file.tensors.at("embedding.second").view().At<float>(additions.second[row], c));
+  }
+  EXPECT_EQ(adder.LayerFor(additions, {}).status().message(),
+            "the model has no tensor attention.w_k");
+}
+
+// With W = 0 every digit is the one with the largest bias, here 7, the first of two.
+TEST(Adder, JudgesDigitsBehindTheMarkAndSumsThatAreRightAsAWhole) {
+  SafetensorsFile file = TinyModel();
+  Fill(file.tensors["output.w"].view(), 0);
+  Fill(file.tensors["output.b"].view(), -4);
+  file.tensors["output.b"].view().Set(7, -3);
+  file.tensors["output.b"].view().Set(8, -3);
+  std::string path;
+  const Adder adder = ReadBack(file, &path).value();
+  Additions additions;
+  additions.count = 2;
+  additions.digits = 1;
+  additions.sum = {Additions::kMark, 7, 7, Additions::kMark, 7, 6};
+  const Adder::Accuracy accuracy = adder.Judge(additions, Tensor(DType::kF32, {2, 3, 2}));
+  EXPECT_EQ(accuracy.digits, 0.75);
+  EXPECT_EQ(accuracy.sums, 0.5);
+}
+
+TEST(Adder, DrawsDigitsOfAllKindsAndAsManyNinesAsAsked) {
+  const Additions additions = DrawAdditions(50, 40, 0.25, 9);
+  int64_t seen[10] = {}, nines = 0;
+  for (int64_t b = 0; b < 50; ++b) {
+    for (int64_t t = 1; t <= 40; ++t) {
+      const int64_t n = b * additions.tokens() + t;
+      ++seen[additions.first[n]];
+      nines += additions.first[n] + additions.second[n] == 9;
+    }
+    // The last digit is the carry's: both numbers have a 0 there.
+    EXPECT_EQ(additions.first[b * 42 + 41] + additions.second[b * 42 + 41], 0);
+  }
+  // Counts of 2000 with probabilities 0.1 and 0.25 + 0.75 / 10, within five deviations.
+  for (const int64_t count : seen) EXPECT_NEAR(count, 200, 67);
+  EXPECT_NEAR(nines, 650, 105);
 }
 
 }  // namespace

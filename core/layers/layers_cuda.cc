@@ -87,11 +87,19 @@ absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& ca
 
 absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
                               const Execution& execution) {
+  const auto multiply = [blas](const GemmCall& gemm, void* scratch, void* stream) {
+    return blas->Multiply(gemm, scratch, stream);
+  };
+  return MultiplyWithLibrary({blas->workspace_bytes(), multiply}, matrix, call, execution);
+}
+
+absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatrix& matrix,
+                                 const MatMulCall& call, const Execution& execution) {
   const int64_t rows = RowsOf<TensorView>(call.y).rows();
   const int64_t columns = RowsOf<TensorView>(call.y).channels();
   const float* bias = BiasOf(matrix, call);
   Workspace workspace(execution.workspace);
-  std::byte* scratch = workspace.Take<std::byte>(static_cast<int64_t>(blas->workspace_bytes()));
+  std::byte* scratch = workspace.Take<std::byte>(static_cast<int64_t>(library.scratch_bytes));
 
   FloatRows x = ToFloatRows(call.x);
   if (x.first == nullptr) {
@@ -117,7 +125,7 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
   gemm.b_stride = matrix.out();
   gemm.c = y.first;
   gemm.c_stride = y.stride;
-  TFB_RETURN_IF_ERROR(blas->Multiply(gemm, scratch, execution.stream));
+  TFB_RETURN_IF_ERROR(library.multiply(gemm, scratch, execution.stream));
   const bool done =
       product.data == call.y.data && bias == nullptr && call.activation == Activation::kNone;
   if (done) return absl::OkStatus();
@@ -125,14 +133,17 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
                     execution);
 }
 
-size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out) {
-  const CudaBlas* blas = BlasOf(device);
-  if (blas == nullptr) return 0;
+size_t LibraryWorkspaceBytes(size_t scratch_bytes, int64_t rows, int64_t in, int64_t out) {
   return Workspace::Measure([=](Workspace& workspace) {
-    workspace.Take<std::byte>(static_cast<int64_t>(blas->workspace_bytes()));
+    workspace.Take<std::byte>(static_cast<int64_t>(scratch_bytes));
     workspace.Take<float>(rows * in);
     workspace.Take<float>(rows * out);
   });
+}
+
+size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out) {
+  const CudaBlas* blas = BlasOf(device);
+  return blas == nullptr ? 0 : LibraryWorkspaceBytes(blas->workspace_bytes(), rows, in, out);
 }
 
 absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,

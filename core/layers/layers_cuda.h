@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "absl/status/status.h"
 #include "core/cuda/blas.h"
@@ -24,6 +25,15 @@ absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& ca
                                 const Execution& execution);
 absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
                               const Execution& execution);
+// Does the same with any library, which multiplies rows of floats with `scratch_bytes` of memory.
+struct ProductLibrary {
+  size_t scratch_bytes = 0;
+  std::function<absl::Status(const GemmCall& gemm, void* scratch, void* stream)> multiply;
+};
+absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatrix& matrix,
+                                 const MatMulCall& call, const Execution& execution);
+// Returns the workspace of such a product: the library's, and x and y in fp32.
+size_t LibraryWorkspaceBytes(size_t scratch_bytes, int64_t rows, int64_t in, int64_t out);
 // Returns the workspace of the implementation that MatMulBackend names.
 size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out);
 absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,

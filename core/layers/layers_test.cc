@@ -9,6 +9,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -25,6 +26,7 @@
 #include "core/layers/layers_cuda.h"
 #include "core/layers/log_softmax.h"
 #include "core/layers/matmul.h"
+#include "core/layers/rows_of.h"
 #include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/tensor.h"
@@ -229,7 +231,11 @@ TEST_P(MatMulOn, ReadsAndWritesRowsThatLieBesideOthersAndRowsThatAreOne) {
   ConstTensorView repeated = Slice(part, 1, 2, 1);
   repeated.dims[1] = rows;
   repeated.strides[1] = 0;
-  for (const ConstTensorView& x : {part, repeated}) {
+  // Rows that do not begin at a multiple of 16 bytes, the first of them or the others.
+  const Tensor shifted = Random(DType::kF32, {1, rows, in + 4}, 5);
+  const Tensor odd = Random(DType::kF32, {1, rows, in + 1}, 6);
+  for (const ConstTensorView& x :
+       {part, repeated, Slice(shifted.view(), 2, 1, in), Slice(odd.view(), 2, 0, in)}) {
     Tensor y_memory(DType::kF32, {1, rows, 3 * out});
     Fill(y_memory.view(), 7);
     const TensorView y = Slice(y_memory.view(), 2, out, out);
@@ -349,12 +355,45 @@ TEST_P(MatMulOn, NoRowsAreNoWorkAndNoInputsGiveTheBias) {
 }
 
 TEST_P(MatMulOn, ShapesThatDoNotFitAreAnError) {
-  const Tensor x = Random(DType::kF32, {1, 2, 4}, 1), weights = Random(DType::kF32, {5, 3}, 2);
-  Tensor y(DType::kF32, {1, 2, 3});
+  const Tensor weights = Random(DType::kF32, {5, 3}, 2);
   const PackedMatrix matrix = Pack(weights.view());
   Machine machine = MachineFor(matrix, 2);
-  const absl::Status status = MatMul(matrix, {x.view(), {}, y.view()}, machine.execution());
-  EXPECT_EQ(status.message(), "a product of x [1, 2, 4] with W [5, 3] does not give y [1, 2, 3]");
+  struct Case {
+    Shape x, y, residual;
+    const char* message;
+  };
+  for (const Case& c : std::vector<Case>{
+           {{1, 2, 4}, {1, 2, 3}, {}, "x [1, 2, 4] with W [5, 3] does not give y [1, 2, 3]"},
+           {{2, 5}, {2, 5}, {}, "x [2, 5] with W [5, 3] does not give y [2, 5]"},
+           {{2, 5}, {1, 2, 3}, {}, "x [2, 5] with W [5, 3] does not give y [1, 2, 3]"},
+           {{5}, {3}, {}, "x [5] with W [5, 3] does not give y [3]"},
+           {{1, 1, 2, 5},
+            {1, 1, 2, 3},
+            {},
+            "x [1, 1, 2, 5] with W [5, 3] does not give y [1, 1, 2, 3]"},
+           {{2, 5}, {2, 3}, {3, 2}, "residual has shape [3, 2]; y has [2, 3]"}}) {
+    const Tensor x(DType::kF32, c.x), residual(DType::kF32, c.residual);
+    Tensor y(DType::kF32, c.y);
+    const ConstTensorView added = c.residual.empty() ? ConstTensorView() : residual.view();
+    const absl::Status status = MatMul(matrix, {x.view(), added, y.view()}, machine.execution());
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+    EXPECT_EQ(status.message(),
+              c.residual.empty() ? absl::StrCat("a product of ", c.message) : c.message);
+  }
+}
+
+TEST(MatMulOnTheCpu, ListedRowsAndSomeColumnsAreAnError) {
+  const Tensor weights = Random(DType::kF32, {5, 3}, 2), x = Random(DType::kF32, {2, 5}, 1);
+  const PackedMatrix matrix = PackedMatrix::Create(Device::kCpu, weights.view()).value();
+  Tensor y(DType::kF32, {2, 3});
+  const int32_t rows[2] = {0, 1};
+  MatMulCall listed = {x.view(), {}, y.view()}, of_columns = listed;
+  listed.rows.rows = rows;
+  of_columns.columns = {0, 1};
+  for (const MatMulCall& call : {listed, of_columns}) {
+    EXPECT_EQ(MatMul(matrix, call, {}).message(),
+              "products of listed rows and of some columns are on CUDA alone");
+  }
 }
 
 TEST(MatMulBackend, NamesWhatMultiplies) {
@@ -389,6 +428,123 @@ TEST(MatMulBackend, OurKernelAndCublasAgree) {
     ExpectProduct(x.view(), weights.view(), bias.view(), residual.view(), Activation::kGelu,
                   y->view());
   }
+}
+
+// A library on the simulator, which multiplies in host memory.
+absl::Status MultiplyOnHost(const GemmCall& gemm) {
+  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+  const auto load = [&](const float* from, int64_t rows, int64_t columns, int64_t stride) {
+    std::vector<float> matrix(rows * columns);
+    for (int64_t r = 0; r < rows; ++r) {
+      EXPECT_OK(
+          runtime->CopyToHost(&matrix[r * columns], from + r * stride, columns * sizeof(float)));
+    }
+    return matrix;
+  };
+  const std::vector<float> a = load(gemm.a, gemm.rows, gemm.depth, gemm.a_stride);
+  const std::vector<float> b = load(gemm.b, gemm.depth, gemm.columns, gemm.b_stride);
+  for (int64_t r = 0; r < gemm.rows; ++r) {
+    std::vector<float> sums(gemm.columns);
+    for (int64_t k = 0; k < gemm.depth; ++k) {
+      for (int64_t c = 0; c < gemm.columns; ++c) {
+        sums[c] += a[r * gemm.depth + k] * b[k * gemm.columns + c];
+      }
+    }
+    EXPECT_OK(runtime->CopyToDevice(gemm.c + r * gemm.c_stride, sums.data(),
+                                    gemm.columns * sizeof(float)));
+  }
+  return absl::OkStatus();
+}
+
+// Rows that a library can read or write in place, and such that it cannot; `copies` is how many of
+// x and y lie in the workspace.
+TEST(ProductLibrary, ReadsAndWritesRowsInPlaceWhereItCan) {
+  constexpr int64_t kIn = 20, kOut = 36, kScratch = 100;
+  const Tensor weights = Random(DType::kF32, {kIn, kOut}, 2), bias = Random(DType::kF32, {kOut}, 3);
+  const Tensor halves = Random(DType::kF16, {2, 5, kIn}, 1);
+  const Tensor wide = Random(DType::kF32, {2, 5, 3 * kIn}, 1);
+  const Tensor residual = Random(DType::kF32, {2, 5, kOut}, 4);
+  ConstTensorView repeated = Slice(wide.view(), 1, 2, 1);
+  repeated.dims[1] = 5;
+  repeated.strides[1] = 0;
+  struct Case {
+    ConstTensorView x;
+    DType dtype;  // of y
+    bool has_bias, has_residual;
+    Activation activation;
+    int copies;
+  };
+  const ConstTensorView part = Slice(wide.view(), 2, kIn, kIn);
+  for (const Case& c : std::vector<Case>{
+           {part, DType::kF32, false, false, Activation::kNone, 0},
+           {part, DType::kF32, true, false, Activation::kNone, 0},
+           {part, DType::kF32, false, false, Activation::kTanh, 0},
+           {Slice(Slice(part, 0, 1, 1), 1, 3, 1), DType::kF32, true, false, Activation::kRelu, 0},
+           {part, DType::kF32, true, true, Activation::kGelu, 1},
+           {part, DType::kBF16, false, false, Activation::kNone, 1},
+           {halves.view(), DType::kF32, true, false, Activation::kNone, 1},
+           {Slice(repeated, 2, 0, kIn), DType::kF32, false, false, Activation::kNone, 1},
+           {halves.view(), DType::kF16, true, true, Activation::kTanh, 2}}) {
+    const PackedMatrix matrix = PackedMatrix::Create(Device::kSimulator, weights.view(),
+                                                     c.has_bias ? bias.view() : ConstTensorView())
+                                    .value();
+    const int64_t rows = c.x.dim(0) * c.x.dim(1);
+    // Both copies of rows, each in whole units of 64 bytes, behind the library's memory.
+    const size_t bytes = LibraryWorkspaceBytes(kScratch, rows, kIn, kOut);
+    const auto units = [](int64_t floats) { return (floats * 4 + 63) / 64 * 64; };
+    EXPECT_EQ(bytes, static_cast<size_t>(128 + units(rows * kIn) + units(rows * kOut)));
+    Machine machine(Device::kSimulator, 1, bytes);
+    const auto* first = static_cast<const std::byte*>(machine.execution().workspace.data());
+    const auto is_inside = [&](const float* rows_of) {
+      const auto* at = reinterpret_cast<const std::byte*>(rows_of);
+      return at >= first && at < first + bytes ? 1 : 0;
+    };
+    int copies = 0;
+    ProductLibrary library;
+    library.scratch_bytes = kScratch;
+    library.multiply = [&](const GemmCall& gemm, void* scratch, void*) {
+      EXPECT_EQ(scratch, first);
+      copies = is_inside(gemm.a) + is_inside(gemm.c);
+      return MultiplyOnHost(gemm);
+    };
+    Tensor y_memory(c.dtype, {c.x.dim(0), c.x.dim(1), kOut + 4});
+    Fill(y_memory.view(), 7);
+    const TensorView y = Slice(y_memory.view(), 2, 0, kOut);
+    const ConstTensorView added = c.has_residual ? residual.view() : ConstTensorView();
+    DeviceMirror mirror(CudaRuntime::For(Device::kSimulator).value());
+    const TensorView written = mirror.CopyForWriting(y_memory.view()).value();
+    ASSERT_OK(MultiplyWithLibrary(library, matrix,
+                                  {mirror.Copy(c.x).value(), mirror.Copy(added).value(),
+                                   Slice(written, 2, 0, kOut), c.activation},
+                                  machine.execution()));
+    ASSERT_OK(mirror.CopyBack());
+    EXPECT_EQ(copies, c.copies);
+    ExpectProduct(c.x, weights.view(), c.has_bias ? bias.view() : ConstTensorView(), added,
+                  c.activation, y);
+    EXPECT_EQ(y_memory.view().Get(y_memory.num_elements() - 1), 7) << "written beside y";
+  }
+}
+
+// Some columns of a matrix, with their part of the bias.
+TEST(ProductLibrary, MultipliesSomeColumnsAndHandsItsErrorsOn) {
+  const Tensor x = Random(DType::kF32, {6, 20}, 1), weights = Random(DType::kF32, {20, 36}, 2);
+  const Tensor bias = Random(DType::kF32, {36}, 3);
+  const PackedMatrix matrix =
+      PackedMatrix::Create(Device::kSimulator, weights.view(), bias.view()).value();
+  Tensor y(DType::kF32, {1, 6, 7});
+  Machine machine(Device::kSimulator, 1, LibraryWorkspaceBytes(0, 6, 20, 36));
+  DeviceMirror mirror(CudaRuntime::For(Device::kSimulator).value());
+  const ConstTensorView one_batch(x.raw(), DType::kF32, {1, 6, 20});
+  MatMulCall call = {mirror.Copy(one_batch).value(), {}, mirror.CopyForWriting(y.view()).value()};
+  call.columns = {11, 7};
+  ProductLibrary library;
+  library.multiply = [](const GemmCall& gemm, void*, void*) { return MultiplyOnHost(gemm); };
+  ASSERT_OK(MultiplyWithLibrary(library, matrix, call, machine.execution()));
+  ASSERT_OK(mirror.CopyBack());
+  ExpectProduct(one_batch, Slice(weights.view(), 1, 11, 7), Slice(bias.view(), 0, 11, 7), {},
+                Activation::kNone, y.view());
+  library.multiply = [](const GemmCall&, void*, void*) { return absl::AbortedError("no"); };
+  EXPECT_EQ(MultiplyWithLibrary(library, matrix, call, machine.execution()).message(), "no");
 }
 
 TEST(Activation, IsWithinFewRoundingsOverItsWholeRange) {
@@ -488,12 +644,34 @@ TEST_P(LayerNormOn, ANanStaysInItsRowAndNoRowsAreNoWork) {
 }
 
 TEST_P(LayerNormOn, ShapesThatDoNotFitAreAnError) {
-  Tensor gamma(DType::kF32, {4}), x(DType::kF32, {1, 2, 5});
+  Tensor gamma(DType::kF32, {4});
   Fill(gamma.view(), 1);
   const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), gamma.view()).value();
   Machine machine(device(), 1, LayerNorm::workspace_bytes(device(), 5, 1));
-  EXPECT_EQ(norm.Run(x.view(), x.view(), machine.execution()).message(),
-            "layer norm of 4 channels of x [1, 2, 5] does not give y [1, 2, 5]");
+  for (const auto& [of_x, of_y] : std::vector<std::pair<Shape, Shape>>{
+           {{1, 2, 5}, {1, 2, 5}}, {{2, 4}, {1, 2, 4}}, {{4}, {4}}}) {
+    const Tensor x(DType::kF32, of_x);
+    Tensor y(DType::kF32, of_y);
+    EXPECT_EQ(norm.Run(x.view(), y.view(), machine.execution()).message(),
+              absl::StrCat("layer norm of 4 channels of x ", ShapeString(of_x), " does not give y ",
+                           ShapeString(of_y)));
+  }
+  EXPECT_EQ(norm.bytes(), 2u * 4 * sizeof(float));
+}
+
+TEST_P(LayerNormOn, DividesByTheRootOfTheVarianceAndItsOwnEpsilon) {
+  Tensor ones(DType::kF32, {2}), zeros(DType::kF32, {2}), x(DType::kF32, {1, 2});
+  Fill(ones.view(), 1);
+  Fill(zeros.view(), 0);
+  x.view().Set(0, 1);  // of 1 and 3 the variance is 1
+  x.view().Set(1, 3);
+  const LayerNorm norm = LayerNorm::Create(device(), ones.view(), zeros.view(), 3).value();
+  Machine machine(device(), 1, LayerNorm::workspace_bytes(device(), 2, 1));
+  const TensorView state = Out(x.view());
+  ASSERT_OK(norm.Run(state, state, machine.execution()));
+  Back();
+  EXPECT_EQ(x.span<float>()[0], -0.5f);
+  EXPECT_EQ(x.span<float>()[1], 0.5f);
 }
 
 TEST_P(LogSoftmaxOn, EqualsLoopsAlsoWhereExponentialsOverflow) {
@@ -545,10 +723,15 @@ TEST_P(LogSoftmaxOn, WorksInPlaceOnStridedRowsOfWhichANanTakesItsOwn) {
 }
 
 TEST_P(LogSoftmaxOn, ShapesThatDoNotFitAreAnError) {
-  Tensor x(DType::kF32, {1, 2, 5}), y(DType::kF32, {1, 2, 4});
   Machine machine(device(), 1, LogSoftmaxWorkspaceBytes(device(), 5, 1));
-  EXPECT_EQ(LogSoftmax(device(), x.view(), y.view(), machine.execution()).message(),
-            "log softmax of x [1, 2, 5] does not give y [1, 2, 4]");
+  for (const auto& [of_x, of_y] : std::vector<std::pair<Shape, Shape>>{
+           {{1, 2, 5}, {1, 2, 4}}, {{5}, {5}}, {{1, 1, 1, 5}, {1, 1, 1, 5}}}) {
+    const Tensor x(DType::kF32, of_x);
+    Tensor y(DType::kF32, of_y);
+    EXPECT_EQ(LogSoftmax(device(), x.view(), y.view(), machine.execution()).message(),
+              absl::StrCat("log softmax of x ", ShapeString(of_x), " does not give y ",
+                           ShapeString(of_y)));
+  }
 }
 
 TEST_P(FeedForwardOn, IsTwoProductsWithTheActivationBetween) {
@@ -619,6 +802,23 @@ TEST_P(AddOn, ScalesTheFirstAndBroadcastsTheSecondSummand) {
       EXPECT_EQ(y.view().Get(at), static_cast<float>(product + expected.Get(from)));
     });
   }
+}
+
+TEST_P(AddOn, ScalesTheSecondSummandAndRefusesSummandsOfOtherShapes) {
+  const Tensor a = Random(DType::kF32, {5, 7}, 1), b = Random(DType::kF32, {5, 7}, 2);
+  const Tensor other = Random(DType::kF32, {7, 5}, 3);
+  Tensor y(DType::kF32, {5, 7});
+  Machine machine(device(), 2, 0);
+  ASSERT_OK(AddScaled(device(), -0.5f, In(a.view()), 4, In(b.view()), Out(y.view()),
+                      machine.execution()));
+  Back();
+  for (int64_t n = 0; n < 35; ++n) {  // powers of two: both products are exact
+    EXPECT_EQ(y.span<float>()[n], -0.5f * a.span<float>()[n] + 4 * b.span<float>()[n]);
+  }
+  EXPECT_EQ(Add(device(), other.view(), b.view(), y.view(), machine.execution()).message(),
+            "the first summand has shape [7, 5]; the sum has [5, 7]");
+  EXPECT_EQ(Add(device(), a.view(), other.view(), y.view(), machine.execution()).message(),
+            "the second summand has shape [7, 5]; the sum has [5, 7]");
 }
 
 // ---- Gates ----
@@ -792,6 +992,17 @@ TEST_P(GateOn, ANanStaysInItsRow) {
   }
 }
 
+TEST_P(GateOn, ShapesThatDoNotFitAreAnError) {
+  const Gate gate = GateCase(4).Make(device(), GateKind::kInput);
+  Machine machine(device(), 1, Gate::workspace_bytes(device(), GateKind::kInput, 2, 4, 1));
+  const Tensor fits(DType::kF32, {2, 4}), other(DType::kF32, {1, 2, 4});
+  Tensor out(DType::kF32, {2, 4});
+  EXPECT_EQ(gate.Run(other.view(), fits.view(), out.view(), machine.execution()).message(),
+            "gate of x [1, 2, 4] and y [2, 4] does not give [2, 4]");
+  EXPECT_EQ(gate.Run(fits.view(), other.view(), out.view(), machine.execution()).message(),
+            "gate of x [2, 4] and y [1, 2, 4] does not give [2, 4]");
+}
+
 std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
   return std::string(Name(info.param));
 }
@@ -853,6 +1064,34 @@ TEST(Sinusoids, TheRowsOfLaterPositionsAreTheEndOfALongerTable) {
   });
   EXPECT_EQ(Sinusoids(0, int64_t{1} << 50, 64, form).status().code(),
             absl::StatusCode::kResourceExhausted);
+}
+
+TEST(RowsOf, TellsWhereFloatsLieSideBySide) {
+  Tensor floats(DType::kF32, {4, 6, 10}), halves(DType::kF16, {4, 6});
+  const ConstTensorView all = std::as_const(floats).view();
+  struct Case {
+    ConstTensorView view;
+    int64_t rows, stride;  // stride 0: no such rows
+  };
+  const ConstTensorView one_token = Slice(Slice(all, 1, 2, 1), 2, 3, 4);
+  for (const Case& c : std::vector<Case>{{all, 24, 10},
+                                         {Slice(all, 2, 3, 4), 24, 10},
+                                         {Slice(all, 1, 2, 3), 12, 0},
+                                         {Slice(Slice(all, 0, 1, 1), 1, 2, 3), 3, 10},
+                                         {one_token, 4, 60},
+                                         {Transpose(all, 1, 2), 40, 0},
+                                         {Slice(Transpose(all, 1, 2), 2, 1, 1), 40, 0},
+                                         {Slice(all, 2, 5, 1), 24, 10},
+                                         {std::as_const(halves).view(), 4, 0}}) {
+    const RowsOf<ConstTensorView> rows(c.view);
+    int64_t stride = 0;
+    const float* first = rows.FirstRow(&stride);
+    EXPECT_EQ(rows.rows(), c.rows) << ShapeString(c.view.shape());
+    EXPECT_EQ(first != nullptr, c.stride > 0) << ShapeString(c.view.shape());
+    if (first == nullptr) continue;
+    EXPECT_EQ(stride, c.stride) << ShapeString(c.view.shape());
+    for (int64_t row = 0; row < c.rows; ++row) EXPECT_EQ(rows.Offset(row), row * c.stride);
+  }
 }
 
 TEST(Layers, CallsAllocateNothing) {

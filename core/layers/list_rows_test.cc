@@ -165,30 +165,32 @@ TEST_P(ListRowsOn, ListedRowsOfLayersHaveTheBitsThatTheyHaveAmongAll) {
 TEST_P(ListRowsOn, ColumnsOfAMatrixGiveTheirPartOfTheProduct) {
   const Tensor x = Random({70, 40}, 1), weights = Random({40, 100}, 2), bias = Random({100}, 3);
   const PackedMatrix matrix = PackedMatrix::Create(device(), weights.view(), bias.view()).value();
-  const PackedMatrix part = PackedMatrix::Create(device(), Slice(weights.view(), 1, 30, 67),
-                                                 Slice(bias.view(), 0, 30, 67))
-                                .value();
   const size_t bytes = MatMulWorkspaceBytes(device(), 70, 40, 100, 1);
   const DeviceBuffer memory = CudaRuntime::For(device()).value()->Allocate(bytes).value();
   Execution execution;
   execution.workspace = absl::MakeSpan(memory.As<std::byte>(), bytes);
-  Tensor of_columns(DType::kF32, {70, 67}), of_part(DType::kF32, {70, 67});
-  Fill(of_columns.view(), kNan);
-  DeviceMirror mirror(CudaRuntime::For(device()).value());
-  const ConstTensorView input = mirror.Copy(x.view()).value();
-  ASSERT_OK(MultiplyWithKernel(matrix,
-                               {input,
-                                {},
-                                mirror.CopyForWriting(of_columns.view()).value(),
-                                Activation::kRelu,
-                                {},
-                                {30, 67}},
-                               execution));
-  ASSERT_OK(MultiplyWithKernel(
-      part, {input, {}, mirror.CopyForWriting(of_part.view()).value(), Activation::kRelu},
-      execution));
-  ASSERT_OK(mirror.CopyBack());
-  EXPECT_EQ(std::memcmp(of_columns.raw(), of_part.raw(), of_part.bytes()), 0);
+  for (const int64_t count : {67, 36}) {  // no multiple of four, and one
+    const PackedMatrix part = PackedMatrix::Create(device(), Slice(weights.view(), 1, 30, count),
+                                                   Slice(bias.view(), 0, 30, count))
+                                  .value();
+    Tensor of_columns(DType::kF32, {70, count}), of_part(DType::kF32, {70, count});
+    Fill(of_columns.view(), kNan);
+    DeviceMirror mirror(CudaRuntime::For(device()).value());
+    const ConstTensorView input = mirror.Copy(x.view()).value();
+    ASSERT_OK(MultiplyWithKernel(matrix,
+                                 {input,
+                                  {},
+                                  mirror.CopyForWriting(of_columns.view()).value(),
+                                  Activation::kRelu,
+                                  {},
+                                  {30, count}},
+                                 execution));
+    ASSERT_OK(MultiplyWithKernel(
+        part, {input, {}, mirror.CopyForWriting(of_part.view()).value(), Activation::kRelu},
+        execution));
+    ASSERT_OK(mirror.CopyBack());
+    EXPECT_EQ(std::memcmp(of_columns.raw(), of_part.raw(), of_part.bytes()), 0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(, ListRowsOn, ::testing::Values(Device::kSimulator, Device::kCuda),

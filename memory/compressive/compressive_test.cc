@@ -702,6 +702,17 @@ TEST(Compressive, WhatItCannotDoIsSaidInOneLine) {
             "query_heads, 4");
 }
 
+TEST(Compressive, TheDefinitionRefusesSegmentsOfMoreOrFewerTokens) {
+  const Problem problem = CausalProblem(1, 2, 8, 4);
+  const NamedTensors parameters = PerturbedParameters(Compressive(), problem, {});
+  const Tensor x = RandomHidden(problem);
+  for (const std::vector<int64_t>& segments : std::vector<std::vector<int64_t>>{{4, 3}, {8, 1}}) {
+    EXPECT_EQ(
+        DefineCompressive(problem, {}, parameters, {{"x", x.view()}}, segments).status().message(),
+        "segments have " + std::to_string(segments[0] + segments[1]) + " tokens; allowed are 8");
+  }
+}
+
 // ---- Queues of an earlier run ----
 
 TEST(Compressive, TwoRunsWithTheQueuesHandedOverAreOne) {
@@ -723,7 +734,7 @@ TEST(Compressive, TwoRunsWithTheQueuesHandedOverAreOne) {
               {"compressed_memory", "6"},
               {"given_memory", "12"},
               {"given_compressed", "5"}},
-             {{"memory", "40"}, {"compressed_memory", "20"}, {"given_compressed", "7"}}}) {
+             {{"memory", "40"}, {"compressed_memory", "20"}, {"given_compressed", "19"}}}) {
       Options options = more;
       options["function"] = function;
       options["segment"] = "8";

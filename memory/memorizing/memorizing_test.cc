@@ -140,6 +140,40 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
   }
 }
 
+// A warp reads 32 slots and 32 channels at a time.
+TEST(Memorizing, InTheSimulatorMoreSlotsAndChannelsThanAWarpHasEqualTheDefinition) {
+  for (const char* softmax : {"separate", "joint"}) {
+    ExpectAsDefined(CausalProblem(1, 2, 90, 36),
+                    {{"segment", "30"},
+                     {"store", "50"},
+                     {"k", "45"},
+                     {"layers", "1"},
+                     {"softmax", softmax},
+                     {"null_key", "true"}},
+                    Device::kSimulator);
+  }
+}
+
+// With pre_norm a token of zeros has a key and a query of length 0: its scores are 0, and of equal
+// scores the older token's comes first.
+TEST(Memorizing, TokensOfZerosAreRetrievedInTheirOrder) {
+  const Problem problem = CausalProblem(1, 2, 30, 8);
+  const Options options = {
+      {"segment", "6"}, {"store", "15"}, {"k", "4"}, {"layers", "1"}, {"pre_norm", "true"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  Tensor x = RandomHidden(problem);
+  Fill(x.view(), 0);
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+    const NamedTensors defined = Define(problem, options, parameters, x, &computed);
+    EXPECT_EQ(MaxDifference(computed.at("retrieved").view(), defined.at("retrieved").view()), 0);
+    EXPECT_LE(MaxDifference(computed.at("out").view(), defined.at("out").view()), 1e-6);
+    for (int64_t n = 0; n < 4; ++n) {
+      EXPECT_EQ(*computed.at("retrieved").view().At<int64_t>(0, 1, 25, n), 24 - 15 + n);
+    }
+  }
+}
+
 TEST(Memorizing, OneHeadOfKeysAndValuesIsEveryHeadsAlike) {
   const Problem problem = CausalProblem(2, 3, 60, 8);
   const Tensor x = RandomHidden(problem);

@@ -6,7 +6,6 @@
 // the median of each sample's ratio to the stack without a store.
 //
 //   bazel run -c opt //memory/memorizing:step_time -- --stores=0,8192,65536 --threads=2
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -23,6 +22,7 @@
 #include "core/random.h"
 #include "core/status.h"
 #include "memory/memorizing/memorizing.h"
+#include "results/statistics.h"
 
 ABSL_FLAG(std::vector<std::string>, stores,
           std::vector<std::string>({"0", "1024", "8192", "65536"}),
@@ -47,11 +47,6 @@ constexpr char kUsage[] =
     "Times how long a stack takes for a segment, over sizes of the store that one of its layers\n"
     "retrieves from.\n\n"
     "Exit status: 0 done, 2 bad usage.";
-
-double Median(std::vector<double> samples) {
-  std::nth_element(samples.begin(), samples.begin() + samples.size() / 2, samples.end());
-  return samples[samples.size() / 2];
-}
 
 double Now() {
   if (absl::GetFlag(FLAGS_cpu_time)) return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
@@ -150,8 +145,8 @@ absl::StatusOr<int> Measure() {
               static_cast<int>(absl::GetFlag(FLAGS_k)), pool.threads());
   std::printf("%9s %12s %9s %12s\n", "store", "ms a step", "ratio", "store MiB");
   for (size_t s = 0; s < stores.size(); ++s) {
-    std::printf("%9s %12.2f %8.2fx %12.1f\n", stores[s].c_str(), 1e3 * Median(seconds[s]),
-                Median(ratios[s]), readers[s]->store_bytes() / (1 << 20));
+    std::printf("%9s %12.2f %8.2fx %12.1f\n", stores[s].c_str(), 1e3 * MedianOf(seconds[s])->median,
+                MedianOf(ratios[s])->median, readers[s]->store_bytes() / (1 << 20));
   }
   return kExitDone;
 }

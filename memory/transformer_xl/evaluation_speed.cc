@@ -28,6 +28,7 @@
 #include "core/status.h"
 #include "harness/inputs/language_model.h"
 #include "memory/transformer_xl/transformer_xl.h"
+#include "results/statistics.h"
 
 ABSL_FLAG(std::vector<std::string>, lengths,
           std::vector<std::string>({"800", "1800", "2800", "3800"}),
@@ -46,11 +47,6 @@ constexpr char kUsage[] =
     "segment by segment or byte by byte, and with the window of each byte recomputed.\n\n"
     "Exit status: 0 done, 2 bad usage.";
 constexpr int64_t kSegments = 5;  // segments that are timed
-
-double Median(std::vector<double> samples) {
-  std::nth_element(samples.begin(), samples.begin() + samples.size() / 2, samples.end());
-  return samples[samples.size() / 2];
-}
 
 // The model's stack with other options, and its weights.
 class Reader {
@@ -111,7 +107,7 @@ class Reading {
   }
 
   void ForgetTimes() { seconds_.clear(); }
-  double MsPerByte() const { return 1e3 * Median(seconds_); }
+  double MsPerByte() const { return 1e3 * MedianOf(seconds_)->median; }
 
   // Returns the bits per byte of the bytes from `first` to `end`: the difference of two sums, in
   // which the earlier bytes cancel.

@@ -49,7 +49,6 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
                                                  absl::Span<const int64_t> begins, ThreadPool* pool,
                                                  const ConstTensorView& memories) {
   const layers::StackSizes sizes = ShapeWithSpans(problem, options).sizes;
-  TFB_RETURN_IF_ERROR(layers::CheckRelativeStack("transformer_xl", problem, options));
   TFB_RETURN_IF_ERROR(layers::CheckParameters(layers::StackParameters(sizes), parameters));
   if (problem.query_tokens > 0 && (begins.empty() || begins[0] != 0)) {
     return absl::InvalidArgumentError("the first segment does not begin at token 0");

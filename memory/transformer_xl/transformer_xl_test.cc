@@ -440,6 +440,7 @@ TEST(TransformerXl, AStreamReadsTheMemoriesWithItsFirstSegment) {
   FillNormal(&memories, 9, "memories");
   const auto run = RunLayer(xl.layer(), {{"x", xl.x().view()}, {"memories", memories.view()}}, 1);
   ASSERT_TRUE(run.ok()) << run.status();
+  const Tensor final_memories = run->at("memories").Clone();
   Machine machine(xl.layer(), 1);
   for (int repeat = 0; repeat < 2; ++repeat) {
     ASSERT_TRUE(xl.layer().Reset().ok());
@@ -459,6 +460,8 @@ TEST(TransformerXl, AStreamReadsTheMemoriesWithItsFirstSegment) {
     EXPECT_EQ(MaxDifference(out.view(), run->at("out").view()), 0);
   }
   EXPECT_TRUE(machine.guard_intact());
+  // A stream leaves the outputs of the Run before it alone.
+  EXPECT_EQ(MaxDifference(run->at("memories").view(), final_memories.view()), 0);
 }
 
 TEST(TransformerXl, CostsCountTheGivenKeys) {
@@ -860,6 +863,18 @@ TEST(TransformerXl, ASegmentThatIsTooLongIsAnError) {
   const absl::Status status = test.layer().Append({{"x", test.x().view()}},
                                                   {{"out", test.x().view()}}, machine.execution());
   EXPECT_EQ(status.message(), "segment has 64 tokens; allowed are 1 to 16");
+}
+
+TEST(TransformerXl, TheDefinitionRefusesSegmentsThatLeaveOutTheFirstToken) {
+  const Problem problem = CausalProblem(1, 2, 8, 4);
+  Case test(problem, {});
+  for (const std::vector<int64_t>& begins : std::vector<std::vector<int64_t>>{{}, {1, 4}}) {
+    EXPECT_EQ(
+        DefineTransformerXl(problem, test.options(), test.parameters(), test.x().view(), begins)
+            .status()
+            .message(),
+        "the first segment does not begin at token 0");
+  }
 }
 
 TEST(TransformerXl, TheDefinitionNamesAParameterThatDoesNotFit) {
