@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -117,6 +119,131 @@ TEST(Inputs, OneDistantKeyHoldsNearlyAllOfTheNeedleMass) {
     }
     for (int64_t quarter = 0; quarter < (causal ? 3 : 4); ++quarter) {
       EXPECT_GT(found[quarter], 5) << quarter;
+    }
+  }
+}
+
+// Returns the score c of the header by bisection: the smaller root of c - c^2 m / 2d = log(r n / m)
+// (0 where the right side is not above 0), or d / m where the left side never gets there.
+double ScoreOfPeaks(double n, double m, double r, double d) {
+  const double wanted = std::log(r * n / m);
+  double low = 0, high = d / m;
+  if (high - high * high * m / (2 * d) <= wanted) return high;
+  for (int step = 0; step < 200; ++step) {
+    const double middle = (low + high) / 2;
+    (middle - middle * middle * m / (2 * d) < wanted ? low : high) = middle;
+  }
+  return low;
+}
+
+// Tells whether a drawn query is the sum of these keys that the header states. Entries are f32 of a
+// few units; sums of other keys are far away.
+bool IsSumOfKeys(const Problem& p, const NamedTensors& inputs, int64_t row, double score,
+                 const std::vector<int64_t>& keys) {
+  const ConstTensorView q = inputs.at("q").view(), k = inputs.at("k").view();
+  const int64_t i = row % p.query_tokens, h = row / p.query_tokens % p.query_heads;
+  const int64_t b = row / p.query_tokens / p.query_heads;
+  for (int64_t c = 0; c < p.head_dim; ++c) {
+    double sum = 0;
+    for (const int64_t j : keys) sum += *k.At<float>(b, h / p.group(), j, c);
+    const double stated = score / std::sqrt(static_cast<double>(p.head_dim)) * sum;
+    if (std::abs(*q.At<float>(b, h, i, c) - stated) > 1e-4) return false;
+  }
+  return true;
+}
+
+// 200 sequences, so that each key that may be drawn for a position is.
+TEST(Inputs, AQueryIsTheStatedSumOfKeysAndEveryKeyThatIsAllowedIsDrawn) {
+  for (const bool causal : {false, true}) {
+    for (const auto& [queries, keys, head_dim] :
+         std::vector<std::tuple<int64_t, int64_t, int64_t>>{{7, 7, 5}, {9, 11, 40}, {11, 9, 40}}) {
+      Problem p = Problem::SelfAttention(200, 4, queries, head_dim, causal);
+      p.kv_heads = 2;
+      p.kv_tokens = keys;
+      for (const char* profile : {"peaked", "needle"}) {
+        const bool peaked = std::string(profile) == "peaked";
+        const NamedTensors inputs = MakeOrDie(Drawn(profile), p);
+        const ConstTensorView k = inputs.at("k").view();
+        for (int64_t row = 0; row < k.num_elements() / head_dim; row += 17) {
+          double square = 0;
+          for (int64_t c = 0; c < head_dim; ++c) square += std::pow(k.Get(row * head_dim + c), 2);
+          EXPECT_NEAR(square, static_cast<double>(head_dim), 1e-4 * head_dim);
+        }
+        std::map<int64_t, std::set<std::vector<int64_t>>> drawn;  // by position
+        for (int64_t row = 0; row < 200 * 4 * queries; ++row) {
+          const int64_t position = row % queries + p.causal_offset();
+          const int64_t seen = causal ? std::min(position + 1, keys) : keys;
+          if (seen < 1) continue;
+          const int64_t m = peaked ? std::min<int64_t>(3, seen) : 1;
+          const double score = ScoreOfPeaks(seen, m, peaked ? 4 : 99, head_dim);
+          int found = 0;
+          const auto is_it = [&](const std::vector<int64_t>& chosen) {
+            if (!IsSumOfKeys(p, inputs, row, score, chosen)) return;
+            ++found;
+            drawn[position].insert(chosen);
+          };
+          for (int64_t first = 0; first < seen; ++first) {
+            if (m == 1) is_it({first});
+            for (int64_t second = first + 1; second < seen && m > 1; ++second) {
+              if (m == 2) is_it({first, second});
+              for (int64_t third = second + 1; third < seen && m > 2; ++third) {
+                is_it({first, second, third});
+              }
+            }
+          }
+          ASSERT_EQ(found, 1) << profile << " row " << row;
+        }
+        for (const auto& [position, all] : drawn) {
+          const int64_t seen = causal ? std::min(position + 1, keys) : keys;
+          std::set<std::vector<int64_t>> allowed;
+          const auto in_part = [&](int64_t j, int64_t part, int64_t parts) {
+            return j >= part * seen / parts && j < (part + 1) * seen / parts;
+          };
+          for (int64_t first = 0; first < seen; ++first) {
+            const int64_t from = std::clamp<int64_t>(position, 0, seen - 1);
+            if (!peaked && std::abs(first - from) >= seen / 4) allowed.insert({first});
+            if (peaked && seen == 1) allowed.insert({first});
+            for (int64_t second = first + 1; second < seen && peaked; ++second) {
+              if (seen == 2) allowed.insert({first, second});
+              for (int64_t third = second + 1; third < seen; ++third) {
+                if (in_part(first, 0, 3) && in_part(second, 1, 3) && in_part(third, 2, 3)) {
+                  allowed.insert({first, second, third});
+                }
+              }
+            }
+          }
+          EXPECT_EQ(all, allowed) << profile << " position " << position << " of " << seen;
+        }
+      }
+    }
+  }
+}
+
+TEST(Inputs, QueriesThatAreTheKeysRepeatAfterAPeriodWithTheStatedLength) {
+  for (const auto& [profile, m, r] :
+       {std::tuple("peaked", 3, 4.0), std::tuple("needle", 1, 99.0)}) {
+    for (const int64_t tokens : {1, 2, 7, 8, 40}) {
+      Problem problem = Problem::SelfAttention(2, 3, tokens, 64);
+      problem.value_dim = 5;
+      std::vector<TensorSpec> specs = QkvInputs(problem);
+      specs.erase(specs.begin() + 1);
+      const NamedTensors inputs = MakeInputs({profile, nullptr}, specs, problem, 3).value();
+      const ConstTensorView q = inputs.at("q").view();
+      const int64_t period = std::max<int64_t>(1, (tokens + m) / (m + 1));
+      const double n = static_cast<double>(tokens);
+      const double length = ScoreOfPeaks(n, 1, r / m, 64);
+      std::set<double> firsts;  // first channels of vectors that should differ
+      for (int64_t row = 0; row < 2 * 3 * tokens; ++row) {
+        double square = 0;
+        for (int64_t c = 0; c < 64; ++c) {
+          square += std::pow(q.Get(row * 64 + c), 2);
+          if (row % tokens < period) continue;
+          EXPECT_EQ(q.Get(row * 64 + c), q.Get((row - period) * 64 + c)) << tokens;
+        }
+        EXPECT_NEAR(std::sqrt(square), std::max(0.0, length), 1e-5 * length + 1e-12) << tokens;
+        if (row % tokens < period) firsts.insert(q.Get(row * 64));
+      }
+      EXPECT_EQ(firsts.size(), static_cast<size_t>(2 * 3 * period));
     }
   }
 }

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
+#include "core/cuda/device_probe.h"
 #include "harness/measure/clock.h"
 #include "results/results.pb.h"
 
@@ -17,6 +19,13 @@ namespace tfb {
 // out is left as results.proto says of an unknown. `threads` is the default size of the pool;
 // `workspace` is the folder whose git commit is recorded, empty for none.
 Environment DescribeMachine(int threads, const std::string& workspace);
+
+// Adds the GPUs of the machine, each with the state that NVML tells; where it is an error, why there
+// are none.
+void DescribeGpus(const absl::StatusOr<CudaMachine>& machine, Environment* environment);
+
+// The name of this machine in its network.
+std::string HostName();
 
 // Adds to `environment` the f32 FMA rate and the read bandwidth of a pool of each size, timed by
 // `clock`. Takes about 0.3 s a size.

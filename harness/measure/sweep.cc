@@ -21,6 +21,7 @@
 #include "absl/time/time.h"
 #include "core/command_line.h"
 #include "core/status.h"
+#include "harness/measure/machine.h"
 #include "harness/measure/machine_load.h"
 #include "harness/measure/progress.h"
 #include "harness/measure/sweep_worker.h"
@@ -897,11 +898,9 @@ int RunSweep(const SweepOptions& options, const std::vector<Job>& cases) {
 }
 
 std::string DefaultResultPath() {
-  char host[256] = "";
-  gethostname(host, sizeof(host) - 1);
   const std::string stem = absl::StrCat(
       DefaultRunsFolder(), "/",
-      absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()), "-", host);
+      absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()), "-", HostName());
   std::string path = stem + ".pb";
   std::error_code error;
   for (int n = 2; std::filesystem::exists(path, error); ++n)
