@@ -141,8 +141,6 @@ TEST(Errors, WhatCannotBeHeldAgainstOneAnotherIsNamed) {
   // A reference is contiguous.
   EXPECT_EQ(refusal(Slice(Tensor(DType::kF64, {1, 3, 5}).view(), 2, 0, 4), {}),
             kBegin + "[1, 3, 4] of 0 rows");
-  EXPECT_TRUE(ComparedRows::Of(output.view(), two.view(), {0, 2})->sampled());
-  EXPECT_FALSE(ComparedRows::Of(output.view(), output.view(), {0, 2})->sampled());
   EXPECT_FALSE(MaxAbsError(output.view(), both.view(), {0, 1}).ok());
   const auto weights = [](const ConstTensorView& own, const ConstTensorView& dense) {
     return std::string(CompareWeights(own, dense).status().message());

@@ -35,6 +35,8 @@ class HostFiles {
   std::optional<int64_t> MemoryBytes() const;
   // Bytes that a process can still take before the kernel swaps or kills.
   int64_t AvailableMemoryBytes() const;
+  // 80 % of that, which is what a case may take where the caller does not say.
+  int64_t DefaultMemoryLimit() const { return AvailableMemoryBytes() / 10 * 8; }
 
  private:
   std::string ReadText(const std::string& path) const;

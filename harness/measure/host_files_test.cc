@@ -154,6 +154,9 @@ TEST(HostFiles, MemoryIsBoundedByTheQuotaOfTheControlGroup) {
     const HostFiles files = Machine(machines[i].texts);
     EXPECT_EQ(files.MemoryBytes(), machines[i].total) << "machine " << i;
     EXPECT_EQ(files.AvailableMemoryBytes(), machines[i].available) << "machine " << i;
+    EXPECT_NEAR(static_cast<double>(files.DefaultMemoryLimit()),
+                0.8 * static_cast<double>(machines[i].available), 8)
+        << "machine " << i;
   }
 }
 

@@ -258,7 +258,7 @@ int UsableCores() {
   return HostFiles().UsableCores(std::max<int>(1, static_cast<int>(AllowedCores().size())));
 }
 
-int64_t AvailableMemoryBytes() { return HostFiles().AvailableMemoryBytes(); }
+int64_t DefaultMemoryLimit() { return HostFiles().DefaultMemoryLimit(); }
 
 int64_t LastLevelCacheBytes() { return HostFiles().LastLevelCacheBytes(); }
 

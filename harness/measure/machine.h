@@ -35,9 +35,9 @@ void MeasurePeaks(const std::vector<int>& threads, Environment* environment,
 // Cores that this process may use: its affinity, bounded by the CPU quota of its control group.
 int UsableCores();
 
-// Bytes that a process can still take before the kernel swaps or kills, by /proc/meminfo and the
-// control group.
-int64_t AvailableMemoryBytes();
+// What a case may take where the caller does not say: 80 % of the bytes that a process can still take
+// before the kernel swaps or kills, by /proc/meminfo and the control group.
+int64_t DefaultMemoryLimit();
 
 // Bytes of the last cache of the processor that this runs on; 32 MiB where the system does not tell.
 int64_t LastLevelCacheBytes();

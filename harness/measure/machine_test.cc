@@ -9,7 +9,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <functional>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -184,19 +183,6 @@ TEST(Machine, PeaksAreMeasuredOncePerNumberOfThreads) {
             "unit: \"B/s\" threads: 3 kind: KIND_READ_BANDWIDTH device: DEVICE_TYPE_CPU }");
 }
 
-// A clock whose time between two readings depends on how many there were before.
-class CountingClock : public Clock {
- public:
-  explicit CountingClock(std::function<double(int reading)> tick) : tick_(std::move(tick)) {}
-  double Seconds() override { return seconds_ += tick_(readings_++); }
-  void WaitUntil(double) override {}
-
- private:
-  const std::function<double(int)> tick_;
-  double seconds_ = 0;
-  int readings_ = 0;
-};
-
 // A pass reads the clock at its begin, before the work, after it and at its end; a trial of how many
 // iterations last 2 ms, before and after. Each pass is faster than all before it, so that the peak
 // tells how many there were.
@@ -245,7 +231,7 @@ TEST(Machine, ThePeakOfResidentMemoryIsTheKernels) {
 
 TEST(Machine, LimitsAreThoseOfTheHostsFiles) {
   EXPECT_EQ(LastLevelCacheBytes(), HostFiles().LastLevelCacheBytes());
-  EXPECT_GT(AvailableMemoryBytes(), 1 << 20);
+  EXPECT_GT(DefaultMemoryLimit(), 1 << 20);
 }
 
 TEST(Machine, TheWorkspaceIsThatOfBazelRun) {

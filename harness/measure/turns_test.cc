@@ -76,9 +76,7 @@ TEST(ReadLine, ASignalEndsTheWaitingWhereThatIsWanted) {
   }
   EXPECT_EQ(ReadLine(ends[0], [] { return true; }), std::nullopt);
   int interruptions = 0;
-  const auto goes_on = [&] {
-    return ++interruptions == 3 && write(ends[1], "line\n", 5) != 5;
-  };
+  const auto goes_on = [&] { return ++interruptions == 3 && write(ends[1], "line\n", 5) != 5; };
   EXPECT_EQ(ReadLine(ends[0], goes_on), "line");
   EXPECT_GE(interruptions, 3);
   kill(signals, SIGKILL);

@@ -587,6 +587,25 @@ TEST_F(SmallPlan, ADeadlineThatIsPassedLeavesOutTheRestOfItsKind) {
             "tokens would take about 2 s and 0 s of --time_budget=1:00 are left\ndone");
 }
 
+// Without a budget a visit of three takes 11 of the 33 samples of 1 s, and six setups and cold runs, of 2 s
+// and of 1.5 s and a flush; before them the case is prepared for 1 s and tried for 1 s.
+TEST_F(SmallPlan, WhatIsExpectedIsOfTheVisitsThatAreLeft) {
+  options_.time_budget = 0;
+  options_.rounds = 3;
+  SweepPlan plan = Plan({false, false, true, false, false, false, false, false});
+  plan.Note(2, Found(11, 1, 1));
+  const double visit = 1 + 1 + 11 + 6 * 2 + 6 * (1.5 + 0.05);
+  EXPECT_NEAR(plan.ExpectedSeconds(100), 2 * visit, 1e-9);
+  plan.Note(2, Found(22, 1, 1));
+  EXPECT_NEAR(plan.ExpectedSeconds(100), visit, 1e-9);
+  options_.takes_turns = true;
+  SweepPlan in_turns = Plan({false, false, true, false, false, false, false, false});
+  in_turns.Note(2, Found(11, 1, 1));
+  EXPECT_NEAR(in_turns.ExpectedSeconds(100), 2 * 2 * visit, 1e-9);
+  plan.Note(2, Found(33, 1, 1));
+  EXPECT_EQ(plan.ExpectedSeconds(100), 0);
+}
+
 TEST_F(SmallPlan, AnotherBuildChoosesTheGroupsAndEachVisitTakesTwice) {
   options_.takes_turns = true;
   options_.rounds = 3;
