@@ -116,12 +116,11 @@ absl::StatusOr<InputSource> ReadInput() {
         absl::StrCat("--input: \"", input, "\" is drawn; tensors of your own are asked for"));
   }
   const std::string layer = absl::GetFlag(FLAGS_layer);
+  if (layer.empty() && sources->size() == 1) return sources->front();
   std::vector<std::string> layers;
   for (const InputSource& source : *sources) {
     layers.push_back(source.captured->layer);
-    if (source.captured->layer == layer || sources->size() == 1) {
-      if (layer.empty() || source.captured->layer == layer) return source;
-    }
+    if (source.captured->layer == layer) return source;
   }
   return absl::InvalidArgumentError(
       layer.empty()
@@ -344,6 +343,10 @@ absl::StatusOr<int> DrawInput() {
   }
   TFB_ASSIGN_OR_RETURN(Job job, ReadWithoutInput());
   TFB_RETURN_IF_ERROR(CheckDirection(job));
+  // What the technique refuses, such as a list of another length than it has layers, is refused here
+  // and not first by the run that reads the tensors.
+  TFB_RETURN_IF_ERROR(
+      job.technique->Create(job.problem, job.options, Device::kCpu, job.seed).status());
   TFB_ASSIGN_OR_RETURN(const NamedTensors inputs, job.LoadInputs());
   const std::string path = CallerPath(absl::GetFlag(FLAGS_draw_input));
   const absl::Status written = WriteSafetensors(path, inputs, MetadataOf(job));

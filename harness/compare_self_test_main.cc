@@ -1,8 +1,6 @@
 // Tests on this machine how far a comparison of two sweeps can be trusted.
 #include <stdlib.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <string>
@@ -10,7 +8,6 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "core/command_line.h"
 #include "core/status.h"
 #include "core/technique.h"
@@ -62,7 +59,7 @@ absl::StatusOr<SelfTestOptions> OptionsOfFlags() {
                        ParseSeconds("min_time", absl::GetFlag(FLAGS_min_time)));
   TFB_ASSIGN_OR_RETURN(sweep.time_budget,
                        ParseSeconds("time_budget", absl::GetFlag(FLAGS_time_budget)));
-  sweep.measure.memory_limit = AvailableMemoryBytes() / 10 * 8;
+  sweep.measure.memory_limit = DefaultMemoryLimit();
   sweep.rounds = absl::GetFlag(FLAGS_rounds);
   sweep.program = kProgram;
   sweep.workspace = WorkspaceFolder();
@@ -92,43 +89,13 @@ absl::StatusOr<std::string> MakeFolder() {
   return folder;
 }
 
-// A share with its 95 % interval by Wilson (1927).
-std::string ShareText(int part, int whole) {
-  constexpr double kZ = 1.959964;
-  const double n = std::max(whole, 1), p = part / n;
-  const double centre = (p + kZ * kZ / (2 * n)) / (1 + kZ * kZ / n);
-  const double half = kZ / (1 + kZ * kZ / n) * std::sqrt(p * (1 - p) / n + kZ * kZ / (4 * n * n));
-  return absl::StrFormat("%d of %d, %.2f%% (95%% interval %.2f%% to %.2f%%)", part, whole, 100 * p,
-                         100 * std::max(0.0, centre - half), 100 * (centre + half));
-}
-
-void Print(const SelfTestOptions& options, const SelfTestCounts& counts) {
-  std::printf("%d sweeps, %d techniques at %s tokens, %d samples each; threshold %g\n",
-              counts.sweeps, counts.techniques, options.cases.lengths.c_str(),
-              options.sweep.measure.repetitions, options.compare.threshold);
-  std::printf("false alarms  %s of times that are the same are called SLOWER\n",
-              ShareText(counts.false_alarms, counts.same_times).c_str());
-  const auto count = [&counts](Verdict verdict) {
-    const auto found = counts.verdicts.find(verdict);
-    return found == counts.verdicts.end() ? 0 : found->second;
-  };
-  std::printf("              and %d FASTER, %d AMBIGUOUS, %d SAME, %d not judged\n",
-              count(Verdict::kImproved), count(Verdict::kAmbiguous), count(Verdict::kSame),
-              count(Verdict::kNotJudged));
-  std::printf("power         %s of techniques slowed by %.0f%% are found\n",
-              ShareText(counts.found, counts.slowed).c_str(), 100 * (options.slow_down - 1));
-  for (const auto& [name, times] : counts.missed) {
-    std::printf("              missed %s %d times\n", name.c_str(), times);
-  }
-}
-
 absl::StatusOr<int> Test() {
   TFB_ASSIGN_OR_RETURN(SelfTestOptions options, OptionsOfFlags());
   TFB_ASSIGN_OR_RETURN(options.folder, MakeFolder());
   const absl::StatusOr<SelfTestCounts> counts = RunSelfTest(options, Registry::Global());
   if (absl::GetFlag(FLAGS_keep).empty()) std::filesystem::remove_all(options.folder);
   if (!counts.ok()) return counts.status();
-  Print(options, *counts);
+  std::fputs(SelfTestReport(options, *counts).c_str(), stdout);
   return Holds(*counts) ? kExitDone : kExitCheckFailed;
 }
 

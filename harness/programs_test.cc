@@ -1,13 +1,18 @@
 // Tests the programs check and apply as a caller runs them, over the tiny technique and its faults.
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
 #include <limits>
+#include <map>
+#include <regex>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -62,6 +67,30 @@ class Programs : public ::testing::Test {
   }
   Finished Apply(const std::string& arguments) { return Run("tiny_apply", arguments); }
 
+  // Returns a text with a # for each number that is measured, which stand first in the column of
+  // values, and with the digits of a mean cosine as d.
+  static std::string Masked(const std::string& text) {
+    static const std::regex& measured =
+        *new std::regex("(^|\n)([^\n]{38} )[0-9.e-]+( relative|( \\(<=))");
+    static const std::regex& bound = *new std::regex("(dense attention in bf16 # .<= )[0-9.]+");
+    std::string masked = std::regex_replace(text, measured, "$1$2#$3");
+    masked = std::regex_replace(masked, bound, "$1#");
+    for (size_t at = masked.find("mean cosine "); at < masked.size() && masked[at] != '(';) {
+      if (absl::ascii_isdigit(masked[at])) masked[at] = 'd';
+      ++at;
+    }
+    return masked;
+  }
+
+  // Runs a program and expects this error, and nothing else.
+  void ExpectRefusal(const std::string& program, const std::string& arguments,
+                     const std::string& error) {
+    const Finished finished = Run(program, arguments);
+    EXPECT_EQ(finished.exit_code, 2) << arguments;
+    EXPECT_EQ(finished.err, error + "\n") << arguments;
+    EXPECT_EQ(finished.out, "") << arguments;
+  }
+
   void ExpectBadUsage(const std::string& program, const std::string& arguments,
                       const std::string& part) {
     const Finished finished = Run(program, arguments);
@@ -109,6 +138,185 @@ TEST_F(Programs, ApplyWritesWhatTheTechniqueComputesAndPrintsItsErrors) {
   EXPECT_EQ(file->tensors.at("log_sum_exp").shape(), Shape({1, 4, 90}));
   EXPECT_EQ(file->metadata.at("technique"), "tiny");
   EXPECT_EQ(file->metadata.at("options"), "window=8");
+}
+
+TEST_F(Programs, ApplyPrintsEachErrorWithItsBoundAndWhatWasWritten) {
+  WriteQkv("qkv.safetensors");
+  const Finished right = Apply(
+      "--technique=tiny:window=8 --causal --input=qkv.safetensors --output=out.safetensors "
+      "--dump_parameters=p.safetensors --rows=8 --dtype=bf16 --seed=3");
+  EXPECT_EQ(right.exit_code, 0) << right.err;
+  EXPECT_EQ(Masked(right.out),
+            "tiny:window=8\n"
+            "batch 1, 4 heads of 16 (values of 8) over 2 key-value heads, 90 tokens over 100 keys, "
+            "causal, bf16, file qkv.safetensors, on cpu\n"
+            "\n"
+            "error against its definition           # relative, 32 of 360 rows checked\n"
+            "  largest, over the largest value      # (<= 0.02)\n"
+            "  of log_sum_exp                       # (<= 2.2e-5)\n"
+            "  over that of dense attention in bf16 # (<= #)\n"
+            "error against dense attention          # relative, mean cosine d.dddd (tiny)\n"
+            "kept mass of its attention             0.288\n"
+            "divergence from it (KL, nats)          1.66\n"
+            "recall of its top 32                   0.303\n"
+            "output written to                      " +
+                Path("out.safetensors") + "\nparameters written to                  " +
+                Path("p.safetensors") + "\n");
+  EXPECT_EQ(right.err,
+            "apply: parameters are drawn from seed 3: gain [4]; give them by these names in "
+            "--parameters\n");
+  const auto file = ReadSafetensors(Path("out.safetensors"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  const std::map<std::string, std::string> metadata(file->metadata.begin(), file->metadata.end());
+  EXPECT_EQ(metadata, (std::map<std::string, std::string>{
+                          {"technique", "tiny"},
+                          {"options", "window=8"},
+                          {"problem",
+                           "batch 1, 4 heads of 16 (values of 8) over 2 key-value heads, 90 tokens "
+                           "over 100 keys, causal, bf16"},
+                          {"device", "cpu"},
+                          {"input", "file qkv.safetensors"},
+                          {"seed", "3"},
+                          {"made_by", "Transformer Family Bench, //harness:apply"}}));
+  const Finished wrong = Apply("--technique=tiny_wrong_scale --input=qkv.safetensors --rows=0");
+  EXPECT_EQ(wrong.exit_code, 1) << wrong.err;
+  const std::string exceeded = wrong.out.substr(wrong.out.find("FAILED"));
+  EXPECT_EQ(Masked(wrong.out.substr(0, wrong.out.size() - exceeded.size())),
+            "tiny_wrong_scale:window=1099511627776\n"
+            "batch 1, 4 heads of 16 (values of 8) over 2 key-value heads, 90 tokens over 100 keys, "
+            "f32, file qkv.safetensors, on cpu\n"
+            "\n"
+            "error against its definition           # relative\n"
+            "  largest, over the largest value      # (<= 2e-5)  EXCEEDED\n"
+            "  of log_sum_exp                       # (<= 2.4e-5)  EXCEEDED\n"
+            "error against dense attention          # relative, mean cosine d.ddd (tiny)\n"
+            "kept mass of its attention             1.00\n"
+            "divergence from it (KL, nats)          0\n"
+            "recall of its top 32                   1.00\n");
+  // A technique without parameters, and without a dense counterpart that is linked in.
+  const Finished toy = Apply(
+      "--technique=toy_mean --input=qkv.safetensors --dump_parameters=none.safetensors "
+      "--threads=1");
+  EXPECT_EQ(toy.exit_code, 0) << toy.err;
+  EXPECT_EQ(toy.err, "");
+  EXPECT_EQ(Masked(toy.out),
+            "toy_mean:from=1,mib=0,ms=0,rounds=1,shade=0\n"
+            "batch 1, 4 heads of 16 (values of 8) over 2 key-value heads, 90 tokens over 100 keys, "
+            "f32, file qkv.safetensors, on cpu\n"
+            "\n"
+            "error against its definition           # relative\n"
+            "  largest, over the largest value      # (<= 2e-5)\n"
+            "  of log_sum_exp                       # (<= 2.3e-5)\n"
+            "error against dense attention          not known: there is no technique \"dense\"; "
+            "nearest are tiny, toy_device, toy_gate\n"
+            "rounds                                 1.00\n"
+            "parameters written to                  " +
+                Path("none.safetensors") +
+                "\n"
+                "toy_mean has no parameters: that file is empty\n");
+}
+
+TEST_F(Programs, EveryFlagHasItsDefault) {
+  const auto defaults = [this](const std::string& program) {
+    std::string flags;
+    for (const absl::string_view line : absl::StrSplit(Run(program, "--help").out, '\n')) {
+      if (absl::StartsWith(line, "  --")) absl::StrAppend(&flags, line.substr(2), "\n");
+    }
+    return flags;
+  };
+  EXPECT_EQ(defaults("tiny_apply"),
+            "--causal  (default: false)\n"
+            "--device  (default: cpu)\n"
+            "--draw_input  (default: none)\n"
+            "--dtype  (default: f32)\n"
+            "--dump_parameters  (default: none)\n"
+            "--heads  (default: 0)\n"
+            "--input  (default: none)\n"
+            "--layer  (default: none)\n"
+            "--options  (default: none)\n"
+            "--output  (default: none)\n"
+            "--parameters  (default: none)\n"
+            "--rows  (default: 256)\n"
+            "--seed  (default: 1)\n"
+            "--technique  (default: none)\n"
+            "--threads  (default: 0)\n");
+  EXPECT_EQ(defaults("tiny_check"),
+            "--batches  (default: 1)\n"
+            "--causal  (default: auto)\n"
+            "--devices  (default: none)\n"
+            "--dtypes  (default: f32,bf16)\n"
+            "--head_dims  (default: 64)\n"
+            "--heads  (default: 4)\n"
+            "--input  (default: real,gaussian,peaked,needle)\n"
+            "--kv_heads  (default: none)\n"
+            "--lengths  (default: none)\n"
+            "--rows  (default: 128)\n"
+            "--seed  (default: 1)\n"
+            "--techniques  (default: *)\n"
+            "--threads  (default: 0)\n"
+            "--verbose  (default: false)\n");
+}
+
+TEST_F(Programs, RefusalsNameTheFlagAndWhatIsAllowed) {
+  WriteQkv("qkv.safetensors");
+  WriteQkv("parameters.safetensors");
+  const std::string unknown =
+      "apply: --input: input \"qkv.bin\" is unknown; known are real, gaussian, peaked, needle, "
+      "text "
+      "and FILE.safetensors";
+  for (const auto& [arguments, error] : std::vector<std::pair<std::string, std::string>>{
+           {"--heads=-1", "apply: --heads: -1; allowed are 0 to 1099511627776"},
+           {"--heads=1099511627777",
+            "apply: --heads: 1099511627777; allowed are 0 to 1099511627776"},
+           {"--rows=-1", "apply: --rows: -1; allowed are 0 and more"},
+           {"--threads=-1", "apply: --threads: -1; allowed are 0 to 4096"},
+           {"--threads=4097", "apply: --threads: 4097; allowed are 0 to 4096"},
+           {"--dtype=i32", "apply: --dtype: dtype is i32; allowed are f32, bf16, f16"},
+           {"--device=tpu",
+            "apply: --device: unknown device \"tpu\"; known are cpu, cuda, simulator"},
+           {"--layer=layer1",
+            "apply: --layer: qkv.safetensors has no \"layer1\"; it has tensors without a layer"},
+           {"--input=real",
+            "apply: --layer: real has several; name one of layer0, layer2, layer5, layer2"},
+           {"--input=real --layer=layer7",
+            "apply: --layer: real has no \"layer7\"; it has layer0, layer2, layer5, layer2"},
+           {"--input=", "apply: --input: name a safetensors file"},
+           {"--input=qkv.bin", unknown},
+           {"--input=needle",
+            "apply: --input: \"needle\" is drawn; tensors of your own are asked for"},
+           {"--technique=toy_causal", "apply: --causal: toy_causal is causal only: give it"},
+           {"--technique=toy_full --causal", "apply: --causal: toy_full has no causal form"},
+           {"--technique=toy_unable", "apply: the toy is unable to"},
+           {"--technique=tiny:window",
+            "apply: --technique: \"window\" in the options of tiny is not option=value"},
+           {"--options=window",
+            "apply: --options: \"window\" in the options of tiny is not option=value"},
+           {"--output=qkv.safetensors", "apply: --output: is the file of --input, qkv.safetensors"},
+           {"--dump_parameters=qkv.safetensors",
+            "apply: --dump_parameters: is the file of --input, qkv.safetensors"},
+           {"--parameters=parameters.safetensors --output=parameters.safetensors",
+            "apply: --output: is the file of --parameters, parameters.safetensors"},
+           {"--output=new.safetensors --dump_parameters=new.safetensors",
+            "apply: --dump_parameters: is the file of --output, new.safetensors"},
+           {"--draw_input=qkv.safetensors",
+            "apply: --draw_input: is the file of --input, qkv.safetensors"},
+           {"--draw_input=new.safetensors",
+            "apply: --draw_input: writes drawn tensors in place of all else; leave out --input"},
+           {"--input= --draw_input=new.safetensors --technique=toy_unable",
+            "apply: the toy is unable to"},
+           {"--input= --draw_input=new.safetensors --technique=toy_causal",
+            "apply: --causal: toy_causal is causal only: give it"}}) {
+    ExpectRefusal("tiny_apply", "--technique=tiny --input=qkv.safetensors " + arguments, error);
+  }
+  EXPECT_NE(access(Path("new.safetensors").c_str(), F_OK), 0) << "nothing is written";
+  for (const auto& [arguments, error] : std::vector<std::pair<std::string, std::string>>{
+           {"--rows=-1", "check: --rows: -1; allowed are 0 and more"},
+           {"--threads=-1", "check: --threads: -1; allowed are 0 to 4096"},
+           {"--threads=4097", "check: --threads: 4097; allowed are 0 to 4096"},
+           {"--devices=simulator,x",
+            "check: --devices: unknown device \"x\"; known are cpu, cuda, simulator"}}) {
+    ExpectRefusal("tiny_check", "--techniques=tiny --input=gaussian " + arguments, error);
+  }
 }
 
 TEST_F(Programs, ApplyTakesOptionsWithTheTechniqueToo) {
@@ -261,14 +469,68 @@ TEST_F(Programs, ApplyRunsInTheSimulatorAndFallsBackToNothing) {
 }
 
 TEST_F(Programs, HelpOfATechniqueIsAPageAboutIt) {
-  const Finished finished = Apply("--technique=tiny --options=window=4 --help");
+  const Finished finished =
+      Apply("--technique=tiny --options=window=4 --heads=2 --dtype=f16 --help");
   EXPECT_EQ(finished.exit_code, 0) << finished.err;
-  EXPECT_THAT(finished.out,
-              AllOf(HasSubstr("windowed attention in plain loops"), HasSubstr("0 to 1099511627776"),
-                    HasSubstr("tokens on each side that a query sees"),
-                    HasSubstr("query_tokens 512"), HasSubstr("[1, 8, 512, 64]"),
-                    HasSubstr("[batch, kv_tokens]"), HasSubstr("[query_heads]"),
-                    HasSubstr("--technique=tiny:window=4 --input=in.safetensors")));
+  EXPECT_EQ(
+      finished.out,
+      "tiny: Windowed attention in plain loops\n"
+      "made up for tests\n"
+      "\n"
+      "A small technique for tests of the harness: windowed attention in plain loops, with faults "
+      "that\n"
+      "can be switched on, so that a test can show that a check finds its fault.\n"
+      "\n"
+      "Options\n"
+      "option  given  default        range               meaning\n"
+      "window  4      1099511627776  0 to 1099511627776  tokens on each side that a query sees\n"
+      "\n"
+      "Sizes by default: batch 1, query_heads 2, kv_heads 2, query_tokens 512, kv_tokens 512, "
+      "head_dim 64,\n"
+      "  value_dim 64, model_dim 128 = query_heads head_dim; not causal\n"
+      "\n"
+      "Inputs\n"
+      "input     shape                      here             type  is        meaning\n"
+      "q         [batch, query_heads,       [1, 2, 512, 64]  f16   required  queries\n"
+      "            query_tokens, head_dim]\n"
+      "k         [batch, kv_heads,          [1, 2, 512, 64]  f16   required  keys\n"
+      "            kv_tokens, head_dim]\n"
+      "v         [batch, kv_heads,          [1, 2, 512, 64]  f16   required  values\n"
+      "            kv_tokens, value_dim]\n"
+      "key_mask  [batch, kv_tokens]         [1, 512]         u8    optional  1 where the key is a "
+      "token,\n"
+      "                                                                        0 where it is "
+      "padding\n"
+      "\n"
+      "Outputs\n"
+      "output       shape                       here             type  is        meaning\n"
+      "out          [batch, query_heads,        [1, 2, 512, 64]  f16   always    the result\n"
+      "               query_tokens, value_dim]\n"
+      "log_sum_exp  [batch, query_heads,        [1, 2, 512]      f32   optional  natural logarithm "
+      "of the\n"
+      "               query_tokens]                                                sum of "
+      "exponentials of a\n"
+      "                                                                            row's scores\n"
+      "\n"
+      "Parameters (--parameters=FILE gives them, --dump_parameters=FILE writes them)\n"
+      "parameter  shape          here  type  is\n"
+      "gain       [query_heads]  [2]   f32   drawn from the seed\n"
+      "\n"
+      "Example: write a file of drawn tensors with these names and shapes, put your own in their\n"
+      "place, and apply the technique to them.\n"
+      "\n"
+      "  bazel run //harness:apply -- --technique=tiny:window=4 --dtype=f16 "
+      "--draw_input=in.safetensors\n"
+      "  bazel run //harness:apply -- --technique=tiny:window=4 --dtype=f16 --input=in.safetensors "
+      "--output=out.safetensors\n");
+  // A technique that is causal alone is explained without the flag.
+  const Finished causal = Apply("--technique=toy_causal --help");
+  EXPECT_EQ(causal.exit_code, 0) << causal.err;
+  EXPECT_THAT(causal.out, AllOf(HasSubstr(" = query_heads head_dim; causal\n"),
+                                HasSubstr(" --technique=toy_causal --causal --draw_input="),
+                                HasSubstr("\nParameters: none.\n")));
+  ExpectRefusal("tiny_apply", "--technique=toy_full --causal --help",
+                "apply: --causal: toy_full has no causal form");
   ExpectBadUsage("tiny_apply", "--technique=tyny --help", "nearest are tiny");
   ExpectBadUsage("tiny_apply", "--technique=tiny --options=widow=3 --help", "known are window");
 }
@@ -285,7 +547,8 @@ TEST_F(Programs, HelpOfATechniqueHasTheSizesOfTheInput) {
 TEST_F(Programs, DrawnInputsCanBeAppliedTo) {
   const Finished drawn = Apply("--technique=tiny --heads=2 --draw_input=drawn.safetensors");
   EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
-  EXPECT_THAT(drawn.out, HasSubstr("q [1, 2, 512, 64]"));
+  EXPECT_EQ(drawn.out, "k [1, 2, 512, 64], q [1, 2, 512, 64], v [1, 2, 512, 64] written to " +
+                           Path("drawn.safetensors") + "\n");
   const Finished applied = Apply("--technique=tiny --input=drawn.safetensors");
   EXPECT_EQ(applied.exit_code, 0) << applied.err;
   ExpectBadUsage("tiny_apply",
@@ -334,6 +597,42 @@ TEST_F(Programs, CheckPassesARightTechniqueOnAllInputs) {
           "--techniques=tiny --devices=cpu --rows=32 --lengths=100 --input=real --dtypes=f32");
   EXPECT_EQ(real.exit_code, 0) << real.out << real.err;
   EXPECT_THAT(real.out, AllOf(HasSubstr("layers 0, 2, 5"), HasSubstr("4 cases: 4 ok")));
+}
+
+TEST_F(Programs, CheckTakesEveryInputAtItsLengthInBothTypesByDefault) {
+  const Finished toy = Run("toy_check", "--techniques=toy_mean --devices=cpu --rows=4 --verbose");
+  EXPECT_EQ(toy.exit_code, 0) << toy.err;
+  std::string expected;
+  for (const int layer : {0, 2, 5}) {
+    for (const char* type : {"f32", "bf16"}) {
+      absl::StrAppend(&expected, "toy_mean, cpu ", type,
+                      ", 512 tokens, 12 heads of 32, real (minilm_512.safetensors, layer layer",
+                      layer, "): ok \n");
+    }
+  }
+  for (const char* input : {"gaussian", "peaked", "needle"}) {
+    for (const char* type : {"f32", "bf16"}) {
+      absl::StrAppend(&expected, "toy_mean, cpu ", type, ", 500 tokens, 4 heads of 64, causal, ",
+                      input, ": ok \n");
+    }
+  }
+  EXPECT_EQ(toy.out.substr(0, toy.out.find("Accuracy: ")), expected);
+  EXPECT_THAT(toy.out, ::testing::EndsWith("\n12 cases: 12 ok, 0 failed\n"));
+  // Every flag of the cases, and text as accuracy alone.
+  const Finished flags = Run("toy_check",
+                             "--techniques=toy_mean --devices=cpu --rows=4 --verbose --dtypes=f16 "
+                             "--heads=6 --kv_heads=2 --head_dims=8 --batches=3 --causal=false "
+                             "--lengths=20,30 --input=gaussian");
+  EXPECT_EQ(flags.out.substr(0, flags.out.find("Accuracy: ")),
+            "toy_mean, cpu f16, 20 tokens, 6 heads on 2 of 8, batch 3, gaussian: ok \n"
+            "toy_mean, cpu f16, 30 tokens, 6 heads on 2 of 8, batch 3, gaussian: ok \n");
+  const Finished text =
+      Run("toy_check",
+          "--techniques=toy_hidden --devices=cpu --dtypes=f32 --verbose --lengths=20 "
+          "--input=text");
+  EXPECT_EQ(
+      text.out.substr(0, text.out.find("Accuracy: ")),
+      "toy_hidden, cpu f32, 20 tokens, 6 heads of 32, causal, text (model.safetensors): ok \n");
 }
 
 TEST_F(Programs, CheckExitsWith1WhenAnErrorExceedsItsBound) {

@@ -150,7 +150,7 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
                        ParseSeconds("time_budget", absl::GetFlag(FLAGS_time_budget)));
   const std::string memory_limit = absl::GetFlag(FLAGS_memory_limit);
   if (memory_limit.empty()) {
-    options.measure.memory_limit = AvailableMemoryBytes() / 10 * 8;
+    options.measure.memory_limit = DefaultMemoryLimit();
   } else {
     TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, ParseBytes("memory_limit", memory_limit));
   }

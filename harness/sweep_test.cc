@@ -483,8 +483,10 @@ TEST_F(SweepTest, ResumeOfAFinishedSweepMeasuresNothing) {
 }
 
 TEST_F(SweepTest, InterruptLeavesAValidFileAndSaysHowToGoOn) {
-  const std::vector<std::string> sweep = {"--techniques=toy_gate:from=64,toy_mean",
-                                          "--lengths=16:4096", "--case_timeout=0", "--output=a.pb"};
+  // A glob has to be quoted, and a value may be a word of its own.
+  const std::vector<std::string> sweep = {"--techniques=toy_gate:from=64,toy_mea?",
+                                          "--lengths=16:4096", "--case_timeout=0", "--output",
+                                          "a.pb"};
   for (const int number : {SIGINT, SIGTERM}) {
     std::vector<std::string> arguments = Small(sweep);
     if (number == SIGTERM) arguments.push_back("--resume");
@@ -496,8 +498,12 @@ TEST_F(SweepTest, InterruptLeavesAValidFileAndSaysHowToGoOn) {
     OpenGate();
     const Finished run = process.Wait();
     EXPECT_EQ(run.exit_status, 128 + number);
-    EXPECT_THAT(run.err, HasSubstr("cases left; to go on: harness/toy_sweep --input=gaussian"));
-    EXPECT_THAT(run.err, HasSubstr(" --output=a.pb --resume\n"));
+    EXPECT_THAT(run.err,
+                HasSubstr(" of 27 cases left; to go on: harness/toy_sweep --input=gaussian "
+                          "--heads=2 --head_dims=8 --threads=1 --min_time=1ms "
+                          "--repetitions=3 --memory_limit=1GiB "
+                          "'--techniques=toy_gate:from=64,toy_mea?' --lengths=16:4096 "
+                          "--case_timeout=0 --output=a.pb --resume\n"));
     EXPECT_THAT(run.out, EndsWith("results: a.pb\n"));
     EXPECT_LT(Keys("a.pb").size(), 27u);
   }
@@ -583,6 +589,20 @@ TEST_F(SweepTest, TwoBuildsTakeTurnsAndAreCompared) {
   EXPECT_THAT(done.out, EndsWith("//tools:compare -- new-base.pb new.pb\n"));
   EXPECT_FALSE(Keys("new.pb").empty());
   EXPECT_EQ(Keys("new.pb"), Keys("new-base.pb"));
+  const ResultSet base = ReadResultFile(Path("new-base.pb")).value().results;
+  EXPECT_THAT(absl::StrJoin(base.environments(0).command_line(), " "),
+              StartsWith(other +
+                         " --input=gaussian --heads=2 --head_dims=8 --threads=1 "
+                         "--min_time=1ms --repetitions=3 --memory_limit=1GiB "
+                         "--techniques=toy_mean,toy_causal --lengths=8,16 --repetitions=8 "
+                         "--rounds=4 --output=" +
+                         Path("new-base.pb") + " --turns="));
+  // A file that the other would overwrite is in the way.
+  EXPECT_EQ(
+      Run({"--techniques=toy_mean", "--lengths=8", "--output=new", "--interleave_with=" + other})
+          .err,
+      "sweep: --interleave_with: " + Path("new-base.pb") +
+          " is there already; --resume goes on with it\n");
   for (const char* name : {"new.pb", "new-base.pb"}) {
     for (const auto& [which, outcome] : Outcomes(name)) {
       EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << name << " " << which;
@@ -649,35 +669,55 @@ TEST_F(SweepTest, ALeaderThatIsKilledTakesTheOtherAlong) {
 }
 
 TEST_F(SweepTest, BadUsageIsOneLineThatNamesTheFlag) {
+  const std::string duration = "; write a duration like 90s, 1.5m, 2h";
   const std::vector<std::pair<std::vector<std::string>, std::string>> usages = {
       {{"--techniques=toy_maen"},
-       "sweep: --techniques: there is no technique \"toy_maen\"; nearest"},
+       "--techniques: there is no technique \"toy_maen\"; nearest are toy_mean, toy_gate, toy_hang "
+       "(sweep --list shows all)"},
       {{"--techniques=toy_mean:widow=1"},
-       "sweep: --techniques: toy_mean: unknown option \"widow\""},
-      {{"--lengths=0"}, "sweep: --lengths: 0; allowed are 1 to "},
-      {{"--lengths=9:3"}, "sweep: --lengths: the range 9:3 is empty"},
-      {{"--heads=3", "--kv_heads=2"}, "sweep: --kv_heads: query_heads is 3, which kv_heads (2)"},
-      {{"--devices=gpu"}, "sweep: --devices: unknown device \"gpu\"; known are cpu, cuda"},
-      {{"--dtypes=f8"}, "sweep: --dtypes: \"f8\"; allowed are f32, bf16, f16"},
-      {{"--causal=yes"}, "sweep: --causal: \"yes\"; allowed are true, false, auto"},
-      {{"--input=imaginary"}, "sweep: --input: input \"imaginary\" is unknown"},
-      {{"--input=missing.safetensors"}, "sweep: --input: "},
-      {{"--input=real", "--lengths=1000000"}, "sweep: --lengths: no case is left"},
-      {{"--repetitions=0"}, "sweep: --repetitions: 0; allowed are 1 to 100000"},
-      {{"--repetitions=few"}, "sweep: --repetitions=few: "},
-      {{"--min_time=soon"}, "sweep: --min_time: \"soon\"; write a duration"},
-      {{"--case_timeout=-1"}, "sweep: --case_timeout: \"-1\"; write a duration"},
-      {{"--memory_limit=lots"}, "sweep: --memory_limit: \"lots\"; write a size"},
-      {{"--resume"}, "sweep: --resume: name the file to go on with by --output=FILE"},
-      {{"--output=/proc/no/a.pb"}, "sweep: --output: "},
-      {{"--lenghts=16"}, "sweep: unknown flag --lenghts, did you mean --lengths?"},
-      {{"longformer"}, "sweep: \"longformer\" is no flag; --help lists the flags"},
+       "--techniques: toy_mean: unknown option \"widow\"; known are rounds, shade, ms, mib, from"},
+      {{"--lengths=0"}, "--lengths: 0; allowed are 1 to 1099511627776"},
+      {{"--lengths=9:3"}, "--lengths: the range 9:3 is empty"},
+      {{"--heads=0"}, "--heads: 0; allowed are 1 to 1099511627776"},
+      {{"--heads=3", "--kv_heads=2"},
+       "--kv_heads: query_heads is 3, which kv_heads (2) does not divide"},
+      {{"--head_dims=257"}, "--head_dims: 257; allowed are 1 to 256"},
+      {{"--batches=0"}, "--batches: 0; allowed are 1 to 1099511627776"},
+      {{"--threads=4097"}, "--threads: 4097; allowed are 1 to 4096"},
+      {{"--devices=gpu"}, "--devices: unknown device \"gpu\"; known are cpu, cuda, simulator"},
+      {{"--dtypes=f8"}, "--dtypes: \"f8\"; allowed are f32, bf16, f16"},
+      {{"--causal=yes"}, "--causal: \"yes\"; allowed are true, false, auto"},
+      {{"--input=imaginary"},
+       "--input: input \"imaginary\" is unknown; known are real, gaussian, peaked, needle, text "
+       "and "
+       "FILE.safetensors"},
+      {{"--input=missing.safetensors"},
+       "--input: " + Path("./missing.safetensors") + ": cannot open: No such file or directory"},
+      {{"--input=real", "--lengths=1000000"},
+       "--lengths: no case is left: no input of \"real\" has as many tokens as \"1000000\""},
+      {{"--shard=0/4"}, "--shard: \"0/4\"; wanted is a part of up to 10000, as in 2/4"},
+      {{"--repetitions=0"}, "--repetitions: 0; allowed are 1 to 100000"},
+      {{"--repetitions=100001"}, "--repetitions: 100001; allowed are 1 to 100000"},
+      {{"--repetitions=few"},
+       "--repetitions=few: Illegal value 'few' specified for flag 'repetitions'"},
+      {{"--accuracy_rows=-1"}, "--accuracy_rows: -1; allowed are 0 and more"},
+      {{"--rounds=-1"}, "--rounds: -1; allowed are 0 to --repetitions, which is 3"},
+      {{"--rounds=4"}, "--rounds: 4; allowed are 0 to --repetitions, which is 3"},
+      {{"--min_time=soon"}, "--min_time: \"soon\"" + duration},
+      {{"--case_timeout=-1"}, "--case_timeout: \"-1\"" + duration},
+      {{"--time_budget=x"}, "--time_budget: \"x\"" + duration},
+      {{"--memory_limit=lots"}, "--memory_limit: \"lots\"; write a size like 512MiB, 16GiB"},
+      {{"--resume"}, "--resume: name the file to go on with by --output=FILE"},
+      {{"--output=/proc/no/a.pb"},
+       "--output: /proc/no: cannot make this folder: No such file or directory"},
+      {{"--turns=7"}, "--turns: \"7\" is set by a sweep with --interleave_with"},
+      {{"--lenghts=16"}, "unknown flag --lenghts, did you mean --lengths?"},
+      {{"longformer"}, "\"longformer\" is no flag; --help lists the flags"},
   };
   for (const auto& [arguments, message] : usages) {
     const Finished run = Run(arguments);
     EXPECT_EQ(run.exit_status, 2) << run.err;
-    EXPECT_THAT(run.err, StartsWith(message));
-    EXPECT_EQ(std::count(run.err.begin(), run.err.end(), '\n'), 1) << run.err;
+    EXPECT_EQ(run.err, "sweep: " + message + "\n");
     EXPECT_EQ(run.out, "");
   }
 }
@@ -693,21 +733,103 @@ TEST_F(SweepTest, FileThatIsThereIsNotOverwritten) {
   EXPECT_EQ(Contents(Path("a.pb")), "something else");
 }
 
-TEST_F(SweepTest, ListDryRunAndHelpRunNothing) {
-  const Finished list = Run({"--list"});
-  EXPECT_EQ(list.exit_status, 0);
-  EXPECT_THAT(list.out, HasSubstr("toy_mean  A toy\n"));
-  EXPECT_THAT(list.out, HasSubstr(":rounds=1  (1 to 1000000) "));
-  const Finished one = Run({"--list", "--techniques=dense"});
-  EXPECT_THAT(one.out, StartsWith("dense  "));
-  EXPECT_THAT(one.out, Not(HasSubstr("toy_")));
-  const Finished dry = Run({"--dry_run", "--techniques=toy_mean", "--lengths=16:32"});
-  EXPECT_EQ(dry.exit_status, 0);
-  EXPECT_THAT(dry.out, HasSubstr("toy_mean, cpu, batch 1, 2 heads of 8, 16 tokens, causal, f32, "));
-  EXPECT_THAT(dry.out, EndsWith("4 cases\n"));
+TEST_F(SweepTest, EveryFlagHasItsDefault) {
   const Finished help = Run({"--help"});
   EXPECT_EQ(help.exit_status, 0);
-  EXPECT_THAT(help.out, HasSubstr("--case_timeout"));
+  std::string flags;
+  for (const absl::string_view line : absl::StrSplit(help.out, '\n')) {
+    if (absl::StartsWith(line, "  --")) absl::StrAppend(&flags, line.substr(2), "\n");
+  }
+  EXPECT_EQ(flags,
+            "--accuracy  (default: true)\n"
+            "--accuracy_rows  (default: 64)\n"
+            "--allow_different_environment  (default: false)\n"
+            "--batches  (default: 1)\n"
+            "--case_timeout  (default: 60s)\n"
+            "--causal  (default: auto)\n"
+            "--counterparts  (default: true)\n"
+            "--devices  (default: none)\n"
+            "--dry_run  (default: false)\n"
+            "--dtypes  (default: f32)\n"
+            "--head_dims  (default: 64)\n"
+            "--heads  (default: 8)\n"
+            "--input  (default: real,gaussian)\n"
+            "--interleave_with  (default: none)\n"
+            "--kv_heads  (default: none)\n"
+            "--lengths  (default: none)\n"
+            "--list  (default: false)\n"
+            "--memory_limit  (default: none)\n"
+            "--min_time  (default: 10ms)\n"
+            "--output  (default: none)\n"
+            "--repetitions  (default: 33)\n"
+            "--resume  (default: false)\n"
+            "--rounds  (default: 0)\n"
+            "--seed  (default: 1)\n"
+            "--shard  (default: none)\n"
+            "--techniques  (default: *)\n"
+            "--threads  (default: none)\n"
+            "--time_budget  (default: 5m)\n"
+            "--turns  (default: none)\n");
+}
+
+TEST_F(SweepTest, ListShowsEachChosenTechniqueOnce) {
+  const Finished list = Run({"--list", "--techniques=toy_hidden,toy_causal:rounds=*"});
+  EXPECT_EQ(list.exit_status, 0);
+  std::string options;
+  for (const char* option : {"rounds=1  (1 to 1000000) times that the work is done; * is 1, 2, 4",
+                             "shade=0  (0 to 2) changes nothing; * is 0, 2",
+                             "ms=0  (0 to 3600000) milliseconds that a Run waits",
+                             "mib=0  (0 to 1099511627776) MiB that are taken",
+                             "from=1  (1 to 1099511627776) query tokens from which a Run waits at "
+                             "the gate"}) {
+    absl::StrAppend(&options, "    :", option, "\n");
+  }
+  EXPECT_EQ(list.out,
+            "toy_hidden  A toy\n    family toys, own, input hidden, devices cpu\n    none\n" +
+                options +
+                "toy_causal  A toy\n    family toys, own, input qkv, devices cpu, causal only\n"
+                "    none\n" +
+                options);
+}
+
+TEST_F(SweepTest, ADryRunShowsTheCasesThatTheFlagsMake) {
+  const std::string plain = "cpu, batch 1, 2 heads of 8, 16 tokens, causal, f32, gaussian\n";
+  EXPECT_EQ(Run({"--dry_run", "--techniques=toy_mean", "--lengths=16"}).out,
+            "toy_mean, " + plain + "dense, " + plain + "2 cases\n");
+  EXPECT_EQ(
+      Run({"--dry_run", "--techniques=toy_mean:rounds=2", "--lengths=5", "--heads=4",
+           "--kv_heads=2", "--head_dims=3", "--batches=7", "--causal=false", "--input=needle",
+           "--dtypes=bf16", "--devices=cuda", "--counterparts=false"})
+          .out,
+      "toy_mean rounds=2, cuda, batch 7, 4 heads of 3 over 2 key-value heads, 5 tokens, bf16, "
+      "needle\n1 cases\n");
+  const std::string text =
+      "toy_hidden, cpu, batch 1, 6 heads of 32, 16 tokens, causal, f32, text\n";
+  EXPECT_EQ(Run({"--dry_run", "--techniques=toy_hidden", "--input=text", "--lengths=16"}).out,
+            text + text + "2 cases\n");
+  EXPECT_EQ(Run({"--dry_run", "--techniques=toy_hidden", "--input=text", "--lengths=16",
+                 "--accuracy=false"})
+                .out,
+            text + "1 cases\n");
+  EXPECT_EQ(Run({"--dry_run", "--techniques=toy_mean,toy_slow", "--lengths=16", "--shard=2/2",
+                 "--counterparts=false"})
+                .out,
+            "toy_slow, " + plain + "1 cases\n");
+}
+
+TEST_F(SweepTest, SeedThreadsRowsAndWordsOfTheCommandAreInTheFile) {
+  const Finished run = Run({"--techniques=toy_mean", "--lengths=16", "--seed=5", "--threads=2",
+                            "--counterparts=false", "--output=a.pb"});
+  EXPECT_EQ(run.exit_status, 0) << run.err;
+  const ResultSet results = ReadResultFile(Path("a.pb")).value().results;
+  const Case& last = results.cases(results.cases_size() - 1);
+  EXPECT_EQ(last.key().seed(), 5u);
+  EXPECT_EQ(last.key().threads(), 2);
+  EXPECT_EQ(results.environments(0).threads(), 2);
+  EXPECT_EQ(absl::StrJoin(results.environments(0).command_line(), " "),
+            "harness/toy_sweep --input=gaussian --heads=2 --head_dims=8 --threads=1 --min_time=1ms "
+            "--repetitions=3 --memory_limit=1GiB --techniques=toy_mean --lengths=16 --seed=5 "
+            "--threads=2 --counterparts=false --output=a.pb");
 }
 
 TEST_F(SweepTest, DefaultFileIsBelowTheCallersFolder) {

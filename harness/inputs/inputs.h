@@ -118,8 +118,7 @@ absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<T
 std::vector<TensorSpec> DrawnInputs(const InputSource& source,
                                     const std::vector<TensorSpec>& specs);
 
-// Returns InvalidArgument where the source is a file of the caller's own with a tensor that is not
-// among the specs. q, k, v and x may be there for techniques of another input kind, and `tokens`,
+// Returns InvalidArgument where the source is a file with a tensor that is not among the specs. q, k, v and x may be there for techniques of another input kind, and `tokens`,
 // which captures have: the text that their tensors are of.
 absl::Status CheckTensorsAreRead(const InputSource& source, const std::vector<TensorSpec>& specs);
 

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <map>
+#include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/definition.h"
@@ -117,6 +120,131 @@ TEST(Inputs, OneDistantKeyHoldsNearlyAllOfTheNeedleMass) {
     }
     for (int64_t quarter = 0; quarter < (causal ? 3 : 4); ++quarter) {
       EXPECT_GT(found[quarter], 5) << quarter;
+    }
+  }
+}
+
+// Returns the score c of the header by bisection: the smaller root of c - c^2 m / 2d = log(r n / m)
+// (0 where the right side is not above 0), or d / m where the left side never gets there.
+double ScoreOfPeaks(double n, double m, double r, double d) {
+  const double wanted = std::log(r * n / m);
+  double low = 0, high = d / m;
+  if (high - high * high * m / (2 * d) <= wanted) return high;
+  for (int step = 0; step < 200; ++step) {
+    const double middle = (low + high) / 2;
+    (middle - middle * middle * m / (2 * d) < wanted ? low : high) = middle;
+  }
+  return low;
+}
+
+// Tells whether a drawn query is the sum of these keys that the header states. Entries are f32 of a
+// few units; sums of other keys are far away.
+bool IsSumOfKeys(const Problem& p, const NamedTensors& inputs, int64_t row, double score,
+                 const std::vector<int64_t>& keys) {
+  const ConstTensorView q = inputs.at("q").view(), k = inputs.at("k").view();
+  const int64_t i = row % p.query_tokens, h = row / p.query_tokens % p.query_heads;
+  const int64_t b = row / p.query_tokens / p.query_heads;
+  for (int64_t c = 0; c < p.head_dim; ++c) {
+    double sum = 0;
+    for (const int64_t j : keys) sum += *k.At<float>(b, h / p.group(), j, c);
+    const double stated = score / std::sqrt(static_cast<double>(p.head_dim)) * sum;
+    if (std::abs(*q.At<float>(b, h, i, c) - stated) > 1e-4) return false;
+  }
+  return true;
+}
+
+// 200 sequences, so that each key that may be drawn for a position is.
+TEST(Inputs, AQueryIsTheStatedSumOfKeysAndEveryKeyThatIsAllowedIsDrawn) {
+  for (const bool causal : {false, true}) {
+    for (const auto& [queries, keys, head_dim] :
+         std::vector<std::tuple<int64_t, int64_t, int64_t>>{{7, 7, 5}, {9, 11, 40}, {11, 9, 40}}) {
+      Problem p = Problem::SelfAttention(200, 4, queries, head_dim, causal);
+      p.kv_heads = 2;
+      p.kv_tokens = keys;
+      for (const char* profile : {"peaked", "needle"}) {
+        const bool peaked = std::string(profile) == "peaked";
+        const NamedTensors inputs = MakeOrDie(Drawn(profile), p);
+        const ConstTensorView k = inputs.at("k").view();
+        for (int64_t row = 0; row < k.num_elements() / head_dim; row += 17) {
+          double square = 0;
+          for (int64_t c = 0; c < head_dim; ++c) square += std::pow(k.Get(row * head_dim + c), 2);
+          EXPECT_NEAR(square, static_cast<double>(head_dim), 1e-4 * head_dim);
+        }
+        std::map<int64_t, std::set<std::vector<int64_t>>> drawn;  // by position
+        for (int64_t row = 0; row < 200 * 4 * queries; ++row) {
+          const int64_t position = row % queries + p.causal_offset();
+          const int64_t seen = causal ? std::min(position + 1, keys) : keys;
+          if (seen < 1) continue;
+          const int64_t m = peaked ? std::min<int64_t>(3, seen) : 1;
+          const double score = ScoreOfPeaks(seen, m, peaked ? 4 : 99, head_dim);
+          int found = 0;
+          const auto is_it = [&](const std::vector<int64_t>& chosen) {
+            if (!IsSumOfKeys(p, inputs, row, score, chosen)) return;
+            ++found;
+            drawn[position].insert(chosen);
+          };
+          for (int64_t first = 0; first < seen; ++first) {
+            if (m == 1) is_it({first});
+            for (int64_t second = first + 1; second < seen && m > 1; ++second) {
+              if (m == 2) is_it({first, second});
+              for (int64_t third = second + 1; third < seen && m > 2; ++third) {
+                is_it({first, second, third});
+              }
+            }
+          }
+          ASSERT_EQ(found, 1) << profile << " row " << row;
+        }
+        for (const auto& [position, all] : drawn) {
+          const int64_t seen = causal ? std::min(position + 1, keys) : keys;
+          std::set<std::vector<int64_t>> allowed;
+          const auto in_part = [&](int64_t j, int64_t part, int64_t parts) {
+            return j >= part * seen / parts && j < (part + 1) * seen / parts;
+          };
+          for (int64_t first = 0; first < seen; ++first) {
+            const int64_t from = std::clamp<int64_t>(position, 0, seen - 1);
+            if (!peaked && std::abs(first - from) >= seen / 4) allowed.insert({first});
+            if (peaked && seen == 1) allowed.insert({first});
+            for (int64_t second = first + 1; second < seen && peaked; ++second) {
+              if (seen == 2) allowed.insert({first, second});
+              for (int64_t third = second + 1; third < seen; ++third) {
+                if (in_part(first, 0, 3) && in_part(second, 1, 3) && in_part(third, 2, 3)) {
+                  allowed.insert({first, second, third});
+                }
+              }
+            }
+          }
+          EXPECT_EQ(all, allowed) << profile << " position " << position << " of " << seen;
+        }
+      }
+    }
+  }
+}
+
+TEST(Inputs, QueriesThatAreTheKeysRepeatAfterAPeriodWithTheStatedLength) {
+  for (const auto& [profile, m, r] :
+       {std::tuple("peaked", 3, 4.0), std::tuple("needle", 1, 99.0)}) {
+    for (const int64_t tokens : {1, 2, 7, 8, 40}) {
+      Problem problem = Problem::SelfAttention(2, 3, tokens, 64);
+      problem.value_dim = 5;
+      std::vector<TensorSpec> specs = QkvInputs(problem);
+      specs.erase(specs.begin() + 1);
+      const NamedTensors inputs = MakeInputs({profile, nullptr}, specs, problem, 3).value();
+      const ConstTensorView q = inputs.at("q").view();
+      const int64_t period = std::max<int64_t>(1, (tokens + m) / (m + 1));
+      const double n = static_cast<double>(tokens);
+      const double length = ScoreOfPeaks(n, 1, r / m, 64);
+      std::set<double> firsts;  // first channels of vectors that should differ
+      for (int64_t row = 0; row < 2 * 3 * tokens; ++row) {
+        double square = 0;
+        for (int64_t c = 0; c < 64; ++c) {
+          square += std::pow(q.Get(row * 64 + c), 2);
+          if (row % tokens < period) continue;
+          EXPECT_EQ(q.Get(row * 64 + c), q.Get((row - period) * 64 + c)) << tokens;
+        }
+        EXPECT_NEAR(std::sqrt(square), std::max(0.0, length), 1e-5 * length + 1e-12) << tokens;
+        if (row % tokens < period) firsts.insert(q.Get(row * 64));
+      }
+      EXPECT_EQ(firsts.size(), static_cast<size_t>(2 * 3 * period));
     }
   }
 }
@@ -501,34 +629,252 @@ TEST(Inputs, TensorsThatNothingReadsAreNamedWithThoseThatAreRead) {
   EXPECT_TRUE(CheckTensorsAreRead(ParseInputSources("real")->at(0), specs).ok());
 }
 
+TEST(Inputs, LayersComeInTheOrderOfTheirNumbersWithTheTensorsOfTheFileBeside) {
+  NamedTensors tensors;
+  for (const char* name : {"layer10.x", "layer9.x", "layer9.extra", "layerx.q", "layer-1.q",
+                           "layer.q", "other.x", "shared"}) {
+    tensors[name] = Filled(DType::kF32, {2, 6, 8});
+  }
+  tensors["layer9.x"] = Filled(DType::kF32, {3, 5, 8});
+  tensors["layer11.extra"] = Filled(DType::kF32, {1});
+  const auto layers = ReadCapturedLayers(WriteFile("layers.safetensors", tensors)).value();
+  ASSERT_EQ(layers.size(), 2u);  // those that have q or x
+  EXPECT_EQ(layers[0].layer, "layer9");
+  EXPECT_EQ(layers[1].layer, "layer10");
+  EXPECT_EQ(layers[0].file, "layers.safetensors");
+  EXPECT_THAT(layers[0].names(),
+              ::testing::UnorderedElementsAre("extra", "x", "layerx.q", "layer-1.q", "layer.q",
+                                              "other.x", "shared"));
+  EXPECT_EQ(layers[0].Find("x")->dim(1), 5);
+  EXPECT_EQ(layers[1].Find("x")->dim(1), 6);
+  EXPECT_EQ(layers[1].Find("extra"), nullptr);
+  EXPECT_NE(layers[1].Find("shared"), nullptr);
+  EXPECT_EQ(layers[0].batch, 3);
+  EXPECT_EQ(layers[0].hidden_tokens, 5);
+  EXPECT_EQ(layers[0].model_dim, 8);
+  EXPECT_FALSE(layers[0].has_queries());
+  EXPECT_TRUE(layers[0].has_hidden());
+  EXPECT_EQ(layers[0].model(), "");
+  // Where no layer has q or x, all of them count.
+  NamedTensors others;
+  others["layer2.a"] = Filled(DType::kF32, {1});
+  others["b"] = Filled(DType::kF32, {1});
+  const auto all = ReadCapturedLayers(WriteFile("others.safetensors", others)).value();
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0].layer, "");
+  EXPECT_EQ(all[1].layer, "layer2");
+  const InputSource source = ParseInputSources(WriteFile("layers.safetensors", tensors))->at(1);
+  EXPECT_EQ(source.ToString(), "file layers.safetensors layer10");
+}
+
+TEST(Inputs, HiddenStatesAreSplitIntoTheHeadsOfTheirQueriesOrIntoThoseThatAreWanted) {
+  Problem wanted = Problem::SelfAttention(5, 4, 9, 100, true, DType::kF16);
+  wanted.kv_tokens = 2;  // the keys are x, too
+  const auto fit = [&wanted](const NamedTensors& tensors) {
+    const auto problem =
+        FitProblem(FileSource("hidden.safetensors", tensors), InputKind::kHidden, wanted);
+    return problem.ok() ? problem->ToString() : std::string(problem.status().message());
+  };
+  const std::string path = ::testing::TempDir() + "/hidden.safetensors";
+  NamedTensors tensors;
+  tensors["x"] = Filled(DType::kF32, {2, 12, 24});
+  EXPECT_EQ(fit(tensors), "batch 2, 4 heads of 6, 9 tokens, causal, f16");
+  tensors["q"] = Filled(DType::kF32, {2, 6, 7, 4});
+  tensors["k"] = Filled(DType::kF32, {2, 3, 11, 4});
+  EXPECT_EQ(fit(tensors), "batch 2, 6 heads of 4 over 3 key-value heads, 9 tokens, causal, f16");
+  tensors["q"] = Filled(DType::kF32, {2, 6, 7, 5});  // not of this width
+  tensors["k"] = Filled(DType::kF32, {2, 3, 11, 5});
+  EXPECT_EQ(fit(tensors), "batch 2, 4 heads of 6, 9 tokens, causal, f16");
+  tensors.clear();
+  tensors["x"] = Filled(DType::kF32, {7, 3, 22});
+  EXPECT_EQ(fit(tensors),
+            path + ": tensor \"x\" has a model_dim of 22, which 4 heads do not divide");
+  tensors["x"] = Filled(DType::kF32, {7, 3, 4 * 257});
+  EXPECT_EQ(fit(tensors), path + ": head_dim is 257; allowed are 1 to 256");
+  tensors.erase("x");
+  tensors["y"] = Filled(DType::kF32, {1});
+  EXPECT_EQ(fit(tensors), "file hidden.safetensors has no x; it has y");
+  EXPECT_EQ(FitProblem(FileSource("hidden.safetensors", tensors), InputKind::kQkv, wanted)
+                .status()
+                .message(),
+            "file hidden.safetensors has no q; it has y");
+}
+
+TEST(Inputs, BatchAndTokensMayBeCutAndNothingElse) {
+  struct Row {
+    Shape from, to;
+    bool may;
+  };
+  for (const Row& row : std::vector<Row>{{{4, 5, 6, 7}, {4, 5, 6, 7}, true},
+                                         {{4, 5, 6, 7}, {3, 5, 2, 7}, true},
+                                         {{4, 5, 6, 7}, {4, 4, 6, 7}, false},
+                                         {{4, 5, 6, 7}, {4, 5, 6, 6}, false},
+                                         {{4, 5, 6, 7}, {5, 5, 6, 7}, false},
+                                         {{4, 5, 6, 7}, {4, 5, 7, 7}, false},
+                                         {{4, 5, 6}, {3, 4, 6}, true},
+                                         {{4, 5, 6}, {4, 5, 5}, false},
+                                         {{4, 5}, {3, 4}, true},
+                                         {{4, 5}, {4, 6}, false},
+                                         {{4}, {3}, true},
+                                         {{4}, {5}, false},
+                                         {{4, 5}, {4}, false}}) {
+    NamedTensors tensors;
+    Tensor& tensor = tensors["t"] = Tensor(DType::kF64, row.from);
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) tensor.view().Set(i, i);
+    const auto cut = MakeInputs(FileSource("cut.safetensors", tensors),
+                                {{"t", row.to, DType::kF32, false}}, Problem(), 1);
+    EXPECT_EQ(cut.ok(), row.may) << ShapeString(row.to);
+    if (!cut.ok()) {
+      EXPECT_EQ(cut.status().message(),
+                ::testing::TempDir() + "/cut.safetensors: tensor \"t\" has shape " +
+                    ShapeString(row.from) + "; asked for is " + ShapeString(row.to));
+      continue;
+    }
+    // The first elements of every row are kept.
+    ConstTensorView expected = std::as_const(tensor).view();
+    for (int axis = 0; axis < expected.rank; ++axis) {
+      expected = Slice(expected, axis, 0, row.to[axis]);
+    }
+    Tensor copy(DType::kF32, row.to);
+    CopyElements(expected, copy.view());
+    EXPECT_EQ(std::memcmp(copy.raw(), cut->at("t").raw(), copy.bytes()), 0) << ShapeString(row.to);
+  }
+}
+
+TEST(Inputs, WhatCannotBeMadeIsSaidWhole) {
+  const Problem problem = Problem::SelfAttention(1, 2, 6, 4);
+  EXPECT_EQ(MakeInputs(Drawn("peeked"), QkvInputs(problem), problem, 1).status().message(),
+            "input profile \"peeked\" is unknown; known are real, gaussian, peaked, needle, text");
+  EXPECT_EQ(ParseInputSources("peeked").status().message(),
+            "input \"peeked\" is unknown; known are real, gaussian, peaked, needle, text and "
+            "FILE.safetensors");
+  EXPECT_EQ(ParseInputSources("/no/a.safetensors", "/folder").status().message(),
+            "/no/a.safetensors: cannot open: No such file or directory");
+  EXPECT_EQ(ParseInputSources("no/a.safetensors", "/folder").status().message(),
+            "/folder/no/a.safetensors: cannot open: No such file or directory");
+  EXPECT_EQ(ParseInputSources("no/a.safetensors").status().message(),
+            "no/a.safetensors: cannot open: No such file or directory");
+  const auto peaks = [&](std::vector<TensorSpec> specs) {
+    return std::string(MakeInputs(Drawn("peaked"), specs, problem, 1).status().message());
+  };
+  const Shape right = {1, 2, 6, 4}, wrong = {1, 2, 5, 4};
+  const std::string refusal = "input profile peaked makes queries and keys; the technique reads ";
+  EXPECT_EQ(peaks({{"q", right}, {"k", right}}), "");
+  EXPECT_EQ(peaks({{"q", right}}), "");
+  EXPECT_EQ(peaks({{"q", wrong}}), refusal + "q");
+  EXPECT_EQ(peaks({{"k", right}, {"v", right}}), refusal + "k, v");
+  EXPECT_EQ(peaks({{"q", wrong}, {"k", right}}), refusal + "q, k");
+  EXPECT_EQ(peaks({{"q", right}, {"k", wrong}}), refusal + "q, k");
+  // Nothing is asked of a source that has no file.
+  EXPECT_TRUE(CheckTensorsAreThere(Drawn("peaked"), QkvInputs(problem)).ok());
+  EXPECT_TRUE(CheckTensorsAreRead(Drawn("peaked"), {}).ok());
+  const auto too_large = MakeInputs(Drawn("gaussian"), {{"x", {int64_t{1} << 40}}}, problem, 1);
+  EXPECT_EQ(too_large.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(too_large.status().message()), StartsWith("input x: "));
+}
+
+TEST(Inputs, TextServesHiddenStatesOfTheModelsSizes) {
+  const InputSource text = ParseInputSources("text").value().at(0);
+  EXPECT_EQ(text.ToString(), "text");
+  const Problem wanted = Problem::SelfAttention(2, 4, 9, 100, true);
+  EXPECT_EQ(FitProblem(text, InputKind::kHidden, wanted)->ToString(),
+            "batch 2, 6 heads of 32, 9 tokens, causal, f32");
+  EXPECT_EQ(FitProblem(text, InputKind::kQkv, wanted).status().message(),
+            "text makes hidden states; the technique reads q, k and v");
+  EXPECT_THAT(DrawnInputs(text, {{"x", {1}}}), IsEmpty());
+}
+
 TEST(Inputs, ContradictorySizesOfAFileAreNamed) {
+  const std::string path = ::testing::TempDir() + "/bad.safetensors";
   const auto error = [](NamedTensors tensors) {
     const auto layers = ReadCapturedLayers(WriteFile("bad.safetensors", tensors));
     return std::string(layers.status().message());
   };
+  struct Row {
+    Shape q, k, v, x;  // empty: there is none
+    std::string message;
+  };
+  const std::string form = "; expected is floating point [batch, heads, tokens, channels]";
+  for (const Row& row : std::vector<Row>{
+           {{1, 4, 10, 8}, {1, 2, 11, 8}, {1, 2, 11, 3}, {1, 5, 6}, ""},
+           {{1, 4, 10, 8}, {}, {1, 2, 11, 3}, {}, ""},
+           {{1, 4, 10, 8}, {1, 2, 11, 8}, {}, {}, ""},
+           {{1, 4, 10, 8}, {}, {}, {}, ""},
+           {{1, 4, 10}, {}, {}, {}, ": tensor \"q\" is f32 [1, 4, 10]" + form},
+           {{1, 4, 10, 8}, {4, 10, 8}, {}, {}, ": tensor \"k\" is f32 [4, 10, 8]" + form},
+           {{1, 4, 10, 8},
+            {},
+            {1, 4, 10, 8, 1},
+            {},
+            ": tensor \"v\" is f32 [1, 4, 10, 8, 1]" + form},
+           {{1, 4, 10, 8},
+            {2, 4, 10, 8},
+            {},
+            {},
+            ": tensor \"k\" is f32 [2, 4, 10, 8]; expected is the batch and channels of q [1, 4, "
+            "10, 8]"},
+           {{1, 4, 10, 8},
+            {1, 4, 10, 7},
+            {},
+            {},
+            ": tensor \"k\" is f32 [1, 4, 10, 7]; expected is the batch and channels of q [1, 4, "
+            "10, 8]"},
+           {{1, 4, 10, 8},
+            {},
+            {2, 4, 10, 8},
+            {},
+            ": tensor \"v\" is f32 [2, 4, 10, 8]; expected is the batch of q [1, 4, 10, 8]"},
+           {{1, 4, 10, 8},
+            {1, 4, 10, 8},
+            {2, 4, 10, 8},
+            {},
+            ": tensor \"v\" is f32 [2, 4, 10, 8]; expected is the sizes of k [1, 4, 10, 8] but for "
+            "the channels"},
+           {{1, 4, 10, 8},
+            {1, 4, 10, 8},
+            {1, 2, 10, 8},
+            {},
+            ": tensor \"v\" is f32 [1, 2, 10, 8]; expected is the sizes of k [1, 4, 10, 8] but for "
+            "the channels"},
+           {{1, 4, 10, 8},
+            {1, 4, 10, 8},
+            {1, 4, 9, 8},
+            {},
+            ": tensor \"v\" is f32 [1, 4, 9, 8]; expected is the sizes of k [1, 4, 10, 8] but for "
+            "the channels"},
+           {{1, 4, 10, 8},
+            {1, 3, 10, 8},
+            {1, 3, 10, 8},
+            {},
+            ": query_heads is 4, which kv_heads (3) does not divide"},
+           {{1, 4, 10, 300}, {1, 4, 10, 300}, {}, {}, ": head_dim is 300; allowed are 1 to 256"},
+           {{},
+            {},
+            {},
+            {4, 10},
+            ": tensor \"x\" is f32 [4, 10]; expected is floating point [batch, tokens, model_dim]"},
+           {{1, 4, 10, 8},
+            {},
+            {},
+            {2, 5, 6},
+            ": tensor \"x\" is f32 [2, 5, 6]; expected is the batch of q, 1"}}) {
+    NamedTensors tensors;
+    for (const auto& [name, shape] :
+         {std::pair("q", row.q), {"k", row.k}, {"v", row.v}, {"x", row.x}}) {
+      if (!shape.empty()) Fill((tensors[name] = Tensor(DType::kF32, shape)).view(), 1);
+    }
+    EXPECT_EQ(error(std::move(tensors)), row.message.empty() ? "" : path + row.message);
+  }
   NamedTensors tensors;
-  tensors["layer3.q"] = Filled(DType::kF32, {1, 4, 10, 8});
-  tensors["layer3.k"] = Filled(DType::kF32, {1, 3, 10, 8});
-  tensors["layer3.v"] = Filled(DType::kF32, {1, 3, 10, 8});
-  EXPECT_THAT(error(std::move(tensors)), HasSubstr("query_heads is 4, which kv_heads (3)"));
-  tensors.clear();
-  tensors["q"] = Filled(DType::kF32, {1, 4, 10, 300});
-  tensors["k"] = Filled(DType::kF32, {1, 4, 10, 300});
-  tensors["v"] = Filled(DType::kF32, {1, 4, 10, 8});
-  EXPECT_THAT(error(std::move(tensors)), HasSubstr("head_dim is 300"));
-  tensors.clear();
-  tensors["q"] = Filled(DType::kF32, {1, 4, 10, 8});
-  tensors["k"] = Filled(DType::kF32, {1, 4, 10, 8});
-  tensors["v"] = Filled(DType::kF32, {1, 4, 9, 8});
-  EXPECT_THAT(error(std::move(tensors)), HasSubstr("tensor \"v\" is f32 [1, 4, 9, 8]"));
-  tensors.clear();
   tensors["layer3.x"] = Filled(DType::kI32, {1, 4, 10});
-  EXPECT_THAT(error(std::move(tensors)), HasSubstr("tensor \"layer3.x\" is i32"));
+  EXPECT_EQ(error(std::move(tensors)),
+            path +
+                ": tensor \"layer3.x\" is i32 [1, 4, 10]; expected is floating point [batch, "
+                "tokens, model_dim]");
   tensors.clear();
-  tensors["q"] = Filled(DType::kF32, {1, 4, 10, 8});
-  tensors["v"] = Filled(DType::kF32, {2, 4, 10, 8});
-  EXPECT_THAT(error(std::move(tensors)), HasSubstr("expected is the batch of q [1, 4, 10, 8]"));
-  EXPECT_THAT(error(NamedTensors()), HasSubstr("has no tensors"));
+  tensors["q"] = Filled(DType::kI32, {1, 4, 10, 8});
+  EXPECT_EQ(error(std::move(tensors)), path + ": tensor \"q\" is i32 [1, 4, 10, 8]" + form);
+  EXPECT_EQ(error(NamedTensors()), path + ": has no tensors");
 }
 
 }  // namespace

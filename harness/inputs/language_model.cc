@@ -212,7 +212,7 @@ absl::StatusOr<absl::string_view> LanguageModel::HeldOut(const Problem& problem,
 void LanguageModel::Embed(absl::string_view bytes, const TensorView& x) const {
   for (int64_t t = 0; t < static_cast<int64_t>(bytes.size()); ++t) {
     const float* row = embedding().view().At<float>(static_cast<uint8_t>(bytes[t]));
-    for (int64_t c = 0; c < model_dim(); ++c) x.Set(x.Offset(0, t, c), row[c]);
+    CopyElements(ConstTensorView(row, DType::kF32, {1, 1, model_dim()}), Slice(x, 1, t, 1));
   }
 }
 

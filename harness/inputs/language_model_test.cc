@@ -1,11 +1,17 @@
 #include "harness/inputs/language_model.h"
 
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/random.h"
 #include "core/safetensors.h"
 #include "gmock/gmock.h"
@@ -193,27 +199,325 @@ TEST_F(SmallModel, TechniquesOnTokensGiveLogarithmsOfProbabilities) {
   EXPECT_NEAR(*bits, std::log2(1 + 255 * std::exp(-20.0)), 1e-7);
 }
 
+// A stack whose output is x times the parameter "w", and whose context is the sum of all x so far. It
+// reads three tokens at a time.
+class SumLayer : public StreamingLayer {
+ public:
+  SumLayer(const Problem& p, const std::vector<TensorSpec>& parameters)
+      : StreamingLayer(p, HiddenInputs(p), HiddenOutputs(p), {Segment(p, "x")},
+                       {Segment(p, "out"), Segment(p, "context")}, /*max_segment_tokens=*/3),
+        sum_(p.model_dim(), 0) {
+    for (const TensorSpec& spec : parameters) {
+      parameters_[spec.name] = Tensor(spec.dtype, spec.shape);
+    }
+  }
+  size_t workspace_bytes(int) const override { return 16; }
+  Cost cost() const override { return {}; }
+  absl::Status Reset() override { return absl::UnimplementedError("is read once"); }
+
+ protected:
+  absl::Status DoRun(const Inputs&, const Outputs&, const Execution&) override {
+    return absl::UnimplementedError("is appended to");
+  }
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution&) override {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float* x = segment.Get("x").At<float>(0, t);
+      for (int64_t c = 0; c < problem().model_dim(); ++c) {
+        sum_[c] += x[c];
+        outputs.Get("out").MutableAt<float>(0, t)[c] = x[c] * parameters_.at("w").span<float>()[c];
+        outputs.Get("context").MutableAt<float>(0, t)[c] = sum_[c];
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  static TensorSpec Segment(const Problem& p, const std::string& name) {
+    return {name, {1, kSegmentTokens, p.model_dim()}, DType::kF32};
+  }
+  std::vector<float> sum_;
+};
+
+struct NoOptions {
+  void Describe(OptionBinder&) {}
+};
+
+class SumStack : public TechniqueOf<NoOptions> {
+ public:
+  explicit SumStack(int64_t* layers) : TechniqueOf(Info()), layers_(*layers) {}
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem, const NoOptions&, Device,
+                                                   uint64_t) const override {
+    ++layers_;
+    return std::make_unique<SumLayer>(problem, std::vector<TensorSpec>{{"w", {kWidth}}});
+  }
+  absl::Status Definition(const Problem&, const NoOptions&, const NamedTensors&, const Inputs&,
+                          const DefinitionRequest&, NamedTensors*) const override {
+    return absl::UnimplementedError("has no definition");
+  }
+
+ private:
+  static TechniqueInfo Info() {
+    TechniqueInfo info;
+    info.name = "sum_stack";
+    info.input_kind = InputKind::kHidden;
+    return info;
+  }
+  int64_t& layers_;
+};
+
+// The small model with that stack, and other gains and shifts of its last norm than 1 and 0.
+class ModelWithStack : public SmallModel {
+ protected:
+  ModelWithStack() {
+    static int64_t layers = 0;
+    static const bool registered = [] {
+      Registry::Global().Add(std::make_unique<SumStack>(&layers));
+      return true;
+    }();
+    EXPECT_TRUE(registered);
+    layers_ = &layers;
+    metadata_["technique"] = "sum_stack";
+    for (const char* name : {"w", "final_norm.gamma", "final_norm.beta"}) {
+      tensors_[name] = Tensor(DType::kF32, {kWidth});
+      FillNormal(&tensors_[name], 1, name);
+    }
+    model_ = Read().value();
+  }
+
+  // Returns the stack's states for a text, a row a byte, and the sums of embeddings beside them.
+  std::pair<std::vector<double>, std::vector<double>> StatesOf(absl::string_view text) const {
+    const auto at = [this](const char* name, int64_t c) {
+      return double{tensors_.at(name).span<float>()[c]};
+    };
+    std::vector<double> x, sums, sum(kWidth, 0);
+    for (const char byte : text) {
+      std::vector<double> h(kWidth);
+      double mean = 0, variance = 0;
+      for (int64_t c = 0; c < kWidth; ++c) {
+        const double e = *tensors_.at("embedding").view().At<float>(static_cast<uint8_t>(byte), c);
+        h[c] = e * at("w", c);
+        mean += h[c] / kWidth;
+        sums.push_back(sum[c] += e);
+      }
+      for (const double value : h) variance += std::pow(value - mean, 2) / kWidth;
+      for (int64_t c = 0; c < kWidth; ++c) {
+        x.push_back((h[c] - mean) / std::sqrt(variance + 1e-5) * at("final_norm.gamma", c) +
+                    at("final_norm.beta", c));
+      }
+    }
+    return {x, sums};
+  }
+
+  int64_t* layers_;
+  std::shared_ptr<const LanguageModel> model_;
+};
+
+void ExpectNear(const ConstTensorView& view, const std::vector<double>& expected) {
+  ASSERT_EQ(view.num_elements(), static_cast<int64_t>(expected.size()));
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_NEAR(view.Get(static_cast<int64_t>(i)), expected[i], 1e-4) << i;
+  }
+}
+
+TEST_F(ModelWithStack, TechniquesOnTokensReadTheStatesAndContextsOfEachSequence) {
+  for (const int64_t tokens : {1, 3, 4, 8, 13}) {
+    const Problem problem = model_->Fit(Tokens(tokens, 3));
+    const Shape shape = {3, tokens, kWidth};
+    const auto inputs = model_->MakeInputs(
+        {{"x", shape}, {"context", shape}, {"key_mask", {3, tokens}, DType::kU8, true}}, problem);
+    if (tokens == 13) {  // a third of the text has 13 bytes, and the byte behind each is needed
+      EXPECT_EQ(inputs.status().message(),
+                "3 x 13 tokens, and the byte behind each; the held-out text has 41 bytes");
+      continue;
+    }
+    ASSERT_TRUE(inputs.ok()) << inputs.status();
+    EXPECT_EQ(inputs->size(), 2u);
+    for (int64_t b = 0; b < 3; ++b) {
+      const auto [x, context] = StatesOf(absl::string_view(text_).substr(b * 13, tokens));
+      ExpectNear(Slice(inputs->at("x").view(), 0, b, 1), x);
+      ExpectNear(Slice(inputs->at("context").view(), 0, b, 1), context);
+    }
+  }
+  // A context that need not be there does not make it a technique on tokens.
+  const Problem one = model_->Fit(Tokens(2));
+  const Shape shape = {1, 2, kWidth};
+  EXPECT_EQ(model_->MakeInputs({{"x", shape}, {"context", shape, DType::kF32, true}}, one)->size(),
+            1u);
+  const auto refusal = [&](const std::vector<TensorSpec>& specs) {
+    return std::string(model_->MakeInputs(specs, one).status().message());
+  };
+  EXPECT_EQ(refusal({{"x", shape}, {"v", shape}}),
+            "text makes hidden states; the technique reads v");
+  EXPECT_EQ(refusal({{"context", shape}}), "the technique reads no hidden states");
+  EXPECT_EQ(refusal({}), "the technique reads no hidden states");
+}
+
+TEST_F(ModelWithStack, ALayersParametersAreTheModelsAndItsDatastoreIsMadeOnce) {
+  setenv("XDG_CACHE_HOME", (folder_ + "/cache").c_str(), 1);
+  std::filesystem::remove_all(folder_ + "/cache");
+  const std::string text = "looked up";
+  for (const int64_t entries : {1, 5, 8}) {
+    for (const DType dtype : {DType::kF32, DType::kF16}) {
+      const SumLayer layer(model_->Fit(Tokens(4)), {{"w", {kWidth}, dtype},
+                                                    {"datastore.keys", {entries, kWidth}, dtype},
+                                                    {"datastore.values", {entries}, DType::kU8}});
+      const int64_t layers_before = *layers_;
+      const auto parameters = model_->ParametersOf(layer);
+      ASSERT_TRUE(parameters.ok()) << parameters.status();
+      EXPECT_EQ(*layers_ - layers_before, dtype == DType::kF32 ? 1 : 0);  // then it is read
+      EXPECT_EQ(parameters->size(), 3u);
+      const absl::string_view last = absl::string_view(text).substr(8 - entries);
+      const auto [x, sums] = StatesOf(last.substr(0, entries));
+      const Tensor& keys = parameters->at("datastore.keys");
+      EXPECT_EQ(keys.dtype(), dtype);
+      for (int64_t n = 0; n < entries; ++n) {
+        EXPECT_EQ(parameters->at("datastore.values").span<uint8_t>()[n], last[n + 1]);
+        for (int64_t c = 0; c < kWidth; ++c) {
+          const double sum = sums[n * kWidth + c];
+          EXPECT_NEAR(keys.view().Get(n * kWidth + c), sum,
+                      dtype == DType::kF16 ? 1e-3 * (1 + std::abs(sum)) : 1e-5);
+        }
+      }
+      EXPECT_EQ(parameters->at("w").dtype(), dtype);
+      EXPECT_NEAR(parameters->at("w").view().Get(3), tensors_["w"].view().Get(3), 1e-2);
+    }
+  }
+  int files = 0;
+  for (const auto& file :
+       std::filesystem::directory_iterator(folder_ + "/cache/transformer-family-bench")) {
+    files += file.path().filename().string().rfind("datastore-", 0) == 0 &&
+             file.path().extension() == ".safetensors";
+  }
+  EXPECT_EQ(files, 3);
+  const auto refusal = [this](const std::vector<TensorSpec>& parameters) {
+    const SumLayer layer(model_->Fit(Tokens(4)), parameters);
+    return std::string(model_->ParametersOf(layer).status().ToString());
+  };
+  const TensorSpec values = {"datastore.values", {9}, DType::kU8};
+  EXPECT_EQ(refusal({values, {"datastore.keys", {9, kWidth}}}),
+            "INVALID_ARGUMENT: 9 entries; the text of the datastore has 9 bytes, so that allowed "
+            "are 1 to 8");
+  EXPECT_EQ(refusal({{"w", {kWidth + 1}}}),
+            "UNIMPLEMENTED: the language model has no parameter w [9]; its is [8]");
+  EXPECT_EQ(refusal({{"loss", {2}}}),
+            "UNIMPLEMENTED: the language model has no parameter loss [2]");
+}
+
+TEST_F(ModelWithStack, ADatastoreIsKeptBelowTheFirstFolderThatTheEnvironmentNames) {
+  const auto make = [this] {
+    const SumLayer layer(model_->Fit(Tokens(4)),
+                         {{"datastore.keys", {2, kWidth}}, {"datastore.values", {2}, DType::kU8}});
+    EXPECT_TRUE(model_->ParametersOf(layer).ok());
+  };
+  const auto is_kept = [](const std::string& folder) {
+    return std::filesystem::exists(folder + "/transformer-family-bench");
+  };
+  const std::string home = folder_ + "/home", cache = folder_ + "/other_cache";
+  std::filesystem::remove_all(home);
+  std::filesystem::remove_all(cache);
+  setenv("HOME", home.c_str(), 1);
+  setenv("XDG_CACHE_HOME", "relative", 1);  // which the specification has one ignore
+  make();
+  EXPECT_TRUE(is_kept(home + "/.cache"));
+  setenv("XDG_CACHE_HOME", cache.c_str(), 1);
+  make();
+  EXPECT_TRUE(is_kept(cache));
+  // Where it cannot be kept it is made all the same, and a line says so.
+  setenv("XDG_CACHE_HOME", "/proc/none", 1);
+  ::testing::internal::CaptureStderr();
+  make();
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              ::testing::StartsWith("the datastore is not kept for the next run: "));
+}
+
+TEST_F(SmallModel, BitsOfSeveralSequencesOfMoreThanAFewHundredTokensAreTheMean) {
+  text_.clear();
+  for (int n = 0; n < 1300; ++n) text_ += static_cast<char>(n * n % 251);
+  const auto model = Read();
+  ASSERT_TRUE(model.ok()) << model.status();
+  constexpr int64_t kTokens = 600;
+  const Problem problem = (*model)->Fit(Tokens(kTokens, 2));
+  Tensor out(DType::kF32, {2, kTokens, 256});
+  FillNormal(&out, 1, "out");
+  double nats = 0;
+  for (int64_t b = 0; b < 2; ++b) {
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const float* scores = out.view().At<float>(b, t);
+      double sum = 0;
+      for (int64_t y = 0; y < 256; ++y) sum += std::exp(double{scores[y]});
+      nats += std::log(sum) - double{scores[static_cast<uint8_t>(text_[b * 650 + t + 1])]};
+    }
+  }
+  const auto bits = (*model)->BitsPerByte(InputKind::kTokens, problem, out.view());
+  ASSERT_TRUE(bits.ok()) << bits.status();
+  // Scores are of up to 4 or so, and their differences are rounded to f32.
+  EXPECT_NEAR(*bits, nats / std::log(2.0) / (2 * kTokens), 8 * std::ldexp(1, -24));
+  const Tensor none(DType::kF32, {0, 5, 256});
+  EXPECT_EQ(
+      (*model)->BitsPerByte(InputKind::kTokens, (*model)->Fit(Tokens(5, 0)), none.view()).value(),
+      0);
+}
+
 TEST_F(SmallModel, WhatIsWrongIsNamed) {
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_THAT(std::string((*model)->HeldOut(Tokens(41), 0).status().message()),
               HasSubstr("41 tokens, and the byte behind each; the held-out text has 41 bytes"));
   EXPECT_TRUE((*model)->HeldOut(Tokens(40), 0).ok());
+  Problem no_keys = Tokens(40);
+  no_keys.kv_tokens = 1000;  // of which nothing is read
+  EXPECT_EQ((*model)->HeldOut(no_keys, 0).value(), text_.substr(0, 41));
+  EXPECT_EQ((*model)->HeldOut(Tokens(3, 4), 2).value(), text_.substr(20, 4));
   EXPECT_FALSE((*model)->HeldOut(Tokens(20, 2), 1).ok());
 
+  const std::string path = folder_ + "/model.safetensors";
+  metadata_["technique"] = "none";
+  EXPECT_EQ(
+      (*Read())->MakeInputs({{"x", {1, 2, 8}}, {"context", {1, 2, 8}}}, Tokens(2)).status().code(),
+      absl::StatusCode::kNotFound);
   metadata_["heads"] = "three";
-  EXPECT_THAT(WhatIsWrong(), HasSubstr("metadata \"heads\" is \"three\""));
+  EXPECT_EQ(WhatIsWrong(),
+            path + ": metadata \"heads\" is \"three\"; expected is a number of heads");
+  metadata_["heads"] = "0";
+  EXPECT_EQ(WhatIsWrong(), path + ": metadata \"heads\" is \"0\"; expected is a number of heads");
   metadata_["heads"] = "3";
-  EXPECT_THAT(WhatIsWrong(), HasSubstr("3 heads do not divide 8 channels"));
-  metadata_["heads"] = "2";
+  EXPECT_EQ(WhatIsWrong(), path + ": 3 heads do not divide 8 channels");
+  metadata_["heads"] = "1";
+  EXPECT_TRUE(Read().ok());
   metadata_["technique"] = ":";
-  EXPECT_THAT(WhatIsWrong(), HasSubstr("metadata \"technique\""));
+  EXPECT_THAT(WhatIsWrong(), HasSubstr(path + ": metadata \"technique\" is \":\"; "));
   metadata_["technique"] = "stack";
-  tensors_["output"] = Tensor(DType::kF32, {256, 4});
-  Fill(tensors_["output"].view(), 0);
-  EXPECT_THAT(WhatIsWrong(), HasSubstr("tensor \"output\" is [256, 4]; expected is [256, 8]"));
-  tensors_.erase("embedding");
-  EXPECT_THAT(WhatIsWrong(), HasSubstr("tensor \"embedding\" is not there"));
+  for (const char* name : {"output", "final_norm.gamma", "final_norm.beta", "embedding"}) {
+    Tensor right = std::move(tensors_[name]);
+    const Shape shape = right.shape();
+    for (const Shape& other : {Shape{256, 4}, Shape{7}}) {
+      tensors_[name] = Tensor(DType::kF32, other);
+      const std::string of_wrong = ShapeString(other);
+      // The other tensors are held against the width of the embedding.
+      const bool is_first = std::string(name) != "embedding" || other.size() != 2;
+      EXPECT_EQ(
+          WhatIsWrong(),
+          path + (is_first ? absl::StrCat(
+                                 ": tensor \"", name, "\" is ", of_wrong, "; expected is ",
+                                 std::string(name) == "embedding" ? "[256, 0]" : ShapeString(shape))
+                           : ": tensor \"output\" is [256, 8]; expected is [256, 4]"));
+    }
+    tensors_.erase(name);
+    EXPECT_THAT(WhatIsWrong(),
+                HasSubstr(absl::StrCat(": tensor \"", name, "\" is not there; expected is [")));
+    tensors_[name] = std::move(right);
+  }
+  EXPECT_TRUE(Read().ok());
+  std::filesystem::remove(folder_ + "/held_out.txt");
+  EXPECT_EQ(LanguageModel::Read(folder_).status().message(),
+            folder_ + "/held_out.txt: cannot be read");
+  ASSERT_TRUE(Read().ok());
+  std::filesystem::remove(folder_ + "/datastore.txt");
+  EXPECT_EQ(LanguageModel::Read(folder_).status().message(),
+            folder_ + "/datastore.txt: cannot be read");
   EXPECT_FALSE(LanguageModel::Read(folder_ + "/nowhere").ok());
 }
 

@@ -224,7 +224,7 @@ std::vector<std::string> DrawnLines(const std::vector<TensorSpec>& inputs,
   std::vector<NamedTensorSpec> all;
   for (const std::string& name : drawn) {
     const Tensor& tensor = parameters.at(name);
-    all.push_back({{name, tensor.shape(), tensor.dtype()}, {}, true});
+    all.push_back({{name, tensor.shape(), tensor.dtype()}, {}});
   }
   const std::vector<NamedTensorSpec> joined = JoinLayers(all);
   std::vector<std::string> names;

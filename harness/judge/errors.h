@@ -41,7 +41,6 @@ class ComparedRows {
                                          absl::Span<const int64_t> rows);
   // Returns the offset in the output of the element of the reference at `index` (row-major).
   int64_t OutputOffset(int64_t index) const;
-  bool sampled() const { return axis_ >= 0; }
 
  private:
   ConstTensorView output_;

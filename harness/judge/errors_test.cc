@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -122,6 +124,67 @@ TEST(Errors, ShapesThatAreNotRelatedAreRefused) {
   EXPECT_TRUE(CompareOutput(output.view(), reference.view(), {0, 2}, 1).ok());
 }
 
+TEST(Errors, WhatCannotBeHeldAgainstOneAnotherIsNamed) {
+  const Tensor output(DType::kF32, {1, 3, 4}), turned(DType::kF64, {1, 2, 3});
+  const auto refusal = [&](const ConstTensorView& reference, const std::vector<int64_t>& rows) {
+    return std::string(ComparedRows::Of(output.view(), reference, rows).status().message());
+  };
+  const Tensor two(DType::kF64, {1, 2, 4}), both(DType::kF64, {1, 2, 2}), flat(DType::kF64, {3, 4});
+  const std::string kBegin = "output [1, 3, 4] cannot be held against reference ";
+  EXPECT_EQ(refusal(two.view(), {0, 2}), "");
+  EXPECT_EQ(refusal(two.view(), {}), kBegin + "[1, 2, 4] of 0 rows");
+  EXPECT_EQ(refusal(two.view(), {0}), kBegin + "[1, 2, 4] of 1 rows");
+  EXPECT_EQ(refusal(two.view(), {-1, 2}), kBegin + "[1, 2, 4] of 2 rows");
+  EXPECT_EQ(refusal(two.view(), {0, 3}), kBegin + "[1, 2, 4] of 2 rows");
+  EXPECT_EQ(refusal(both.view(), {0, 1}), kBegin + "[1, 2, 2] of 2 rows");
+  EXPECT_EQ(refusal(flat.view(), {}), kBegin + "[3, 4] of 0 rows");
+  // A reference is contiguous.
+  EXPECT_EQ(refusal(Slice(Tensor(DType::kF64, {1, 3, 5}).view(), 2, 0, 4), {}),
+            kBegin + "[1, 3, 4] of 0 rows");
+  EXPECT_FALSE(MaxAbsError(output.view(), both.view(), {0, 1}).ok());
+  const auto weights = [](const ConstTensorView& own, const ConstTensorView& dense) {
+    return std::string(CompareWeights(own, dense).status().message());
+  };
+  const Tensor w(DType::kF64, {1, 2, 3, 4}), single(DType::kF32, {1, 2, 3, 4});
+  const Tensor other(DType::kF64, {1, 2, 3, 5});
+  EXPECT_EQ(weights(w.view(), w.view()), "");
+  for (const auto& [own, dense] : {std::pair(w.view(), other.view()),
+                                   {flat.view(), flat.view()},
+                                   {w.view(), single.view()},
+                                   {single.view(), w.view()},
+                                   {Slice(other.view(), 3, 0, 4), w.view()},
+                                   {w.view(), Slice(other.view(), 3, 0, 4)}}) {
+    EXPECT_EQ(weights(own, dense), "weights " + ShapeString(own.shape()) +
+                                       " cannot be held against dense weights " +
+                                       ShapeString(dense.shape()));
+  }
+}
+
+TEST(Errors, ARowThatOneSideHasAsZeroHasNoCosineAndOppositeOnesMinusOne) {
+  const Tensor reference = Of(DType::kF64, {4, 2}, {0, 0, 3, 4, 3, 4, 1e-200, 1e-200});
+  const Tensor output = Of(DType::kF64, {4, 2}, {3, 4, 0, 0, -6, -8, 1e-200, 1e-200});
+  // The squares of the last row are 0, as if both sides were.
+  EXPECT_DOUBLE_EQ(Compare(output, reference, 1).mean_cosine, (0 + 0 - 1 + 1) / 4.0);
+  EXPECT_EQ(Compare(output, reference, 0.5).max_abs_over_max_value, 24);
+  EXPECT_EQ(LargestMagnitude(output.view()), 8);
+  EXPECT_EQ(LargestMagnitude(Of(DType::kF64, {3}, {kNan, -kInfinity, -0.5}).view()), 0.5);
+  EXPECT_EQ(LargestMagnitude(Tensor(DType::kF64, {0, 2}).view()), 0);
+}
+
+TEST(Errors, AnOutputWithoutChannelsHasNoRowsAndNoError) {
+  const Tensor none(DType::kF64, {2, 3, 0});
+  const OutputError error = Compare(none, none, 0);
+  EXPECT_EQ(error.rows, 0);
+  EXPECT_EQ(error.rows_checked, 0);
+  EXPECT_EQ(error.checked, 0);
+  EXPECT_EQ(error.not_finite, 0);
+  EXPECT_EQ(error.unexpected, 0);
+  EXPECT_EQ(error.max_abs, 0);
+  EXPECT_EQ(error.max_abs_over_max_value, 0);
+  EXPECT_EQ(error.relative_frobenius, 0);
+  EXPECT_EQ(error.mean_cosine, 1);
+}
+
 TEST(Errors, EmptyOutputsHaveNoError) {
   const Tensor reference(DType::kF64, {1, 4, 0, 8});
   const Tensor output(DType::kF32, {1, 4, 0, 8});
@@ -177,6 +240,25 @@ TEST(Errors, RecallIsOfTheHeaviestKeysAndNotOfAllThatHaveSomeWeight) {
   const auto kept = Kept({0.1, 0.2, 0.3, 0.4}, {0.4, 0.3, 0.2, 0.1}, 1, 3);
   ASSERT_TRUE(kept.has_value());
   EXPECT_DOUBLE_EQ(kept->recall, 2.0 / 3);  // keys 1 and 2 of 0, 1 and 2
+}
+
+TEST(Errors, TheLowerKeyWinsATieAndTheUsualNumberOfKeysIsThirtyTwo) {
+  EXPECT_DOUBLE_EQ(Kept({0.1, 0.4, 0.4, 0.1}, {0.3, 0.3, 0.2, 0.2}, 1, 1)->recall, 0);
+  EXPECT_DOUBLE_EQ(Kept({0.4, 0.4, 0.1, 0.1}, {0.3, 0.3, 0.2, 0.2}, 1, 1)->recall, 1);
+  // All 40 keys are seen, and of the 32 heaviest of either side 24 are the other's.
+  Tensor falling(DType::kF64, {1, 1, 1, 40}), rising(DType::kF64, {1, 1, 1, 40});
+  for (int64_t j = 0; j < 40; ++j) {
+    falling.view().Set(j, static_cast<double>(40 - j));
+    rising.view().Set(j, static_cast<double>(j + 1));
+  }
+  EXPECT_DOUBLE_EQ((*CompareWeights(falling.view(), rising.view()))->recall, 24.0 / 32);
+  // Nothing is there to compare.
+  for (const Shape& shape : {Shape{1, 2, 3, 0}, Shape{1, 2, 0, 3}}) {
+    const Tensor empty(DType::kF64, shape);
+    const auto kept = CompareWeights(empty.view(), empty.view());
+    ASSERT_TRUE(kept.ok()) << kept.status();
+    EXPECT_FALSE(kept->has_value());
+  }
 }
 
 TEST(Errors, DenseAttentionKeepsAllOfItself) {

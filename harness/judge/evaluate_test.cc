@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -241,6 +242,34 @@ TEST(SampledRows, HaveTheEndsAndTheEdgesOfTilesAndAreSpread) {
   for (size_t n = 1; n < rows.size(); ++n) EXPECT_LT(rows[n] - rows[n - 1], 150);
   EXPECT_EQ(rows, SampleRows(4096, 128, 1));
   EXPECT_NE(rows, SampleRows(4096, 128, 2));
+}
+
+TEST(SampledRows, HaveAQuarterAtEdgesOfTilesAndOneInEachPartOfTheRest) {
+  struct Sample {
+    int64_t tokens, count, step;  // between edges
+  };
+  for (const auto& [tokens, count, step] : std::vector<Sample>{{4096, 128, 256},
+                                                               {5000, 40, 960},
+                                                               {130, 10, 128},
+                                                               {65, 8, 64},
+                                                               {127, 7, 64},
+                                                               {300, 200, 64}}) {
+    const std::vector<int64_t> rows = SampleRows(tokens, count, 5);
+    const std::set<int64_t> sampled(rows.begin(), rows.end());
+    std::set<int64_t> fixed = {0, 1, tokens - 2, tokens - 1};
+    for (int64_t edge = step; edge < tokens; edge += step) fixed.insert({edge - 1, edge});
+    EXPECT_TRUE(std::includes(sampled.begin(), sampled.end(), fixed.begin(), fixed.end()));
+    const int64_t parts = count - static_cast<int64_t>(fixed.size());
+    for (int64_t part = 0; part < parts; ++part) {
+      // A row of the part, of which the first and the last may be shared with its neighbours.
+      const auto row = sampled.lower_bound(part * tokens / parts);
+      ASSERT_NE(row, sampled.end());
+      EXPECT_LE(*row * parts, (part + 1) * tokens) << tokens << ": part " << part;
+    }
+    EXPECT_LE(static_cast<int64_t>(rows.size()), count);
+    EXPECT_EQ(SampleRows(count, count, 5).size(), 0u);
+    EXPECT_NE(SampleRows(count + 1, count, 5).size(), 0u);
+  }
 }
 
 TEST(Guards, FindWritesAroundATensorAndBetweenItsRows) {

@@ -1,6 +1,7 @@
 #include "harness/measure/compare_self_test.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <memory>
 #include <string>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "core/command_line.h"
 #include "core/status.h"
 #include "harness/measure/clock.h"
@@ -224,6 +226,40 @@ absl::Status CountVerdicts(const ResultSet& base, const ResultSet& now,
     if (found.count(name) == 0) ++counts->missed[name];
   }
   return absl::OkStatus();
+}
+
+namespace {
+
+std::string ShareText(int part, int whole) {
+  constexpr double kZ = 1.959964;
+  const double n = std::max(whole, 1), p = part / n;
+  const double centre = (p + kZ * kZ / (2 * n)) / (1 + kZ * kZ / n);
+  const double half = kZ / (1 + kZ * kZ / n) * std::sqrt(p * (1 - p) / n + kZ * kZ / (4 * n * n));
+  return absl::StrFormat("%d of %d, %.2f%% (95%% interval %.2f%% to %.2f%%)", part, whole, 100 * p,
+                         100 * std::max(0.0, centre - half), 100 * (centre + half));
+}
+
+}  // namespace
+
+std::string SelfTestReport(const SelfTestOptions& options, const SelfTestCounts& counts) {
+  const auto count = [&counts](Verdict verdict) {
+    const auto found = counts.verdicts.find(verdict);
+    return found == counts.verdicts.end() ? 0 : found->second;
+  };
+  std::string report = absl::StrFormat(
+      "%d sweeps, %d techniques at %s tokens, %d samples each; threshold %g\n"
+      "false alarms  %s of times that are the same are called SLOWER\n"
+      "              and %d FASTER, %d AMBIGUOUS, %d SAME, %d not judged\n"
+      "power         %s of techniques slowed by %.0f%% are found\n",
+      counts.sweeps, counts.techniques, options.cases.lengths, options.sweep.measure.repetitions,
+      options.compare.threshold, ShareText(counts.false_alarms, counts.same_times),
+      count(Verdict::kImproved), count(Verdict::kAmbiguous), count(Verdict::kSame),
+      count(Verdict::kNotJudged), ShareText(counts.found, counts.slowed),
+      100 * (options.slow_down - 1));
+  for (const auto& [name, times] : counts.missed) {
+    absl::StrAppend(&report, "              missed ", name, " ", times, " times\n");
+  }
+  return report;
 }
 
 absl::StatusOr<SelfTestCounts> RunSelfTest(const SelfTestOptions& options,

@@ -40,6 +40,9 @@ struct SelfTestCounts {
 // slowed techniques are found.
 bool Holds(const SelfTestCounts& counts);
 
+// Returns what was counted in some lines, shares with their 95 % intervals by Wilson (1927).
+std::string SelfTestReport(const SelfTestOptions& options, const SelfTestCounts& counts);
+
 // Compares two sweeps, of which the second one has the techniques in `slowed` slowed and the others
 // the same, and adds the verdicts on their times to `counts`.
 absl::Status CountVerdicts(const ResultSet& base, const ResultSet& now,

@@ -57,6 +57,45 @@ class CompareSelfTest : public ::testing::Test {
   SelfTestOptions options_;
 };
 
+TEST(SelfTestReport, HasEveryCountAndIntervalsOfTheShares) {
+  SelfTestOptions options;
+  options.cases.lengths = "512";
+  options.sweep.measure.repetitions = 201;
+  options.compare.threshold = 1.05;
+  options.slow_down = 1.1;
+  SelfTestCounts counts;
+  counts.sweeps = 61;
+  counts.techniques = 15;
+  counts.same_times = 1060;
+  counts.slowed = counts.found = 75;
+  counts.verdicts = {{Verdict::kImproved, 1},
+                     {Verdict::kAmbiguous, 2},
+                     {Verdict::kNotJudged, 3},
+                     {Verdict::kSame, 4}};
+  EXPECT_EQ(
+      SelfTestReport(options, counts),
+      "61 sweeps, 15 techniques at 512 tokens, 201 samples each; threshold 1.05\n"
+      "false alarms  0 of 1060, 0.00% (95% interval 0.00% to 0.36%) of times that are the same "
+      "are called SLOWER\n"
+      "              and 1 FASTER, 2 AMBIGUOUS, 4 SAME, 3 not judged\n"
+      "power         75 of 75, 100.00% (95% interval 95.13% to 100.00%) of techniques slowed by "
+      "10% are found\n");
+  // 5 of 10: the interval is the textbook's, 23.66 % to 76.34 %.
+  counts = SelfTestCounts();
+  counts.slowed = 10;
+  counts.found = 5;
+  counts.missed = {{"dense", 3}, {"lsh", 2}};
+  EXPECT_EQ(SelfTestReport(options, counts),
+            "0 sweeps, 0 techniques at 512 tokens, 201 samples each; threshold 1.05\n"
+            "false alarms  0 of 0, 0.00% (95% interval 0.00% to 79.35%) of times that are the same "
+            "are called SLOWER\n"
+            "              and 0 FASTER, 0 AMBIGUOUS, 0 SAME, 0 not judged\n"
+            "power         5 of 10, 50.00% (95% interval 23.66% to 76.34%) of techniques slowed by "
+            "10% are found\n"
+            "              missed dense 3 times\n"
+            "              missed lsh 2 times\n");
+}
+
 TEST_F(CompareSelfTest, WhatIsSlowedIsFoundAndWhatIsTheSameIsNoAlarm) {
   options_.runs = 2;  // each slows one of the two that are no baseline
   const absl::StatusOr<SelfTestCounts> counts = RunSelfTest(options_, registry_);

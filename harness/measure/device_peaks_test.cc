@@ -1,12 +1,15 @@
 #include "harness/measure/device_peaks.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "core/cuda/simulator/simulator.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/measure/peak_kernels.h"
+#include "harness/testing/simulated_clock.h"
 
 namespace tfb {
 namespace {
@@ -68,6 +71,48 @@ TEST_F(PeakKernelsTest, CopiesAreWhole) {
     ASSERT_TRUE(runtime_->CopyToHost(copies.data(), to.data(), bytes).ok());
     EXPECT_EQ(copies, values);
   }
+}
+
+// A peak takes two readings of the events' clock for each of 20 passes, of which each is faster than
+// the one before. The first trial of the first peak is too short, so that its passes do twice as much.
+TEST_F(PeakKernelsTest, APeakIsTheCountedWorkOfTheBestOfTwentyPasses) {
+  constexpr int kPasses = 20;
+  constexpr double kTick = 1.0 / 64;
+  const auto seconds_of = [](int pass) { return kTick * (1 - pass / 100.0); };
+  CountingClock clock([&](int reading) {
+    if (reading < 2) return 0.0049;
+    return seconds_of((reading - 2) / 2 % kPasses);
+  });
+  cuda_simulator::Settings settings;
+  settings.event_seconds = [&clock] { return clock.Seconds(); };
+  cuda_simulator::Configure(settings);
+  Environment environment;
+  const absl::Status status = MeasureDevicePeaks(runtime_, &environment);
+  cuda_simulator::Configure({});
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_EQ(environment.peaks_size(), 4);
+  const CudaDevice& device = runtime_->properties();
+  const double threads = PeakKernels::kThreads * static_cast<double>(device.multiprocessors);
+  const double best = seconds_of(kPasses - 1);
+  const double adds = 2 * 8 * threads * PeakKernels::kChains;
+  // A product of 16 x 16 and 16 x 8 elements by a warp of 32 threads.
+  const double products = 2 * (2 * 16 * 16 * 8) * threads / 32 * PeakKernels::kTiles;
+  ASSERT_GT(device.l2_cache_bytes, 0);
+  const double copied = static_cast<double>(
+      std::min<int64_t>(16 * device.l2_cache_bytes, device.memory_bytes / 16) / 16 * 16);
+  const double expected[] = {2 * adds / best, products / best, products / best, 2 * copied / best};
+  for (int n = 0; n < 4; ++n) {
+    EXPECT_NEAR(environment.peaks(n).value(), expected[n], 1e-5 * expected[n]) << n;
+    environment.mutable_peaks(n)->clear_value();
+  }
+  EXPECT_EQ(
+      environment.ShortDebugString(),
+      "peaks { name: \"f32 fma\" unit: \"FLOP/s\" kind: KIND_COMPUTE device: "
+      "DEVICE_TYPE_SIMULATOR dtype: ELEMENT_TYPE_F32 } peaks { name: \"bf16 mma.sync\" unit: "
+      "\"FLOP/s\" kind: KIND_COMPUTE device: DEVICE_TYPE_SIMULATOR dtype: ELEMENT_TYPE_BF16 } "
+      "peaks { name: \"f16 mma.sync\" unit: \"FLOP/s\" kind: KIND_COMPUTE device: "
+      "DEVICE_TYPE_SIMULATOR dtype: ELEMENT_TYPE_F16 } peaks { name: \"copy\" unit: \"B/s\" "
+      "kind: KIND_COPY_BANDWIDTH device: DEVICE_TYPE_SIMULATOR }");
 }
 
 TEST_F(PeakKernelsTest, EachPeakSaysWhatItIsOf) {

@@ -10,9 +10,13 @@
 namespace tfb {
 
 bool CudaDeviceIsPresent() {
+  return CudaDeviceIsPresent([] { return ProbeCudaMachine().ok(); });
+}
+
+bool CudaDeviceIsPresent(const std::function<bool()>& is_present) {
   const pid_t child = fork();
   if (child < 0) return false;
-  if (child == 0) _exit(ProbeCudaMachine().ok() ? 0 : 1);
+  if (child == 0) _exit(is_present() ? 0 : 1);
   int status = 0;
   while (waitpid(child, &status, 0) < 0) {
     if (errno != EINTR) return false;

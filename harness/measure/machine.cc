@@ -4,103 +4,35 @@
 #include <sched.h>
 #include <sys/resource.h>
 #include <sys/utsname.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <limits>
-#include <map>
 #include <numeric>
 #include <optional>
 #include <set>
 #include <sstream>
-#include <utility>
 
-#include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/cpu/kernels.h"
-#include "core/cuda/device_probe.h"
 #include "core/cuda/dynamic_library.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "harness/measure/build_flags.h"
 #include "harness/measure/device_monitor.h"
+#include "harness/measure/host_files.h"
 #include "results/wire.h"
 
 namespace tfb {
 namespace {
-
-// The contents of a small file, without white space at the ends; empty where there is no such file.
-std::string ReadText(const std::string& path) {
-  std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  return std::string(absl::StripAsciiWhitespace(text.str()));
-}
-
-// The value of the first line "key<separator>value".
-std::string ValueOf(absl::string_view text, absl::string_view key, char separator) {
-  for (absl::string_view line : absl::StrSplit(text, '\n')) {
-    const std::pair<absl::string_view, absl::string_view> parts =
-        absl::StrSplit(line, absl::MaxSplits(separator, 1));
-    if (absl::StripAsciiWhitespace(parts.first) == key) {
-      return std::string(absl::StripPrefix(
-          absl::StripSuffix(absl::StripAsciiWhitespace(parts.second), "\""), "\""));
-    }
-  }
-  return "";
-}
-
-std::optional<int64_t> ParseInt(absl::string_view text) {
-  int64_t value;
-  if (!absl::SimpleAtoi(absl::StripAsciiWhitespace(text), &value)) return std::nullopt;
-  return value;
-}
-
-// "MemTotal:  24579 kB" of /proc/meminfo, in bytes.
-std::optional<int64_t> MemoryInfo(absl::string_view key) {
-  const std::string value = ValueOf(ReadText("/proc/meminfo"), key, ':');
-  const std::optional<int64_t> kib = ParseInt(absl::StripSuffix(value, " kB"));
-  if (!kib.has_value()) return std::nullopt;
-  return *kib * 1024;
-}
-
-// The first of the files that holds a number: control groups have two generations of names.
-std::optional<int64_t> ReadInt(const std::vector<std::string>& paths) {
-  for (const std::string& path : paths) {
-    if (const auto value = ParseInt(ReadText(path)); value.has_value()) return value;
-  }
-  return std::nullopt;
-}
-
-std::optional<int64_t> MemoryQuota() {
-  return ReadInt({"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"});
-}
-
-std::optional<double> CoreQuota() {
-  const std::vector<std::string> parts = absl::StrSplit(ReadText("/sys/fs/cgroup/cpu.max"), ' ');
-  if (parts.size() == 2 && parts[0] != "max") {
-    const auto quota = ParseInt(parts[0]), period = ParseInt(parts[1]);
-    if (quota.has_value() && period.value_or(0) > 0) {
-      return static_cast<double>(*quota) / static_cast<double>(*period);
-    }
-  }
-  const auto quota = ReadInt({"/sys/fs/cgroup/cpu/cpu.cfs_quota_us"});
-  const auto period = ReadInt({"/sys/fs/cgroup/cpu/cpu.cfs_period_us"});
-  if (quota.value_or(-1) > 0 && period.value_or(0) > 0) {
-    return static_cast<double>(*quota) / static_cast<double>(*period);
-  }
-  return std::nullopt;
-}
 
 std::vector<int> AllowedCores() {
   cpu_set_t set;
@@ -113,47 +45,6 @@ std::vector<int> AllowedCores() {
   return cores;
 }
 
-int PhysicalCores() {
-  std::set<std::pair<std::string, std::string>> cores;
-  for (const int core : AllowedCores()) {
-    const std::string topology = absl::StrCat("/sys/devices/system/cpu/cpu", core, "/topology/");
-    const std::string id = ReadText(topology + "core_id");
-    if (id.empty()) return 0;
-    cores.emplace(ReadText(topology + "physical_package_id"), id);
-  }
-  return static_cast<int>(cores.size());
-}
-
-// "0-3,8" names 5.
-int CountOfList(absl::string_view list) {
-  int count = 0;
-  for (absl::string_view range : absl::StrSplit(list, ',')) {
-    const std::vector<absl::string_view> ends = absl::StrSplit(range, '-');
-    const auto first = ParseInt(ends.front()), last = ParseInt(ends.back());
-    if (!first.has_value() || !last.has_value()) return 0;
-    count += static_cast<int>(*last - *first) + 1;
-  }
-  return count;
-}
-
-std::vector<Cache> Caches() {
-  std::vector<Cache> caches;
-  for (int index = 0;; ++index) {
-    const std::string folder = absl::StrCat("/sys/devices/system/cpu/cpu0/cache/index", index, "/");
-    const auto level = ReadInt({folder + "level"});
-    if (!level.has_value()) return caches;
-    Cache cache;
-    cache.set_level(static_cast<int>(*level));
-    std::string kind = ReadText(folder + "type");
-    absl::AsciiStrToLower(&kind);
-    cache.set_kind(kind);
-    const std::string size = ReadText(folder + "size");  // "1024K"
-    cache.set_bytes(ParseInt(absl::StripSuffix(size, "K")).value_or(0) * 1024);
-    cache.set_shared_by_logical_cores(CountOfList(ReadText(folder + "shared_cpu_list")));
-    caches.push_back(cache);
-  }
-}
-
 // The instruction set's name as people write it.
 std::string SimdName(absl::string_view kernels) {
   if (kernels == "avx512") return "AVX-512";
@@ -161,12 +52,19 @@ std::string SimdName(absl::string_view kernels) {
   return std::string(kernels);
 }
 
+// What the kernel says of itself and of the machine's name. uname(2) fails for no other reason than
+// an invalid address.
+struct utsname KernelNames() {
+  struct utsname names = {};
+  uname(&names);
+  return names;
+}
+
 std::string OperatingSystem() {
-  struct utsname names;
-  const std::string release = ValueOf(ReadText("/etc/os-release"), "PRETTY_NAME", '=');
-  if (uname(&names) != 0) return release;
-  return absl::StrCat(release, release.empty() ? "" : ", ", names.sysname, " ", names.release, " ",
-                      names.machine);
+  const struct utsname names = KernelNames();
+  const std::string kernel = absl::StrCat(names.sysname, " ", names.release, " ", names.machine);
+  const std::string distribution = HostFiles().Distribution();
+  return distribution.empty() ? kernel : absl::StrCat(distribution, ", ", kernel);
 }
 
 std::string Compiler() {
@@ -202,8 +100,9 @@ std::string RuntimeLibraries() {
   return absl::StrJoin(texts, ", ");
 }
 
-void DescribeGpus(Environment* environment) {
-  const absl::StatusOr<CudaMachine> machine = ProbeCudaMachine();
+}  // namespace
+
+void DescribeGpus(const absl::StatusOr<CudaMachine>& machine, Environment* environment) {
   if (!machine.ok()) {
     environment->set_no_gpu_reason(std::string(machine.status().message()));
     return;
@@ -230,43 +129,34 @@ void DescribeGpus(Environment* environment) {
   }
 }
 
-// Returns what a program prints, or nothing where it cannot be started or fails.
-std::optional<std::string> OutputOf(std::vector<std::string> command) {
-  int ends[2];
-  if (pipe(ends) != 0) return std::nullopt;
-  const pid_t child = fork();
-  if (child < 0) {
-    close(ends[0]);
-    close(ends[1]);
-    return std::nullopt;
-  }
-  if (child == 0) {
-    dup2(ends[1], STDOUT_FILENO);
-    close(STDERR_FILENO);
-    std::vector<char*> arguments;
-    for (std::string& argument : command) arguments.push_back(argument.data());
-    arguments.push_back(nullptr);
-    execvp(arguments[0], arguments.data());
-    _exit(127);
-  }
-  close(ends[1]);
+namespace {
+
+// Returns what git prints in the folder, or nothing where it cannot be started or fails.
+std::optional<std::string> OutputOfGit(const std::string& folder, absl::string_view arguments) {
+  const std::string quoted = absl::StrReplaceAll(folder, {{"'", "'\\''"}});
+  std::FILE* const pipe =
+      popen(absl::StrCat("git -C '", quoted, "' ", arguments, " 2> /dev/null").c_str(), "r");
+  if (pipe == nullptr) return std::nullopt;
   std::string output;
-  char buffer[4096];
-  for (ssize_t size; (size = read(ends[0], buffer, sizeof(buffer))) > 0;)
-    output.append(buffer, size);
-  close(ends[0]);
-  int status = 0;
-  if (waitpid(child, &status, 0) != child || status != 0) return std::nullopt;
+  for (int c; (c = std::fgetc(pipe)) != EOF;) output.push_back(static_cast<char>(c));
+  if (pclose(pipe) != 0) return std::nullopt;
   return output;
 }
 
 void DescribeCommit(const std::string& workspace, Environment* environment) {
   if (workspace.empty()) return;
-  const auto commit = OutputOf({"git", "-C", workspace, "rev-parse", "HEAD"});
+  const auto commit = OutputOfGit(workspace, "rev-parse HEAD");
   if (!commit.has_value()) return;
   environment->set_git_commit(std::string(absl::StripAsciiWhitespace(*commit)));
-  const auto changes = OutputOf({"git", "-C", workspace, "status", "--porcelain"});
+  const auto changes = OutputOfGit(workspace, "status --porcelain");
   if (changes.has_value()) environment->set_git_dirty(!changes->empty());
+}
+
+uint32_t ProgramChecksum() {
+  std::ifstream file("/proc/self/exe", std::ios::binary);
+  std::stringstream program;
+  program << file.rdbuf();
+  return wire::Crc32c(program.str());
 }
 
 double SecondsOf(Clock* clock, absl::FunctionRef<void()> work) {
@@ -309,24 +199,24 @@ double FmaRate(Clock* clock, int threads) {
 }
 
 double ReadRate(Clock* clock, int threads, int64_t bytes) {
-  const absl::StatusOr<Tensor> memory = Tensor::Allocate(DType::kU8, {bytes});
+  absl::StatusOr<Tensor> memory = Tensor::Allocate(DType::kU8, {bytes});
   if (!memory.ok()) return 0;
-  const uint64_t* words = static_cast<const uint64_t*>(memory->raw());
+  uint64_t* const words = static_cast<uint64_t*>(memory->raw());
   ThreadPool pool(threads);
-  constexpr int64_t kPiece = 1 << 20;
-  const int64_t pieces = bytes / kPiece;
+  constexpr int64_t kPieceBytes = 1 << 20, kPieceWords = kPieceBytes / 8;
+  const int64_t pieces = bytes / kPieceBytes;
   // Each thread writes what it reads, so that pages lie where they are used.
   pool.ParallelFor(pieces, [&](int64_t piece, int) {
-    std::fill_n(const_cast<uint64_t*>(words) + piece * kPiece / 8, kPiece / 8, piece);
+    std::fill_n(words + piece * kPieceWords, kPieceWords, piece);
   });
   std::vector<uint64_t> sums(pieces);
   return BestRate(clock, [&] {
     const double seconds = SecondsOf(clock, [&] {
       pool.ParallelFor(pieces, [&](int64_t piece, int) {
-        sums[piece] = ReadAll(words + piece * kPiece / 8, kPiece / 8);
+        sums[piece] = ReadAll(words + piece * kPieceWords, kPieceWords);
       });
     });
-    return static_cast<double>(pieces * kPiece) / seconds;
+    return static_cast<double>(pieces * kPieceBytes) / seconds;
   });
 }
 
@@ -365,26 +255,12 @@ uint64_t ReadAll(const uint64_t* words, int64_t count) {
 }
 
 int UsableCores() {
-  const int allowed = std::max<int>(1, static_cast<int>(AllowedCores().size()));
-  const std::optional<double> quota = CoreQuota();
-  if (!quota.has_value()) return allowed;
-  return std::clamp(static_cast<int>(std::ceil(*quota)), 1, allowed);
+  return HostFiles().UsableCores(std::max<int>(1, static_cast<int>(AllowedCores().size())));
 }
 
-int64_t AvailableMemoryBytes() {
-  int64_t available = MemoryInfo("MemAvailable").value_or(std::numeric_limits<int64_t>::max());
-  const std::optional<int64_t> quota = MemoryQuota();
-  const std::optional<int64_t> used =
-      ReadInt({"/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes"});
-  if (quota.has_value() && used.has_value()) available = std::min(available, *quota - *used);
-  return std::max<int64_t>(available, 0);
-}
+int64_t DefaultMemoryLimit() { return HostFiles().DefaultMemoryLimit(); }
 
-int64_t LastLevelCacheBytes() {
-  int64_t largest = 0;
-  for (const Cache& cache : Caches()) largest = std::max<int64_t>(largest, cache.bytes());
-  return largest > 0 ? largest : int64_t{32} << 20;
-}
+int64_t LastLevelCacheBytes() { return HostFiles().LastLevelCacheBytes(); }
 
 int64_t PeakResidentBytes() {
   struct rusage usage;
@@ -397,31 +273,29 @@ std::string WorkspaceFolder() {
   return folder == nullptr ? "" : folder;
 }
 
+std::string HostName() { return KernelNames().nodename; }
+
 Environment DescribeMachine(int threads, const std::string& workspace) {
   Environment environment;
-  char host[256] = "";
-  gethostname(host, sizeof(host) - 1);
-  environment.set_host(host);
+  const HostFiles files;
+  environment.set_host(HostName());
   environment.set_os(OperatingSystem());
-  const std::string cpu_info = ReadText("/proc/cpuinfo");
-  environment.set_cpu_model(ValueOf(cpu_info, "model name", ':'));
-  environment.set_physical_cores(PhysicalCores());
+  environment.set_cpu_model(files.CpuModel());
+  environment.set_physical_cores(files.PhysicalCores(AllowedCores()));
   environment.set_logical_cores(UsableCores());
   environment.set_threads(threads);
-  for (const Cache& cache : Caches()) *environment.add_caches() = cache;
+  for (const Cache& cache : files.Caches()) *environment.add_caches() = cache;
   environment.add_simd(SimdName(BestCpuKernels().name));
-  if (const auto total = MemoryInfo("MemTotal"); total.has_value()) {
-    environment.set_memory_bytes(std::min(*total, MemoryQuota().value_or(*total)));
+  if (const auto bytes = files.MemoryBytes(); bytes.has_value()) {
+    environment.set_memory_bytes(*bytes);
   }
-  DescribeGpus(&environment);
+  DescribeGpus(ProbeCudaMachine(), &environment);
   environment.set_compiler(Compiler());
   environment.set_cuda_compiler(CudaCompiler());
   environment.set_compile_flags(kCompileFlags);
   environment.set_compilation_mode(kCompilationMode);
   DescribeCommit(workspace, &environment);
-  if (const std::string program = ReadText("/proc/self/exe"); !program.empty()) {
-    environment.set_program_checksum(wire::Crc32c(program));
-  }
+  environment.set_program_checksum(ProgramChecksum());
   environment.set_start_unix_ns(absl::ToUnixNanos(absl::Now()));
   char folder[PATH_MAX];
   if (const char* callers = std::getenv("BUILD_WORKING_DIRECTORY"); callers != nullptr) {

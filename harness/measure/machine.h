@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
+#include "core/cuda/device_probe.h"
 #include "harness/measure/clock.h"
 #include "results/results.pb.h"
 
@@ -18,6 +20,13 @@ namespace tfb {
 // `workspace` is the folder whose git commit is recorded, empty for none.
 Environment DescribeMachine(int threads, const std::string& workspace);
 
+// Adds the GPUs of the machine, each with the state that NVML tells; where it is an error, why there
+// are none.
+void DescribeGpus(const absl::StatusOr<CudaMachine>& machine, Environment* environment);
+
+// The name of this machine in its network.
+std::string HostName();
+
 // Adds to `environment` the f32 FMA rate and the read bandwidth of a pool of each size, timed by
 // `clock`. Takes about 0.3 s a size.
 void MeasurePeaks(const std::vector<int>& threads, Environment* environment,
@@ -26,9 +35,9 @@ void MeasurePeaks(const std::vector<int>& threads, Environment* environment,
 // Cores that this process may use: its affinity, bounded by the CPU quota of its control group.
 int UsableCores();
 
-// Bytes that a process can still take before the kernel swaps or kills, by /proc/meminfo and the
-// control group.
-int64_t AvailableMemoryBytes();
+// What a case may take where the caller does not say: 80 % of the bytes that a process can still take
+// before the kernel swaps or kills, by /proc/meminfo and the control group.
+int64_t DefaultMemoryLimit();
 
 // Bytes of the last cache of the processor that this runs on; 32 MiB where the system does not tell.
 int64_t LastLevelCacheBytes();

@@ -2,6 +2,7 @@
 
 #include <fstream>
 #include <string>
+#include <utility>
 
 #include "gtest/gtest.h"
 
@@ -134,12 +135,45 @@ TEST_F(MachineLoadTest, LoadsOfSeveralVisitsAddUp) {
   AddLoad(load, &sum);
   EXPECT_DOUBLE_EQ(sum.observed_seconds(), 20);
   EXPECT_NEAR(sum.other_core_seconds(), 7.6, 1e-9);
+  EXPECT_NEAR(sum.stalled_seconds(), 27.6, 1e-9);
   EXPECT_EQ(sum.most_runnable(), 3);
-  MachineLoad blind = load;
-  blind.clear_other_core_seconds();
-  AddLoad(blind, &sum);
-  EXPECT_FALSE(sum.has_other_core_seconds());
-  EXPECT_NEAR(sum.stolen_core_seconds(), 1.2, 1e-9);
+  EXPECT_EQ(sum.cores(), 2);
+  EXPECT_EQ(sum.threads(), 2);
+  EXPECT_EQ(sum.usable_cores(), 2);
+  MachineLoad larger = load;
+  larger.set_cores(8);
+  larger.set_threads(7);
+  larger.set_usable_cores(6);
+  larger.set_most_runnable(5);
+  for (const bool is_first : {true, false}) {
+    MachineLoad both = is_first ? larger : load;
+    AddLoad(is_first ? load : larger, &both);
+    EXPECT_EQ(both.cores(), 8);
+    EXPECT_EQ(both.threads(), 7);
+    EXPECT_EQ(both.usable_cores(), 6);
+    EXPECT_EQ(both.most_runnable(), 5);
+  }
+  // What either lacks the sum lacks, and nothing else.
+  const MachineLoad known = sum;
+  const auto lacking = [&](auto clear) {
+    std::string texts;
+    for (const bool is_first : {true, false}) {
+      MachineLoad blind = load, total = known;
+      clear(is_first ? &total : &blind);
+      AddLoad(blind, &total);
+      for (const auto& [name, has] : {std::pair("other ", total.has_other_core_seconds()),
+                                      {"stolen ", total.has_stolen_core_seconds()},
+                                      {"stalled ", total.has_stalled_seconds()},
+                                      {"runnable ", total.has_most_runnable()}}) {
+        if (!has) texts += name;
+      }
+    }
+    return texts;
+  };
+  EXPECT_EQ(lacking([](MachineLoad* one) { one->clear_other_core_seconds(); }), "other other ");
+  EXPECT_EQ(lacking([](MachineLoad* one) { one->clear_stolen_core_seconds(); }), "stolen stolen ");
+  EXPECT_EQ(lacking([](MachineLoad* one) { one->clear_stalled_seconds(); }), "stalled stalled ");
+  EXPECT_EQ(lacking([](MachineLoad* one) { one->clear_most_runnable(); }), "runnable runnable ");
 }
 
 // On whatever machine this runs, its own counters are there and do not go back.

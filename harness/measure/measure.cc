@@ -101,6 +101,10 @@ class DeviceBytes {
   int64_t peak_ = 0, kept_ = 0;
 };
 
+double HangSeconds(double case_timeout) {
+  return case_timeout + std::clamp(case_timeout / 2, 1.0, 30.0);
+}
+
 Outcome::Status OutcomeOf(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -402,48 +406,6 @@ absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
   return absl::OkStatus();
 }
 
-// A scaling case is there for its times: errors of a technique whose definition cannot be evaluated
-// row by row are measured where that is quick.
-constexpr double kScalingCheckSeconds = 5;
-
-// Checks of one key take times that say something of each other. All rows of a text are checked,
-// whatever the purpose.
-std::string Measurer::CheckKey(const Job& job, Case::Purpose purpose) {
-  const int kind = job.input.text != nullptr ? 0 : static_cast<int>(purpose);
-  return absl::StrCat(job.DisplayName(), " ", kind);
-}
-
-// Foretells from the last check of the technique, or, for its first scaling case, from the check of
-// an accuracy case. Returns 0 where there was none.
-double Measurer::ExpectedCheckSeconds(const Job& job) const {
-  for (const Case::Purpose purpose : {job.purpose, Case::PURPOSE_ACCURACY}) {
-    const auto found = check_seconds_.find(CheckKey(job, purpose));
-    if (found == check_seconds_.end()) continue;
-    const auto [tokens, seconds] = found->second;
-    // At most quadratic in tokens, and at least linear.
-    const double ratio = static_cast<double>(job.problem.query_tokens) /
-                         static_cast<double>(std::max<int64_t>(tokens, 1));
-    return seconds * ratio * std::max(1.0, ratio);
-  }
-  return 0;
-}
-
-// Returns the reason why the errors of a case are not measured, or nothing where they are.
-std::string Measurer::WhyNotChecked(const Job& job, const Visit::Item& wishes) const {
-  if (!job.check) {
-    return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,
-                        " tokens of text");
-  }
-  if (!wishes.check()) return "that took longer than --case_timeout";
-  double limit = std::numeric_limits<double>::infinity();
-  if (job.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
-  if (wishes.check_seconds() > 0) limit = wishes.check_seconds();
-  if (options_.case_timeout > 0) limit = std::min(limit, options_.case_timeout / 2);
-  const double expected = ExpectedCheckSeconds(job);
-  if (expected <= limit) return "";
-  return absl::StrFormat("that would take about %.2g s", expected);
-}
-
 // Runs the layer once in guarded memory and holds it against its definition and dense attention.
 absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
                              DeviceBytes* device_bytes) {
@@ -467,8 +429,8 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
     return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
   }
 
-  const int64_t tokens = job.problem.query_tokens;
-  const std::string reason = WhyNotChecked(job, prepared->timed.wishes);
+  const std::string reason =
+      check_forecast_.WhyNotChecked(job, prepared->timed.wishes, options_.case_timeout);
   if (!reason.empty()) {
     outcome->set_reason(absl::StrCat("errors were not measured: ", reason));
     return absl::OkStatus();
@@ -480,7 +442,7 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   request.inputs = prepared->inputs;
   const int64_t rows =
       job.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
-  if (rows > 0) request.rows = SampleRows(tokens, rows, job.seed);
+  if (rows > 0) request.rows = SampleRows(job.problem.query_tokens, rows, job.seed);
   request.pool = Pool(job.threads);
   request.registry = options_.registry;
   const absl::StatusOr<Accuracy> accuracy =
@@ -494,7 +456,7 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   }
   RecordAccuracy(*accuracy, outcome);
   prepared->report.set_check_seconds(options_.clock->Seconds() - begin);
-  check_seconds_[CheckKey(job, job.purpose)] = {tokens, prepared->report.check_seconds()};
+  check_forecast_.Note(job, prepared->report.check_seconds());
   return absl::OkStatus();
 }
 

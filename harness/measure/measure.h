@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "core/cuda/runtime.h"
 #include "core/thread_pool.h"
+#include "harness/measure/check_forecast.h"
 #include "harness/measure/clock.h"
 #include "harness/measure/device_monitor.h"
 #include "harness/measure/instruction_counter.h"
@@ -84,9 +85,6 @@ class Measurer {
   absl::Status PlaceInputs(const std::vector<TensorSpec>& specs, Batch* batch, Prepared* prepared);
   absl::Status Bind(Batch* batch, Prepared* prepared);
   absl::Status Check(const MeasureHooks& hooks, Prepared* prepared, DeviceBytes* device_bytes);
-  static std::string CheckKey(const Job& job, Case::Purpose purpose);
-  double ExpectedCheckSeconds(const Job& job) const;
-  std::string WhyNotChecked(const Job& job, const Visit::Item& wishes) const;
   absl::Status TooLong(absl::string_view what) const;
   void Time(const MeasureHooks& hooks, Batch* batch);
   // Puts what was timed into the record of the report.
@@ -100,10 +98,13 @@ class Measurer {
   std::map<CudaRuntime*, std::unique_ptr<DeviceCacheFlusher>> device_flushers_;
   std::map<CudaRuntime*, std::unique_ptr<DeviceMonitor>> monitors_;  // null where there is none
   bool device_lost_ = false;
-  // Tokens and seconds of the last check, by technique, options and purpose.
-  std::map<std::string, std::pair<int64_t, double>> check_seconds_;
+  CheckForecast check_forecast_;
   std::map<int, double> flush_seconds_;  // that overwriting the caches takes, by threads
 };
+
+// Returns the seconds after which a case that is still at the same step is taken to hang: half of its
+// timeout more, but 1 to 30 s.
+double HangSeconds(double case_timeout);
 
 // The status of a case whose preparation ended with `status`.
 Outcome::Status OutcomeOf(const absl::Status& status);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/cuda/simulator/simulator.h"
+#include "core/safetensors.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/judge/device_memory.h"
@@ -34,13 +35,14 @@ class MeasureTest : public ::testing::Test {
 
   // The records of the cases of one problem, by display name.
   std::map<std::string, Case> Measure(const std::string& techniques, int64_t tokens = 16,
-                                      const std::string& devices = "cpu") {
+                                      const std::string& devices = "cpu",
+                                      const std::string& inputs = "gaussian") {
     CaseFlags flags;
     flags.techniques = techniques;
     flags.devices = devices;
     flags.simulator = true;
-    flags.inputs = "gaussian";
-    flags.lengths = std::to_string(tokens);
+    flags.inputs = inputs;
+    flags.lengths = inputs == "gaussian" ? std::to_string(tokens) : "";
     flags.head_dims = "8";
     flags.heads = "2";
     flags.threads = "1";
@@ -174,6 +176,22 @@ TEST_F(MeasureTest, ScalingCasesAreCheckedOnSampledRows) {
   EXPECT_LE(error.rows_checked(), 2 * 80);
 }
 
+TEST_F(MeasureTest, RowsAreThoseOfTheQueriesWhereThereAreMoreKeys) {
+  NamedTensors tensors;
+  for (const auto& [name, tokens] : {std::pair("q", 5), {"k", 9}, {"v", 9}}) {
+    tensors[name] = Tensor(DType::kF32, {1, 2, tokens, 8});
+    Fill(tensors[name].view(), 1);
+  }
+  const std::string path = ::testing::TempDir() + "/more_keys.safetensors";
+  ASSERT_TRUE(WriteSafetensors(path, tensors).ok());
+  options_.accuracy_rows = 2;  // those at both ends are always among them
+  const Case record = Measure("toy_mean", 5, "cpu", path).at("toy_mean");
+  EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK) << record.outcome().reason();
+  EXPECT_EQ(record.key().problem().kv_tokens(), 9);
+  EXPECT_EQ(record.outcome().against_definition().rows_checked(), 2 * 4);
+  EXPECT_EQ(record.outcome().against_definition().rows(), 2 * 5);
+}
+
 TEST_F(MeasureTest, UncheckedCaseSaysSoAndHasTimes) {
   check_ = false;
   const Case record = Measure("toy_mean").at("toy_mean");
@@ -290,6 +308,66 @@ TEST_F(MeasureTest, ALostDeviceLeavesTheOthersForAnotherProcess) {
   ASSERT_EQ(records.size(), 1u);
   EXPECT_EQ(records.at("toy_bad_kernel").outcome().status(), Outcome::STATUS_FAILED);
   EXPECT_THAT(records.at("toy_bad_kernel").outcome().reason(), HasSubstr("Attend"));
+}
+
+// What a case needs is counted as its inputs, three times its outputs (optional ones too: the check
+// has its own and a copy) and twice its workspace; beside others, as one workspace and the largest
+// of all. toy_mean has 64 bytes of workspace.
+TEST_F(MeasureTest, ACaseMayNeedAsMuchAsTheLimitAndNotAByteMore) {
+  constexpr int64_t kTensor = 2 * 16 * 8 * 4, kSums = 2 * 16 * 4;
+  constexpr int64_t kAlone = 3 * kTensor + 3 * (kTensor + kSums) + 2 * 64;
+  options_.memory_limit = kAlone - 1;
+  const Outcome refused = Measure("toy_mean").at("toy_mean").outcome();
+  EXPECT_EQ(refused.status(), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_EQ(refused.reason(), "needs 0 GiB; --memory_limit is 0 GiB");
+  options_.memory_limit = kAlone;
+  EXPECT_EQ(Measure("toy_mean").at("toy_mean").outcome().status(), Outcome::STATUS_OK);
+  // The first case holds its inputs, which the second has as well, and its output.
+  constexpr int64_t kTogether = 3 * kTensor + kTensor + kAlone;
+  for (const bool fits : {true, false}) {
+    options_.memory_limit = fits ? kTogether : kTogether - 1;
+    sequence_.clear();
+    EXPECT_EQ(Measure("toy_mean,toy_causal").size(), 2u);
+    const auto at = [this](const Activity& activity) {
+      return std::find(sequence_.begin(), sequence_.end(), activity) - sequence_.begin();
+    };
+    EXPECT_EQ(at({1, "first run"}) < at({0, "run"}), fits);
+  }
+  options_.memory_limit = int64_t{5} << 30;
+  EXPECT_EQ(Measure("toy_hungry:mib=10240").at("toy_hungry mib=10240").outcome().reason(),
+            "needs 20 GiB; --memory_limit is 5 GiB");
+}
+
+TEST_F(MeasureTest, WhatALayerKeepsOnTheHeapIsTold) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers have their own ideas of memory";
+#endif
+  const Outcome outcome = Measure("toy_hoarder:mib=3").at("toy_hoarder mib=3").outcome();
+  EXPECT_NEAR(outcome.statistics().at("layer_heap_bytes"), 3 << 20, 64 << 10);
+  EXPECT_EQ(Measure("toy_mean").at("toy_mean").outcome().statistics().count("layer_heap_bytes"),
+            0u);
+}
+
+TEST_F(MeasureTest, ACaseIsToldAgainWhenItHasSamplesButNotMoreThanOnceASecond) {
+  options_.repetitions = kIntervalSamples + 2;
+  const auto samples = [this](const std::string& technique) {
+    so_far_.clear();
+    Measure(technique);
+    std::vector<int> sizes;
+    for (const Case& record : so_far_) sizes.push_back(record.outcome().timing().run_ns_size());
+    return sizes;
+  };
+  EXPECT_THAT(samples("toy_mean"), ::testing::ElementsAre(0));  // it takes some ms in all
+  // Six samples of a second and more are told, and so is the end, by when further ones were taken.
+  EXPECT_THAT(samples("toy_slow:ms=1500"),
+              ::testing::ElementsAre(0, kIntervalSamples, kIntervalSamples + 2));
+}
+
+TEST(Measure, AStepHangsWhenItTakesHalfOfTheTimeoutMoreOrASecondToHalfAMinute) {
+  for (const auto& [timeout, hangs] :
+       {std::pair(0.5, 1.5), {2.0, 3.0}, {10.0, 15.0}, {60.0, 90.0}, {100.0, 130.0}}) {
+    EXPECT_DOUBLE_EQ(HangSeconds(timeout), hangs);
+  }
 }
 
 TEST(Measure, StatusOfACaseFollowsTheErrorThatEndedIt) {

@@ -21,11 +21,11 @@
 #include "absl/time/time.h"
 #include "core/command_line.h"
 #include "core/status.h"
-#include "harness/measure/machine_load.h"
+#include "harness/measure/machine.h"
 #include "harness/measure/progress.h"
 #include "harness/measure/sweep_worker.h"
-#include "harness/measure/timing.h"
 #include "harness/measure/turns.h"
+#include "harness/measure/visits.h"
 #include "harness/measure/worker.h"
 #include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/quantities.h"
@@ -71,53 +71,6 @@ class SignalGuard {
   struct sigaction interrupt_, terminate_;
 };
 
-// --- Records
-
-// Samples of a further visit to the same case. What stands once (errors, memory) is the first's; a
-// status that is not ok is the case's.
-void AddVisit(const Case& visit, Case* all) {
-  const Timing& more = visit.outcome().timing();
-  Outcome* outcome = all->mutable_outcome();
-  Timing* timing = outcome->mutable_timing();
-  if (timing->clock() == Timing::CLOCK_UNSPECIFIED) timing->set_clock(more.clock());
-  if (more.calls_per_sample() > 0) timing->set_calls_per_sample(more.calls_per_sample());
-  timing->mutable_setup_ns()->MergeFrom(more.setup_ns());
-  timing->mutable_cold_run_ns()->MergeFrom(more.cold_run_ns());
-  timing->mutable_run_ns()->MergeFrom(more.run_ns());
-  timing->mutable_end_to_end_ns()->MergeFrom(more.end_to_end_ns());
-  timing->mutable_probe_ns()->MergeFrom(more.probe_ns());
-  timing->mutable_run_instructions()->MergeFrom(more.run_instructions());
-  if (timing->segments_size() == 0) {
-    *timing->mutable_segments() = more.segments();
-  } else {
-    const int segments = std::min(timing->segments_size(), more.segments_size());
-    for (int i = 0; i < segments; ++i) {
-      timing->mutable_segments(i)->mutable_append_ns()->MergeFrom(more.segments(i).append_ns());
-    }
-  }
-  timing->set_discarded_samples(timing->discarded_samples() + more.discarded_samples());
-  timing->set_throttled_samples(timing->throttled_samples() + more.throttled_samples());
-  if (timing->discarded_reason().empty()) timing->set_discarded_reason(more.discarded_reason());
-  outcome->set_elapsed_seconds(outcome->elapsed_seconds() + visit.outcome().elapsed_seconds());
-  outcome->set_process_peak_bytes(
-      std::max(outcome->process_peak_bytes(), visit.outcome().process_peak_bytes()));
-  if (visit.outcome().has_machine_load()) {
-    AddLoad(visit.outcome().machine_load(), outcome->mutable_machine_load());
-  }
-  if (!outcome->has_device_state_before() && visit.outcome().has_device_state_before()) {
-    *outcome->mutable_device_state_before() = visit.outcome().device_state_before();
-  }
-  if (visit.outcome().has_device_state_after()) {
-    *outcome->mutable_device_state_after() = visit.outcome().device_state_after();
-  }
-  if (outcome->status() == Outcome::STATUS_OK && visit.outcome().status() != Outcome::STATUS_OK) {
-    outcome->set_status(visit.outcome().status());
-    outcome->set_reason(visit.outcome().reason());
-  }
-}
-
-// A case that is not measured by then: beyond its timeout by this much it is taken to hang.
-double HangGraceSeconds(double case_timeout) { return std::clamp(case_timeout / 2, 1.0, 30.0); }
 constexpr double kRedrawSeconds = 0.2;
 constexpr int kMostEndsBetweenCases = 3;
 constexpr double kLockSeconds = 2;
@@ -642,9 +595,8 @@ class Sweep {
   }
 
   bool IsHung(const Worker::Activity& activity) const {
-    return options_.measure.case_timeout > 0 && activity.index >= 0 &&
-           activity.seconds >
-               options_.measure.case_timeout + HangGraceSeconds(options_.measure.case_timeout);
+    const double timeout = options_.measure.case_timeout;
+    return timeout > 0 && activity.index >= 0 && activity.seconds > HangSeconds(timeout);
   }
 
   absl::Status TakeReport(CaseReport report) {
@@ -897,11 +849,9 @@ int RunSweep(const SweepOptions& options, const std::vector<Job>& cases) {
 }
 
 std::string DefaultResultPath() {
-  char host[256] = "";
-  gethostname(host, sizeof(host) - 1);
   const std::string stem = absl::StrCat(
       DefaultRunsFolder(), "/",
-      absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()), "-", host);
+      absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()), "-", HostName());
   std::string path = stem + ".pb";
   std::error_code error;
   for (int n = 2; std::filesystem::exists(path, error); ++n)

@@ -13,6 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/judge/device_memory.h"
+#include "harness/measure/machine.h"
 #include "harness/testing/simulated_clock.h"
 #include "harness/testing/tiny_technique.h"
 #include "harness/testing/toys.h"
@@ -219,14 +220,93 @@ TEST_F(TimingTest, ALongCallIsASampleOfItsOwn) {
   EXPECT_EQ(cases[0].timing.calls_per_sample(), 1);
 }
 
+// Batches of 1, 2, 4 ... calls are tried until one lasts a sample, or a quarter of it with four calls
+// or more; what they take is counted as the samples and their warming and probes are.
 TEST_F(TimingTest, ASampleHasAsManyCallsAsLastItsLeastTime) {
-  for (const int64_t rounds : {1, 3, 7, 100, 511, 512, 513}) {
+  struct Row {
+    int64_t rounds, tried_calls;
+  };
+  for (const auto& [rounds, tried_calls] : std::vector<Row>{{1, 255},
+                                                            {3, 127},
+                                                            {7, 63},
+                                                            {32, 7},
+                                                            {33, 7},
+                                                            {31, 15},
+                                                            {100, 7},
+                                                            {130, 7},
+                                                            {255, 7},
+                                                            {256, 3},
+                                                            {511, 3},
+                                                            {512, 1},
+                                                            {513, 1}}) {
     std::vector<TimedCase> cases;
     cases.push_back(Prepare("toy_mean", {{"rounds", std::to_string(rounds)}}, 1));
-    MeasureSideBySide(Quick(), &cases);
-    EXPECT_EQ(cases[0].timing.calls_per_sample(), (512 + rounds - 1) / rounds) << rounds;
+    TimingOptions options = Quick();
+    options.setup = options.cold = false;
+    MeasureSideBySide(options, &cases);
+    const int64_t calls = (512 + rounds - 1) / rounds;
+    EXPECT_EQ(cases[0].timing.calls_per_sample(), calls) << rounds;
     EXPECT_THAT(cases[0].timing.run_ns(),
                 Each(DoubleNear(static_cast<double>(rounds) * kRoundNs, 1e-6)));
+    const double all_calls = static_cast<double>(tried_calls + 7 * (1 + calls));
+    EXPECT_NEAR(cases[0].spent_seconds,
+                all_calls * static_cast<double>(rounds) * kRoundSeconds + 7 * 2 * kProbeSeconds,
+                1e-9)
+        << rounds;
+  }
+}
+
+TEST_F(TimingTest, NothingIsTakenThatIsNotWantedOrThereIsNoTimeFor) {
+  for (const bool wanted : {true, false}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("toy_stream", {}, 16));
+    TimingOptions options = Quick();
+    options.setup = options.cold = options.stream = wanted;
+    options.flush_caches = [] { return absl::OkStatus(); };
+    MeasureSideBySide(options, &cases);
+    const Timing& timing = cases[0].timing;
+    EXPECT_EQ(timing.setup_ns_size(), wanted ? kIntervalSamples : 0);
+    EXPECT_EQ(timing.cold_run_ns_size(), wanted ? kIntervalSamples : 0);
+    EXPECT_EQ(timing.segments_size(), wanted ? 8 : 0);
+    EXPECT_EQ(timing.run_ns_size(), 7);
+  }
+  // The visit's own number of samples counts, and a flush that leaves no time for a cold run.
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases[0].wishes.set_repetitions(4);
+  cases[0].wishes.set_share_seconds(1);
+  TimingOptions options = Quick();
+  options.flush_caches = [] { return absl::OkStatus(); };
+  options.flush_seconds = 0.21;
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 4);
+  EXPECT_EQ(cases[0].timing.cold_run_ns_size(), 0);
+  EXPECT_EQ(cases[0].timing.setup_ns_size(), kIntervalSamples);
+}
+
+TEST_F(TimingTest, AFlushOrASetupThatFailsIsTheCasesFailure) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  options.flush_caches = [] { return absl::InternalError("no flush"); };
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].status.message(), "no flush");
+  EXPECT_EQ(cases[0].timing.cold_run_ns_size(), 0);
+}
+
+TEST_F(TimingTest, FewerSamplesThanTheFewestAreNoneWhereItWasStopped) {
+  for (const int taken : {2, 3}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("toy_mean", {}, 1));
+    TimingOptions options = Quick();
+    options.setup = options.cold = false;
+    int samples = -1;  // the pilot is announced, too
+    options.on_sample = [&](size_t, absl::string_view) { ++samples; };
+    options.stopped = [&] { return samples >= taken; };
+    MeasureSideBySide(options, &cases);
+    EXPECT_EQ(cases[0].timing.run_ns_size(), taken);
+    EXPECT_EQ(cases[0].status.ToString(),
+              taken == 3 ? "OK" : "CANCELLED: stopped before there were enough samples");
   }
 }
 
@@ -445,6 +525,8 @@ TEST_F(TimingTest, ALostDeviceIsTheFaultOfWhoLostIt) {
 }
 
 TEST(Timing, TheFlusherOutgrowsTheSecondLevelCache) {
+  EXPECT_EQ(CpuCacheFlusher::Bytes(),
+            std::min<int64_t>(2 * LastLevelCacheBytes(), int64_t{256} << 20));
   const CudaRuntime& simulator = *RuntimeOf(Device::kSimulator).value();
   EXPECT_EQ(DeviceCacheFlusher::Bytes(simulator), 2u * simulator.properties().l2_cache_bytes);
   EXPECT_LE(DeviceCacheFlusher::Bytes(simulator), simulator.properties().memory_bytes / 16u);

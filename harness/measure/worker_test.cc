@@ -1,10 +1,17 @@
 #include "harness/measure/worker.h"
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
+#include <fstream>
 #include <new>
 #include <string>
 #include <thread>
@@ -167,6 +174,87 @@ TEST(Worker, OpenFilesOfTheParentAreClosed) {
   EXPECT_EQ(Next(*worker), "closed");
   close(ends[0]);
   close(ends[1]);
+}
+
+int CountOpenFiles() {
+  int count = 0;
+  DIR* const folder = opendir("/proc/self/fd");
+  while (readdir(folder) != nullptr) ++count;
+  closedir(folder);
+  return count;
+}
+
+TEST(Worker, NothingOfAWorkerIsLeftAndSignalsAreAsTheyWere) {
+  struct sigaction before = {}, after = {};
+  ASSERT_EQ(sigaction(SIGPIPE, nullptr, &before), 0);
+  const int open_before = CountOpenFiles();
+  {
+    auto hangs = Started([](WorkerSide&) {
+      for (;;) pause();
+    });
+    auto ends = Started([](WorkerSide&) { exit(3); });
+    EXPECT_EQ(Next(*ends), "ended: exit status 3");
+    EXPECT_EQ(ends->Send("after").message(), "the worker does not take messages");
+  }
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1);
+  EXPECT_EQ(errno, ECHILD);
+  EXPECT_EQ(CountOpenFiles(), open_before);
+  ASSERT_EQ(sigaction(SIGPIPE, nullptr, &after), 0);
+  EXPECT_EQ(after.sa_handler, before.sa_handler);
+}
+
+TEST(Worker, HasItsOwnFilesAndTheStandardOnesAlone) {
+  // Those of the folder itself, ".", "..", the folder's and three standard ones, are counted too.
+  auto worker = Started([](WorkerSide& side) { side.Send(absl::StrCat(CountOpenFiles())); });
+  EXPECT_EQ(Next(*worker), absl::StrCat(2 + 1 + 3 + 2));
+}
+
+TEST(Worker, AMessageThatIsTornIsNone) {
+  auto worker = Started([](WorkerSide& side) {
+    side.Send("whole");
+    // The length of a message, and a part of it.
+    std::vector<int> pipes;
+    for (int fd = STDERR_FILENO + 1; fd < 1000; ++fd) {
+      struct stat what;
+      const int mode = fcntl(fd, F_GETFL) & O_ACCMODE;
+      if (fstat(fd, &what) == 0 && S_ISFIFO(what.st_mode) && mode == O_WRONLY) pipes.push_back(fd);
+    }
+    const char torn[] = {8, 0, 0, 0, 'p', 'a', 'r', 't'};
+    if (pipes.size() != 1 || write(pipes[0], torn, sizeof(torn)) != 8) exit(1);
+    exit(4);
+  });
+  EXPECT_EQ(Next(*worker), "whole");
+  EXPECT_EQ(Next(*worker), "ended: exit status 4");
+  EXPECT_EQ(worker->end(), Worker::End::kOther);
+}
+
+TEST(Worker, MayTakeTheLimitAndAGibibyteMoreThanItHas) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers have their own ideas of memory";
+#endif
+  struct rlimit own;
+  ASSERT_EQ(getrlimit(RLIMIT_DATA, &own), 0);
+  const auto tell = [](WorkerSide& side) {
+    struct rlimit limit;
+    getrlimit(RLIMIT_DATA, &limit);
+    std::ifstream status("/proc/self/status");
+    std::string line;
+    while (std::getline(status, line) && line.rfind("VmData:", 0) != 0) {
+    }
+    side.Send(absl::StrCat(limit.rlim_cur));
+    side.Send(absl::StrCat(1024 * std::atoll(line.c_str() + 7)));
+  };
+  for (const int64_t limit : {int64_t{0}, int64_t{1}, int64_t{3} << 30}) {
+    auto worker = Started(tell, limit);
+    const double allowed = std::atof(Next(*worker).c_str());
+    const double taken = std::atof(Next(*worker).c_str());
+    if (limit == 0) {
+      EXPECT_EQ(allowed, static_cast<double>(own.rlim_cur));
+    } else {
+      const double more = static_cast<double>(limit + (int64_t{1} << 30));
+      EXPECT_NEAR(allowed, taken + more, 1 << 20);
+    }
+  }
 }
 
 TEST(Worker, AllocationsBeyondTheLimitFail) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -66,6 +67,16 @@ TEST_F(CasesTest, RangesDoubleAndListsKeepTheirOrder) {
               ElementsAre(256, 512, 1024, 2048, 4096));
   EXPECT_THAT(*ParseSizes("lengths", "100,7:30,7", 1, 1 << 20), ElementsAre(100, 7, 14, 28));
   EXPECT_THAT(*ParseSizes("lengths", "5:5", 1, 1 << 20), ElementsAre(5));
+}
+
+TEST_F(CasesTest, RangesEndAtTheLastDoubleAndHaveBothLimits) {
+  EXPECT_THAT(*ParseSizes("lengths", "3:12", 3, 12), ElementsAre(3, 6, 12));
+  EXPECT_THAT(*ParseSizes("lengths", "3:11", 3, 12), ElementsAre(3, 6));
+  EXPECT_THAT(*ParseSizes("lengths", " 4 , 3:12,6 ", 3, 12), ElementsAre(4, 3, 6, 12));
+  EXPECT_EQ(ParseSizes("lengths", "2:12", 3, 12).status().message(),
+            "--lengths: 2; allowed are 3 to 12");
+  EXPECT_EQ(ParseSizes("lengths", "3:13", 3, 12).status().message(),
+            "--lengths: 13; allowed are 3 to 12");
 }
 
 TEST_F(CasesTest, BadRangesNameTheFlagAndTheValue) {
@@ -404,12 +415,190 @@ TEST_F(CasesTest, AnInputIsNamedByItsFileAndLayer) {
   EXPECT_FALSE(input.model().empty());
 }
 
-TEST_F(CasesTest, ListShowsOptionsWithDefaultsAndRanges) {
-  const std::string text = ListTechniques({*registry_.Find("toy_causal")});
-  EXPECT_THAT(text, HasSubstr("toy_causal  A toy\n"));
-  EXPECT_THAT(text, HasSubstr("family toys, own, input qkv, devices cpu, causal only"));
-  EXPECT_THAT(text,
-              HasSubstr(":rounds=1  (1 to 1000000) times that the work is done; * is 1, 2, 4"));
+TEST_F(CasesTest, ListShowsEverythingOfATechnique) {
+  std::string options;
+  for (const char* option : {"rounds=1  (1 to 1000000) times that the work is done; * is 1, 2, 4",
+                             "shade=0  (0 to 2) changes nothing; * is 0, 2",
+                             "ms=0  (0 to 3600000) milliseconds that a Run waits",
+                             "mib=0  (0 to 1099511627776) MiB that are taken",
+                             "from=1  (1 to 1099511627776) query tokens from which a Run waits at "
+                             "the gate"}) {
+    absl::StrAppend(&options, "    :", option, "\n");
+  }
+  const auto list = [&](const std::string& name) {
+    return ListTechniques({*registry_.Find(name)});
+  };
+  EXPECT_EQ(list("toy_causal"),
+            "toy_causal  A toy\n    family toys, own, input qkv, devices cpu, causal only\n"
+            "    none\n" +
+                options);
+  EXPECT_EQ(list("toy_full"),
+            "toy_full  A toy\n    family toys, own, input qkv, devices cpu, not causal\n"
+            "    none\n" +
+                options);
+  EXPECT_EQ(ListTechniques({*registry_.Find("toy_hidden"), *registry_.Find("toy_device")}),
+            "toy_hidden  A toy\n    family toys, own, input hidden, devices cpu\n    none\n" +
+                options +
+                "toy_device  A toy\n    family toys, own, input qkv, devices cpu cuda\n"
+                "    none\n" +
+                options);
+}
+
+TEST_F(CasesTest, ARecordHasTheWholeKeyAndWhatIsToldOfTheTechnique) {
+  CaseFlags flags = Drawn("toy_device:rounds=2");
+  flags.devices = "cpu,cuda,simulator";
+  flags.simulator = true;
+  flags.dtypes = "bf16,f16,f32";
+  flags.heads = "6";
+  flags.kv_heads = "2";
+  flags.head_dims = "5";
+  flags.batches = "3";
+  flags.threads = "7";
+  flags.seed = 11;
+  const std::vector<Job> cases = Cases(flags);
+  ASSERT_EQ(cases.size(), 9u);
+  const char* devices[] = {"CPU", "CUDA", "SIMULATOR"};
+  const char* types[] = {"BF16", "F16", "F32"};
+  // Cases of one problem follow one another in the order of the devices and of the types.
+  for (int i = 0; i < 9; ++i) {
+    Case record = MakeRecord(cases[i]);
+    EXPECT_EQ(record.key().options().size(), 5u);
+    record.mutable_key()->clear_options();
+    EXPECT_EQ(
+        record.ShortDebugString(),
+        absl::StrCat("key { technique: \"toy_device\" options_text: "
+                     "\"from=1,mib=0,ms=0,rounds=2,shade=0\" device: DEVICE_TYPE_",
+                     devices[i / 3], " dtype: ELEMENT_TYPE_", types[i % 3],
+                     " problem { batch: 3 query_heads: 6 kv_heads: 2 query_tokens: 16 kv_tokens: "
+                     "16 head_dim: 5 value_dim: 5 causal: true } input { name: \"gaussian\" } "
+                     "seed: 11 ",
+                     i / 3 == 0 ? "threads: 7 " : "",
+                     "purpose: PURPOSE_SCALING } technique { display_name: "
+                     "\"toy_device rounds=2\" title: \"A toy\" family: \"toys\" exactness: "
+                     "EXACTNESS_OWN input_kind: INPUT_KIND_QKV dense_counterpart: \"dense\" "
+                     "expected_growth: 1 citation: \"none\" }"));
+  }
+  const Case hidden = MakeRecord(Cases(Drawn("toy_hidden")).at(0));
+  EXPECT_EQ(hidden.technique().input_kind(), TechniqueDescription::INPUT_KIND_HIDDEN);
+  EXPECT_TRUE(hidden.technique().options_are_default());
+}
+
+TEST_F(CasesTest, EffortGrowsWithTheLongerOfTokensAndKeysFromAFixedCost) {
+  Job job;
+  job.problem.query_tokens = 256;
+  job.problem.kv_tokens = 1024;
+  EXPECT_DOUBLE_EQ(RelativeEffort(job), 1 + 2);
+  std::swap(job.problem.query_tokens, job.problem.kv_tokens);
+  EXPECT_DOUBLE_EQ(RelativeEffort(job), 1 + 2);
+  job.purpose = Case::PURPOSE_ACCURACY;
+  EXPECT_DOUBLE_EQ(RelativeEffort(job), 2 + 2);
+}
+
+TEST_F(CasesTest, ShardsThatAreNoneAreRefused) {
+  CaseFlags flags = Drawn("toy_mean");
+  for (const std::string shard :
+       {"1", "0/2", "3/2", "1/2/3", "x/2", "1/x", "-1/2", "1/10001", "/", "1/0"}) {
+    flags.shard = shard;
+    EXPECT_EQ(Error(flags),
+              "--shard: \"" + shard + "\"; wanted is a part of up to 10000, as in 2/4");
+  }
+  flags.shard = "1/10000";
+  EXPECT_EQ(Cases(flags).size(), 1u);
+  flags.shard = "10000/10000";
+  EXPECT_EQ(Cases(flags).size(), 0u);
+}
+
+// Three cases of 3, 2 and 2: the two smaller ones are the second part.
+TEST_F(CasesTest, TheCaseOfMostEffortIsDealtFirst) {
+  CaseFlags flags = Drawn("toy_mean");
+  flags.lengths = "512,513,1024";
+  flags.shard = "1/2";
+  EXPECT_THAT(Lengths(Cases(flags)), ElementsAre(1024));
+  flags.shard = "2/2";
+  EXPECT_THAT(Lengths(Cases(flags)), ElementsAre(512, 513));
+}
+
+TEST_F(CasesTest, TextMakesCausalCasesOfTheModelsSizesWithAnAccuracyCaseBeside) {
+  CaseFlags flags = Drawn("toy_hidden");
+  flags.inputs = "text";
+  flags.lengths = "";
+  flags.batches = "2";
+  std::vector<Job> cases = Cases(flags);
+  ASSERT_EQ(cases.size(), 2u);
+  const auto text = [](const Job& job) {
+    return absl::StrCat(Case::Purpose_Name(job.purpose), " ", job.problem.ToString(), " ",
+                        job.obstacle.message());
+  };
+  const std::string sizes = "batch 2, 6 heads of 32, ";
+  EXPECT_EQ(text(cases[0]), "PURPOSE_ACCURACY " + sizes + "512 tokens, causal, f32 ");
+  EXPECT_EQ(text(cases[1]), "PURPOSE_SCALING " + sizes + "16384 tokens, causal, f32 ");
+  flags.lengths = "20";
+  flags.causal = "false";
+  cases = Cases(flags);
+  ASSERT_EQ(cases.size(), 2u);
+  for (const Job& job : cases) {
+    EXPECT_EQ(text(job), Case::Purpose_Name(job.purpose) + " " + sizes +
+                             "20 tokens, f32 text is foretold from what is before it: causal only");
+  }
+  // Where it is not named it has no cases that cannot run.
+  flags.techniques = "toy_hid*";
+  EXPECT_THAT(Error(flags), HasSubstr("no case is left"));
+  flags = Drawn("toy_mean");
+  flags.inputs = "text";
+  cases = Cases(flags);
+  EXPECT_EQ(cases.at(0).obstacle.message(),
+            "text makes hidden states; the technique reads q, k and v");
+  const InputProfile input = RecordInput(cases[0].input);
+  EXPECT_EQ(input.name(), "text");
+  EXPECT_EQ(input.file(), "model.safetensors");
+  EXPECT_FALSE(input.model().empty());
+}
+
+TEST_F(CasesTest, ACaseThatCannotRunHasTheSizesThatItsFileHasOfAnything) {
+  NamedTensors tensors;
+  FillNormal(&(tensors["x"] = Tensor(DType::kF32, {1, 9, 16})), 1, "x");
+  ASSERT_TRUE(WriteSafetensors(::testing::TempDir() + "/only_x.safetensors", tensors).ok());
+  CaseFlags flags = Drawn("toy_mean");
+  flags.inputs = "only_x.safetensors";
+  for (const auto& [lengths, tokens] : {std::pair("", 9), std::pair("4", 4), std::pair("9", 9)}) {
+    flags.lengths = lengths;
+    const std::vector<Job> cases = Cases(flags);
+    ASSERT_EQ(cases.size(), 1u);
+    EXPECT_FALSE(cases[0].obstacle.ok());
+    EXPECT_EQ(cases[0].problem.query_tokens, tokens);
+    EXPECT_EQ(cases[0].problem.kv_tokens, tokens);
+  }
+  // Lengths beyond the file's are left out for those that it serves.
+  flags.techniques = "toy_hidden";
+  flags.heads = "4";
+  flags.lengths = "4,9,10";
+  EXPECT_THAT(Lengths(Cases(flags)), ElementsAre(4, 9));
+  EXPECT_EQ(Cases(flags)[0].problem.ToString(), "batch 1, 4 heads of 4, 4 tokens, f32");
+}
+
+TEST_F(CasesTest, ARecordHasEachSizeOfAFile) {
+  NamedTensors tensors;
+  FillNormal(&(tensors["q"] = Tensor(DType::kF32, {2, 6, 5, 4})), 1, "q");
+  FillNormal(&(tensors["k"] = Tensor(DType::kF32, {2, 3, 7, 4})), 1, "k");
+  FillNormal(&(tensors["v"] = Tensor(DType::kF32, {2, 3, 7, 8})), 1, "v");
+  ASSERT_TRUE(WriteSafetensors(::testing::TempDir() + "/sizes.safetensors", tensors).ok());
+  CaseFlags flags = Drawn("toy_mean");
+  flags.inputs = "sizes.safetensors";
+  flags.lengths = "";
+  flags.batches = "9";
+  EXPECT_EQ(MakeRecord(Cases(flags).at(0)).key().problem().ShortDebugString(),
+            "batch: 2 query_heads: 6 kv_heads: 3 query_tokens: 5 kv_tokens: 7 head_dim: 4 "
+            "value_dim: 8");
+}
+
+TEST_F(CasesTest, ACounterpartIsOfTheSameKindOfInputAndStandsBesideWhatCanRun) {
+  AddDenseToy(registry_);
+  CaseFlags flags = Drawn("toy_mean");
+  flags.inputs = "text";  // which it cannot read
+  EXPECT_THAT(Names(Cases(flags)), testing::Each("toy_mean"));
+  flags = Drawn("toy_stream");  // its own counterpart
+  EXPECT_THAT(Names(Cases(flags)), ElementsAre("toy_stream"));
+  EXPECT_FALSE(Cases(flags)[0].added);
 }
 
 }  // namespace

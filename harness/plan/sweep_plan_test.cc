@@ -399,26 +399,5 @@ TEST(SweepPlan, TwoBuildsInTurnsKeepToTheBudgetTogether) {
   }
 }
 
-TEST(SamplePlan, KeepsToTheShareButForThreeRuns) {
-  SampleWishes wishes;
-  wishes.repetitions = 33;
-  wishes.flush_seconds = 0.04;
-  for (const double call : {1e-5, 1e-3, 0.02, 0.1, 1.0, 10.0}) {
-    for (const double share : {0.01, 0.1, 0.5, 2.0, 20.0}) {
-      const SamplePlan plan = PlanSamples(wishes, call, share);
-      EXPECT_GE(plan.runs, kFewestSamples);
-      EXPECT_LE(plan.runs, 33);
-      const double three = kFewestSamples * 2 * std::max(call, wishes.min_time);
-      EXPECT_LE(plan.seconds, share + three) << call << " s a call, " << share << " s";
-    }
-  }
-  const SamplePlan all = PlanSamples(wishes, 1.0, 0);
-  EXPECT_EQ(all.runs, 33);
-  EXPECT_EQ(all.setups, kIntervalSamples);
-  EXPECT_EQ(all.colds, kIntervalSamples);
-  wishes.repetitions = 2;
-  EXPECT_EQ(PlanSamples(wishes, 1.0, 0.1).runs, 2);
-}
-
 }  // namespace
 }  // namespace tfb

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
+#include <utility>
 
 #include "harness/measure/clock.h"
 
@@ -37,6 +39,19 @@ class TickingClock : public Clock {
  private:
   const double tick_;
   double seconds_ = 0;
+};
+
+// A clock by which the time before a reading depends on how many readings there were before.
+class CountingClock : public Clock {
+ public:
+  explicit CountingClock(std::function<double(int reading)> tick) : tick_(std::move(tick)) {}
+  double Seconds() override { return seconds_ += tick_(readings_++); }
+  void WaitUntil(double seconds) override { seconds_ = std::max(seconds_, seconds); }
+
+ private:
+  const std::function<double(int)> tick_;
+  double seconds_ = 0;
+  int readings_ = 0;
 };
 
 }  // namespace tfb

@@ -1,0 +1,59 @@
+#include "harness/measure/check_forecast.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "harness/plan/cases.h"
+
+namespace tfb {
+namespace {
+
+constexpr double kScalingCheckSeconds = 5;
+
+// Checks of one key take times that say something of each other. All rows of a text are checked,
+// whatever the purpose.
+std::string KeyOf(const Job& job, Case::Purpose purpose) {
+  const bool is_text = job.input.text != nullptr;
+  return absl::StrCat(job.DisplayName(), " ", is_text ? "text" : Case::Purpose_Name(purpose));
+}
+
+}  // namespace
+
+void CheckForecast::Note(const Job& job, double seconds) {
+  last_[KeyOf(job, job.purpose)] = {job.problem.query_tokens, seconds};
+}
+
+// Foretells from the last check of the technique, or, for its first scaling case, from the check of
+// an accuracy case. Returns 0 where there was none.
+double CheckForecast::ExpectedSeconds(const Job& job) const {
+  for (const Case::Purpose purpose : {job.purpose, Case::PURPOSE_ACCURACY}) {
+    const auto found = last_.find(KeyOf(job, purpose));
+    if (found == last_.end()) continue;
+    const auto [tokens, seconds] = found->second;
+    // At most quadratic in tokens, and at least linear.
+    const double ratio = static_cast<double>(job.problem.query_tokens) /
+                         static_cast<double>(std::max<int64_t>(tokens, 1));
+    return seconds * ratio * std::max(1.0, ratio);
+  }
+  return 0;
+}
+
+std::string CheckForecast::WhyNotChecked(const Job& job, const Visit::Item& wishes,
+                                         double case_timeout) const {
+  if (!job.check) {
+    return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,
+                        " tokens of text");
+  }
+  if (!wishes.check()) return "that took longer than --case_timeout";
+  double limit = std::numeric_limits<double>::infinity();
+  if (job.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
+  if (wishes.check_seconds() > 0) limit = wishes.check_seconds();
+  if (case_timeout > 0) limit = std::min(limit, case_timeout / 2);
+  const double expected = ExpectedSeconds(job);
+  if (expected <= limit) return "";
+  return absl::StrFormat("that would take about %.2g s", expected);
+}
+
+}  // namespace tfb

@@ -1,0 +1,50 @@
+#include "harness/measure/visits.h"
+
+#include <algorithm>
+
+#include "harness/measure/machine_load.h"
+
+namespace tfb {
+
+void AddVisit(const Case& visit, Case* all) {
+  const Timing& more = visit.outcome().timing();
+  Outcome* outcome = all->mutable_outcome();
+  Timing* timing = outcome->mutable_timing();
+  if (timing->clock() == Timing::CLOCK_UNSPECIFIED) timing->set_clock(more.clock());
+  if (more.calls_per_sample() > 0) timing->set_calls_per_sample(more.calls_per_sample());
+  timing->mutable_setup_ns()->MergeFrom(more.setup_ns());
+  timing->mutable_cold_run_ns()->MergeFrom(more.cold_run_ns());
+  timing->mutable_run_ns()->MergeFrom(more.run_ns());
+  timing->mutable_end_to_end_ns()->MergeFrom(more.end_to_end_ns());
+  timing->mutable_probe_ns()->MergeFrom(more.probe_ns());
+  timing->mutable_run_instructions()->MergeFrom(more.run_instructions());
+  if (timing->segments_size() == 0) {
+    *timing->mutable_segments() = more.segments();
+  } else {
+    const int segments = std::min(timing->segments_size(), more.segments_size());
+    for (int i = 0; i < segments; ++i) {
+      timing->mutable_segments(i)->mutable_append_ns()->MergeFrom(more.segments(i).append_ns());
+    }
+  }
+  timing->set_discarded_samples(timing->discarded_samples() + more.discarded_samples());
+  timing->set_throttled_samples(timing->throttled_samples() + more.throttled_samples());
+  if (timing->discarded_reason().empty()) timing->set_discarded_reason(more.discarded_reason());
+  outcome->set_elapsed_seconds(outcome->elapsed_seconds() + visit.outcome().elapsed_seconds());
+  outcome->set_process_peak_bytes(
+      std::max(outcome->process_peak_bytes(), visit.outcome().process_peak_bytes()));
+  if (visit.outcome().has_machine_load()) {
+    AddLoad(visit.outcome().machine_load(), outcome->mutable_machine_load());
+  }
+  if (!outcome->has_device_state_before() && visit.outcome().has_device_state_before()) {
+    *outcome->mutable_device_state_before() = visit.outcome().device_state_before();
+  }
+  if (visit.outcome().has_device_state_after()) {
+    *outcome->mutable_device_state_after() = visit.outcome().device_state_after();
+  }
+  if (outcome->status() == Outcome::STATUS_OK && visit.outcome().status() != Outcome::STATUS_OK) {
+    outcome->set_status(visit.outcome().status());
+    outcome->set_reason(visit.outcome().reason());
+  }
+}
+
+}  // namespace tfb

@@ -1,0 +1,304 @@
+// Plans of a few cases, whose every visit is foretold by hand.
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "core/safetensors.h"
+#include "gtest/gtest.h"
+#include "harness/plan/cases.h"
+#include "harness/plan/sample_plan.h"
+#include "harness/plan/sweep_plan.h"
+#include "harness/testing/toys.h"
+
+namespace tfb {
+namespace {
+
+// Returns what a plan says of its next visit: "until 72: 3 (share 2, check 2, 11 samples)".
+std::string NextOf(SweepPlan& plan, double elapsed_seconds) {
+  const std::optional<Visit> visit = plan.Next(elapsed_seconds);
+  std::string text;
+  for (const LeftOut& left_out : plan.TakeLeftOut()) {
+    absl::StrAppend(&text, "without ", absl::StrJoin(left_out.cases, ", "), ": ", left_out.reason,
+                    "\n");
+  }
+  if (!visit.has_value()) return text + "done";
+  absl::StrAppend(&text, visit->repeats() ? "again " : "", "until ", visit->deadline(), ":");
+  for (const Visit::Item& item : visit->items()) {
+    absl::StrAppend(&text, " ", item.index(), " (share ", item.share_seconds(), ", check ",
+                    item.check_seconds(), ", ", item.repetitions(), " samples)");
+  }
+  return text;
+}
+
+// toy_mean and its dense counterpart on a file of five tokens and on 64, 128 and 256 tokens: the
+// cases 0 and 1, 2 and 3, 4 and 5, 6 and 7. Of a budget of 60 s accuracy has 20, a tenth of which
+// is the share of its two cases, and a fifth of the whole is that of the other six: 1 s and 2 s.
+class SmallPlan : public ::testing::Test {
+ protected:
+  SmallPlan() {
+    AddToys(registry_);
+    AddDenseToy(registry_);
+    NamedTensors tensors;
+    for (const char* name : {"q", "k", "v"}) {
+      tensors[name] = Tensor(DType::kF32, {1, 2, 5, 8});
+      Fill(tensors[name].view(), 1);
+    }
+    const std::string path = ::testing::TempDir() + "/five.safetensors";
+    EXPECT_TRUE(WriteSafetensors(path, tensors).ok());
+    CaseFlags flags;
+    flags.techniques = "toy_mean";
+    flags.inputs = path;
+    flags.causal = "true";
+    flags.devices = "cpu";
+    flags.threads = "1";
+    cases_ = MakeCases(flags, registry_, "").value();
+    flags.inputs = "gaussian";
+    flags.lengths = "64:256";
+    const std::vector<Job> scaling = MakeCases(flags, registry_, "").value();
+    cases_.insert(cases_.end(), scaling.begin(), scaling.end());
+    EXPECT_EQ(cases_.size(), 8u);
+    options_.time_budget = 60;
+    options_.repetitions = 33;
+  }
+
+  SweepPlan Plan(std::vector<bool> left = {}) const {
+    left.resize(cases_.size(), true);
+    return SweepPlan(cases_, left, options_);
+  }
+  // Returns what a visit finds: samples, seconds of a call, of the preparation and of its check, and
+  // the half width of the interval.
+  static Visited Found(int samples, double call, double preparation, double check = 0,
+                       double half_width = 0) {
+    return {preparation, check, call, samples, half_width};
+  }
+
+  Registry registry_;
+  std::vector<Job> cases_;
+  SweepPlanOptions options_;
+};
+
+TEST_F(SmallPlan, GoesFromAccuracyOverTheLengthsToRepetitions) {
+  SweepPlan plan = Plan();
+  EXPECT_EQ(NextOf(plan, 0),
+            "until 20: 0 (share 1, check 0, 1 samples) 1 (share 1, check 0, 1 samples)");
+  plan.Note(0, Found(1, 0.01, 0.5));
+  plan.Note(1, Found(1, 0.01, 0.5));
+  // Nothing is known of scaling cases: each takes 0.2 s, times 1 + tokens / 512, and what it is
+  // timed for. With a call of 0 s that is the pilot of 10 ms, 11 samples of 10 ms, and six cold
+  // runs after 50 ms each: 0.42 s.
+  EXPECT_NEAR(plan.ExpectedSeconds(1), 2 * (0.2 * (3 + 0.125 + 0.25 + 0.5) + 3 * 0.42), 1e-9);
+  EXPECT_NEAR(plan.ExpectedSeconds(59), 1, 1e-9);
+  EXPECT_EQ(plan.ExpectedSeconds(61), 0);
+  EXPECT_EQ(NextOf(plan, 1),
+            "until 72: 2 (share 2, check 2, 11 samples) 3 (share 2, check 2, 11 samples)");
+  plan.Note(2, Found(11, 0.1, 0.5, 0.25, 0.03));
+  plan.Note(3, Found(3, 0.4, 2, 1, 0.1));
+  EXPECT_EQ(NextOf(plan, 10),
+            "until 72: 4 (share 2, check 2, 11 samples) 5 (share 2, check 2, 11 samples)");
+  plan.Note(4, Found(11, 0.2, 1, 0.5, 0.02));
+  plan.Note(5, Found(6, 1.6, 8, 1, 0.04));
+  // toy_mean grows as its tokens: preparation 2 s, calls of 0.4 s; the pilot is one call, three
+  // samples fit 0.6 of the share of 2 s, and no setup and no cold run fits a fifth of it.
+  // dense grows with the square: preparation 32 s, calls of 6.4 s.
+  const double expected = (2 + 0.4 + 3 * 0.4) + (32 + 6.4 + 3 * 6.4);
+  EXPECT_NEAR(plan.ExpectedSeconds(0), std::min(expected, 60.0), 1e-9);
+  EXPECT_EQ(NextOf(plan, 20),
+            "without 6, 7: 256 tokens: left out for all techniques alike; 256 tokens would take "
+            "about 1:10 and 40 s of --time_budget=1:00 are left\n"
+            "again until 60: 2 (share 4, check 2, 11 samples) 3 (share 4, check 2, 11 samples)");
+}
+
+TEST_F(SmallPlan, RepetitionsKeepToTheBudgetAndToTheSamplesThatAreWanted) {
+  // Of the last length alone is anything left.
+  SweepPlan plan = Plan({false, false, false, false, false, false});
+  // The share of each of the two cases is 0.2 * 60 / 2 s.
+  EXPECT_EQ(NextOf(plan, 0),
+            "until 72: 6 (share 6, check 6, 11 samples) 7 (share 6, check 6, 11 samples)");
+  plan.Note(6, Found(11, 1, 3, 2, 0.05));
+  plan.Note(7, Found(11, 2, 5, 4, 0.01));
+  // A visit with twice the share of 6 s: 7 samples of 1 s fit 0.6 of it, a setup of 2 s 0.2 of it,
+  // a cold run of 1.55 s likewise. With the pilot, and what is prepared without a check, that is
+  // 1 + 1 + 7 + 2 + 1.55 s; of the counterpart 1 + 2 + 3 * 2 s and no more. 1.15 times 21.55 s fit
+  // in 24.8 s, and not in 24.7 s.
+  EXPECT_EQ(NextOf(plan, 35.3), "done");
+  EXPECT_EQ(NextOf(plan, 35.2),
+            "again until 60: 6 (share 12, check 6, 11 samples) 7 (share 12, check 6, 11 samples)");
+  // Where the counterpart has never been visited it is not taken along.
+  SweepPlan alone = Plan({false, false, false, false, false, false, true, false});
+  EXPECT_EQ(NextOf(alone, 0), "until 72: 6 (share 12, check 12, 11 samples)");
+  alone.Note(6, Found(11, 1, 3, 2, 0.05));
+  EXPECT_EQ(NextOf(alone, 1), "again until 60: 6 (share 24, check 12, 11 samples)");
+  alone.Note(6, Found(32, 1, 3, 2, 0.05));
+  EXPECT_EQ(NextOf(alone, 1), "again until 60: 6 (share 24, check 12, 11 samples)");
+  alone.Note(6, Found(32, 1, 3, 2, 0.02));
+  EXPECT_EQ(NextOf(alone, 1), "done");  // narrow enough
+  alone.Note(6, Found(5, 1, 3, 2, 0));
+  EXPECT_NE(NextOf(alone, 1), "done");  // too few for an interval
+  alone.Note(6, Found(33, 1, 3, 2, 0.05));
+  EXPECT_EQ(NextOf(alone, 1), "done");  // as many as are wanted
+  for (int visit = 6; visit <= 10; ++visit) {
+    alone.Note(6, Found(20, 1, 3, 2, 0.05));
+    EXPECT_EQ(NextOf(alone, 1) == "done", visit == 10) << visit;
+  }
+}
+
+TEST_F(SmallPlan, TheWidestIntervalComesFirstAndTooFewSamplesBeforeAll) {
+  SweepPlan plan = Plan({false, false});
+  const auto note = [&](const std::vector<Visited>& found) {
+    for (size_t i = 0; i < found.size(); ++i) plan.Note(2 + i, found[i]);
+  };
+  for (int length = 0; length < 3; ++length) NextOf(plan, 0);
+  const auto next = [&] {
+    const Visit visit = *plan.Next(0);
+    EXPECT_TRUE(visit.repeats());
+    return visit.items(0).index();
+  };
+  const Visited narrow = Found(11, 1e-3, 0.01, 0, 0.001);
+  note({Found(11, 1e-3, 0.01, 0, 0.05), narrow, Found(11, 1e-3, 0.01, 0, 0.06), narrow, narrow,
+        narrow});
+  EXPECT_EQ(next(), 4u);
+  note(
+      {Found(11, 1e-3, 0.01, 0, 0.05), narrow, narrow, narrow, Found(5, 1e-3, 0.01, 0, 0), narrow});
+  EXPECT_EQ(next(), 6u);
+  note({Found(4, 1e-3, 0.01, 0, 0.05), narrow, narrow, narrow, Found(5, 1e-3, 0.01, 0, 0.9),
+        narrow});
+  EXPECT_EQ(next(), 2u);
+}
+
+TEST_F(SmallPlan, ADeadlineThatIsPassedLeavesOutTheRestOfItsKind) {
+  SweepPlan plan = Plan();
+  EXPECT_EQ(NextOf(plan, 20),
+            "without 0, 1: file five.safetensors: left out for all techniques alike; file "
+            "five.safetensors would take about 1 s and 0 s of --time_budget=1:00 are left for "
+            "accuracy\n"
+            "until 72: 2 (share 2, check 2, 11 samples) 3 (share 2, check 2, 11 samples)");
+  plan.Note(2, Found(11, 1e-3, 0.01));
+  plan.Note(3, Found(11, 1e-3, 0.01));
+  EXPECT_EQ(NextOf(plan, 21),
+            "until 72: 4 (share 2, check 2, 11 samples) 5 (share 2, check 2, 11 samples)");
+  Visit visit;
+  visit.set_deadline(19.9);
+  EXPECT_EQ(plan.DeadlineReason(visit), "accuracy's third of the time budget of 1:00 was spent");
+  visit.set_deadline(60);
+  EXPECT_EQ(plan.DeadlineReason(visit), "the time budget of 1:00 was spent");
+  EXPECT_EQ(NextOf(plan, 73),
+            "without 4, 5: the time budget of 1:00 was spent\n"
+            "without 6, 7: 256 tokens: left out for all techniques alike; 256 tokens would take "
+            "about 2 s and 0 s of --time_budget=1:00 are left\ndone");
+
+  // Rounds of a group that begin behind the deadline.
+  options_.rounds = 2;
+  SweepPlan in_rounds = Plan({false, false});
+  EXPECT_EQ(NextOf(in_rounds, 0),
+            "until 72: 2 (share 1, check 1, 11 samples) 3 (share 1, check 1, 11 samples)");
+  in_rounds.Note(2, Found(11, 1e-3, 0.01));
+  EXPECT_EQ(NextOf(in_rounds, 72),
+            "without 2, 3: the time budget of 1:00 was spent\n"
+            "without 4, 5, 6, 7: 128 tokens, 256 tokens: left out for all techniques alike; 128 "
+            "tokens would take about 2 s and 0 s of --time_budget=1:00 are left\ndone");
+}
+
+// Without a budget a visit of three takes 11 of the 33 samples of 1 s, and six setups and cold runs, of 2 s
+// and of 1.5 s and a flush; before them the case is prepared for 1 s and tried for 1 s.
+TEST_F(SmallPlan, WhatIsExpectedIsOfTheVisitsThatAreLeft) {
+  options_.time_budget = 0;
+  options_.rounds = 3;
+  SweepPlan plan = Plan({false, false, true, false, false, false, false, false});
+  plan.Note(2, Found(11, 1, 1));
+  const double visit = 1 + 1 + 11 + 6 * 2 + 6 * (1.5 + 0.05);
+  EXPECT_NEAR(plan.ExpectedSeconds(100), 2 * visit, 1e-9);
+  plan.Note(2, Found(22, 1, 1));
+  EXPECT_NEAR(plan.ExpectedSeconds(100), visit, 1e-9);
+  options_.takes_turns = true;
+  SweepPlan in_turns = Plan({false, false, true, false, false, false, false, false});
+  in_turns.Note(2, Found(11, 1, 1));
+  EXPECT_NEAR(in_turns.ExpectedSeconds(100), 2 * 2 * visit, 1e-9);
+  plan.Note(2, Found(33, 1, 1));
+  EXPECT_EQ(plan.ExpectedSeconds(100), 0);
+}
+
+TEST_F(SmallPlan, AnotherBuildChoosesTheGroupsAndEachVisitTakesTwice) {
+  options_.takes_turns = true;
+  options_.rounds = 3;
+  SweepPlan plan = Plan();
+  // Half of the shares in three rounds.
+  const Visit visit = plan.VisitGroup(GroupKey(cases_[4]));
+  ASSERT_EQ(visit.items_size(), 2);
+  EXPECT_EQ(visit.items(0).index(), 4u);
+  EXPECT_DOUBLE_EQ(visit.items(0).share_seconds(), 2.0 / 6);
+  EXPECT_DOUBLE_EQ(visit.items(0).check_seconds(), 2.0 / 6);
+  EXPECT_EQ(visit.items(0).repetitions(), 11);
+  for (int round = 0; round < 3; ++round) {
+    EXPECT_EQ(plan.VisitGroup(GroupKey(cases_[4])).items_size(), 2);
+    plan.Note(4, Found(11, 1e-3, 0.01, 0, 0.5));
+    plan.Note(5, Found(11, 1e-3, 0.01, 0, 0.5));
+  }
+  EXPECT_EQ(plan.VisitGroup(GroupKey(cases_[4])).items_size(), 0);
+  EXPECT_EQ(plan.VisitGroup("none").items_size(), 0);
+}
+
+TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
+  struct Expected {
+    double call, share, flush;
+    int runs, setups, colds, streams;
+    double seconds;
+  };
+  // Parts of the share: 0.6 for runs, 0.2 for setups of two calls, 0.2 for cold runs of 1.5 calls and
+  // a flush, 0.4 for streams of two calls. A run lasts 10 ms or a call, and one call more where that
+  // is below 50 ms.
+  for (const Expected& e : std::vector<Expected>{
+           {0.001, 1, 0.04, 33, 6, 4, 6, 33 * 0.011 + 6 * 0.002 + 4 * 0.0415 + 6 * 0.002},
+           {0.049, 1, 0.04, 6, 2, 1, 4, 6 * 0.098 + 2 * 0.098 + 0.1135 + 4 * 0.098},
+           {0.05, 1.01, 0.04, 12, 2, 1, 4, 12 * 0.05 + 2 * 0.1 + 0.115 + 4 * 0.1},
+           {0.09, 1, 0, 6, 1, 1, 2, 6 * 0.09 + 0.18 + 0.135 + 2 * 0.18},
+           {0.11, 1, 0, 5, 0, 1, 1, 5 * 0.11 + 0.165 + 0.22},
+           {1, 1, 0, 3, 0, 0, 0, 3},
+           {1, 0, 0, 33, 6, 6, 6, 33 + 12 + 9 + 12}}) {
+    SampleWishes wishes;
+    wishes.repetitions = 33;
+    wishes.stream = true;
+    wishes.flush_seconds = e.flush;
+    const SamplePlan plan = PlanSamples(wishes, e.call, e.share);
+    EXPECT_EQ(plan.runs, e.runs) << e.call;
+    EXPECT_EQ(plan.setups, e.setups) << e.call;
+    EXPECT_EQ(plan.colds, e.colds) << e.call;
+    EXPECT_EQ(plan.streams, e.streams) << e.call;
+    EXPECT_NEAR(plan.seconds, e.seconds, 1e-9) << e.call;
+    wishes.setup = wishes.cold = wishes.stream = false;
+    const SamplePlan runs = PlanSamples(wishes, e.call, e.share);
+    EXPECT_EQ(runs.runs, e.runs);
+    EXPECT_EQ(runs.setups + runs.colds + runs.streams, 0);
+  }
+  SampleWishes few;
+  few.repetitions = 5;
+  EXPECT_EQ(PlanSamples(few, 0.001, 1).runs, 5);
+  // A call that takes no time at all fills the share no less than one of a nanosecond.
+  EXPECT_EQ(PlanSamples(few, 0, 1e-3).setups, kIntervalSamples);
+}
+
+TEST(SamplePlan, KeepsToTheShareButForThreeRuns) {
+  SampleWishes wishes;
+  wishes.repetitions = 33;
+  wishes.flush_seconds = 0.04;
+  for (const double call : {1e-5, 1e-3, 0.02, 0.1, 1.0, 10.0}) {
+    for (const double share : {0.01, 0.1, 0.5, 2.0, 20.0}) {
+      const SamplePlan plan = PlanSamples(wishes, call, share);
+      EXPECT_GE(plan.runs, kFewestSamples);
+      EXPECT_LE(plan.runs, 33);
+      const double three = kFewestSamples * 2 * std::max(call, wishes.min_time);
+      EXPECT_LE(plan.seconds, share + three) << call << " s a call, " << share << " s";
+    }
+  }
+  const SamplePlan all = PlanSamples(wishes, 1.0, 0);
+  EXPECT_EQ(all.runs, 33);
+  EXPECT_EQ(all.setups, kIntervalSamples);
+  EXPECT_EQ(all.colds, kIntervalSamples);
+  wishes.repetitions = 2;
+  EXPECT_EQ(PlanSamples(wishes, 1.0, 0.1).runs, 2);
+}
+
+}  // namespace
+}  // namespace tfb
