@@ -2,6 +2,7 @@
 #ifndef TFB_CORE_THREAD_POOL_H_
 #define TFB_CORE_THREAD_POOL_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
@@ -28,6 +29,15 @@ class ThreadPool {
   // calls have the same one. On every thread the body runs under the caller's floating-point state
   // (core/denormals.h). Allocates nothing. Calls must not be nested.
   void ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t task, int worker)> body);
+
+  // Calls body(begin, end, worker) in the same way for ranges of `size` numbers that cover [0,
+  // count); the last one may be shorter. Each is a task.
+  template <class Body>
+  void ParallelForRanges(int64_t count, int64_t size, const Body& body) {
+    ParallelFor((count + size - 1) / size, [&](int64_t task, int worker) {
+      body(task * size, std::min((task + 1) * size, count), worker);
+    });
+  }
 
  private:
   int threads_;

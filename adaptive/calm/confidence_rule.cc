@@ -134,21 +134,18 @@ absl::Status ConfidenceRule::Decide(const ExitRows& rows, uint8_t* leaves,
 
 void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
                                       const Execution& execution) const {
-  execution.pool->ParallelFor(
-      (rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-        const int64_t first = task * kRowsOfTask;
-        const int64_t count = std::min(kRowsOfTask, rows.rows() - first);
-        float* confidences = scratch.confidences + first;
-        if (options_.confidence == Confidence::kClassifier) {
-          return Classify(rows, first, count, confidences);
-        }
-        for (int64_t r = first; r < first + count; ++r) {
-          *confidences++ = has_logits()
-                               ? SoftmaxResponse(options_.vocabulary, scratch.of_logits.logits +
-                                                                          r * logits_.row_floats())
-                               : Cosine(rows.state.At<float>(r), rows.before.At<float>(r), width_);
-        }
-      });
+  execution.pool->ParallelForRanges(rows.rows(), kRowsOfTask, [&](int64_t first, int64_t end, int) {
+    float* confidences = scratch.confidences + first;
+    if (options_.confidence == Confidence::kClassifier) {
+      return Classify(rows, first, end - first, confidences);
+    }
+    for (int64_t r = first; r < end; ++r) {
+      *confidences++ = has_logits()
+                           ? SoftmaxResponse(options_.vocabulary,
+                                             scratch.of_logits.logits + r * logits_.row_floats())
+                           : Cosine(rows.state.At<float>(r), rows.before.At<float>(r), width_);
+    }
+  });
 }
 
 void ConfidenceRule::Classify(const ExitRows& rows, int64_t first, int64_t count,

@@ -153,12 +153,11 @@ void ClassifierRule::ClassifyOnCpu(const layers::ExitRows& rows, int64_t count, 
                                    int32_t* exits, const Execution& execution) const {
   const int64_t width = problem_.model_dim(), segments = rows.rows() / count;
   const size_t thread_bytes = workspace_bytes(0, 1);
-  execution.pool->ParallelFor(
-      (segments + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int worker) {
+  execution.pool->ParallelForRanges(
+      segments, kRowsOfTask, [&](int64_t first, int64_t end, int worker) {
         Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
         float* mean = workspace.Take<float>(width);
-        const int64_t end = std::min((task + 1) * kRowsOfTask, segments);
-        for (int64_t s = task * kRowsOfTask; s < end; ++s) {
+        for (int64_t s = first; s < end; ++s) {
           std::fill_n(mean, width, 0.0f);
           for (int64_t r = s * count; r < (s + 1) * count; ++r) {
             const float* row = rows.state.At<float>(r);
@@ -179,9 +178,8 @@ void ClassifierRule::ForEachLogit(int64_t n, const ConstTensorView& state,
                                   const Execution& execution, const Body& body) const {
   const int64_t width = problem_.model_dim(), rows = state.dim(0);
   const float* weights = weights_.data() + (n - 1) * width;
-  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t first = task * kRowsOfTask;
-    const int64_t count = std::min(kRowsOfTask, rows - first);
+  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t first, int64_t end, int) {
+    const int64_t count = end - first;
     float logits[kRowsOfTask];
     BestCpuKernels().matrix_vector(count, width, state.At<float>(first), width, weights, logits, 1,
                                    /*accumulate=*/false);

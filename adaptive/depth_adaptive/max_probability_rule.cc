@@ -30,9 +30,8 @@ absl::Status MaxProbabilityRule::Decide(const layers::ExitRows& rows, uint8_t* l
                                 execution.stream));
   }
   constexpr int64_t kRowsOfTask = 16;
-  rest.pool->ParallelFor((rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t end = std::min((task + 1) * kRowsOfTask, rows.rows());
-    for (int64_t r = task * kRowsOfTask; r < end; ++r) {
+  rest.pool->ParallelForRanges(rows.rows(), kRowsOfTask, [&](int64_t first, int64_t end, int) {
+    for (int64_t r = first; r < end; ++r) {
       const layers::SoftmaxTop top =
           layers::TopOf(options_.vocabulary, scratch.logits + r * logits_.row_floats());
       leaves[r] = 1 / top.sum >= threshold ? 1 : 0;  // false where the sum is NaN

@@ -18,9 +18,8 @@ using Output = UniversalTransformerOptions::Output;
 constexpr int64_t kRowsOfTask = 16;
 
 void ForEach(int64_t count, const Execution& execution, absl::FunctionRef<void(int64_t)> body) {
-  execution.pool->ParallelFor((count + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t end = std::min(count, (task + 1) * kRowsOfTask);
-    for (int64_t n = task * kRowsOfTask; n < end; ++n) body(n);
+  execution.pool->ParallelForRanges(count, kRowsOfTask, [&](int64_t first, int64_t end, int) {
+    for (int64_t n = first; n < end; ++n) body(n);
   });
 }
 

@@ -50,10 +50,9 @@ absl::Status ForEach(Device device, int64_t count, const Functor& functor,
   if (device != Device::kCpu) return LaunchFunctor(device, count, 1, functor, execution);
   const int64_t elements =  // of a task
       std::clamp<int64_t>(count / (8 * execution.pool->threads()), 1, 256);
-  execution.pool->ParallelFor((count + elements - 1) / elements, [&](int64_t task, int) {
-    const int64_t end = std::min(count, (task + 1) * elements);
+  execution.pool->ParallelForRanges(count, elements, [&](int64_t begin, int64_t end, int) {
     const Functor own = functor;  // a local, which what it writes is known not to overlap
-    for (int64_t n = task * elements; n < end; ++n) own(n);
+    for (int64_t n = begin; n < end; ++n) own(n);
   });
   return absl::OkStatus();
 }
@@ -64,10 +63,9 @@ absl::Status ForEachInRows(Device device, int64_t rows, int64_t columns, const F
                            const Execution& execution) {
   if (device != Device::kCpu) return LaunchFunctor(device, rows, columns, functor, execution);
   const int64_t rows_of_task = std::max<int64_t>(4096 / std::max<int64_t>(columns, 1), 1);
-  execution.pool->ParallelFor((rows + rows_of_task - 1) / rows_of_task, [&](int64_t task, int) {
-    const int64_t end = std::min(rows, (task + 1) * rows_of_task);
+  execution.pool->ParallelForRanges(rows, rows_of_task, [&](int64_t begin, int64_t end, int) {
     const Functor own = functor;
-    for (int64_t row = task * rows_of_task; row < end; ++row) {
+    for (int64_t row = begin; row < end; ++row) {
       for (int64_t first = 0; first < columns; first += HostPiece::kMost) {
         const int64_t count = std::min<int64_t>(columns - first, HostPiece::kMost);
         own(row, HostPiece(first, static_cast<int>(count)));

@@ -77,10 +77,9 @@ void PassCpu(GateStep step, const ConstTensorView& a, const ConstTensorView& b,
   constexpr int64_t kRowsOfTask = 16;
   const RowsOf<TensorView> to(out);
   const int64_t rows = to.rows(), channels = to.channels();
-  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
     Values of_a = Values::Zero(), of_b = of_a, of_x = of_a, of_y = of_a, result = of_a;
-    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-    for (int64_t row = task * kRowsOfTask; row < end; ++row) {
+    for (int64_t row = begin; row < end; ++row) {
       for (int64_t first = 0; first < channels; first += kChannels) {
         const int64_t count = std::min(kChannels, channels - first);
         const auto load = [&](const ConstTensorView& view, Values* values) {

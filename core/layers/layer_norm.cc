@@ -83,17 +83,15 @@ absl::Status LayerNorm::RunCpu(const ConstTensorView& x, const TensorView& y,
   const RowsOf<TensorView> y_rows(y);
   const int64_t rows = x_rows.rows(), channels = x_rows.channels();
   const size_t thread_bytes = workspace_bytes(Device::kCpu, channels, 1);
-  execution.pool->ParallelFor(
-      (rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int worker) {
-        Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
-        float* row = workspace.Take<float>(channels);
-        const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-        for (int64_t r = task * kRowsOfTask; r < end; ++r) {
-          x_rows.Load(r, 0, channels, row);
-          NormalizeRow(gamma_.data(), beta_.data(), epsilon_, channels, row);
-          y_rows.Store(r, 0, channels, row);
-        }
-      });
+  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t first, int64_t end, int worker) {
+    Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
+    float* row = workspace.Take<float>(channels);
+    for (int64_t r = first; r < end; ++r) {
+      x_rows.Load(r, 0, channels, row);
+      NormalizeRow(gamma_.data(), beta_.data(), epsilon_, channels, row);
+      y_rows.Store(r, 0, channels, row);
+    }
+  });
   return absl::OkStatus();
 }
 

@@ -44,17 +44,15 @@ void LogSoftmaxCpu(const ConstTensorView& x, const TensorView& y, const Executio
   const int64_t rows = x_rows.rows(), channels = x_rows.channels();
   const int64_t padded = RoundUp(channels, kColumnQuantum);
   const size_t thread_bytes = LogSoftmaxWorkspaceBytes(Device::kCpu, channels, 1);
-  execution.pool->ParallelFor(
-      (rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int worker) {
-        Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
-        const Scratch scratch = LayOut(padded, workspace);
-        const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-        for (int64_t r = task * kRowsOfTask; r < end; ++r) {
-          x_rows.Load(r, 0, channels, scratch.row);
-          NormalizeRow(channels, padded, scratch);
-          y_rows.Store(r, 0, channels, scratch.row);
-        }
-      });
+  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t first, int64_t end, int worker) {
+    Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
+    const Scratch scratch = LayOut(padded, workspace);
+    for (int64_t r = first; r < end; ++r) {
+      x_rows.Load(r, 0, channels, scratch.row);
+      NormalizeRow(channels, padded, scratch);
+      y_rows.Store(r, 0, channels, scratch.row);
+    }
+  });
 }
 
 absl::Status LogSoftmaxCuda(Device device, const ConstTensorView& x, const TensorView& y,

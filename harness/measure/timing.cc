@@ -514,9 +514,8 @@ absl::Status CpuCacheFlusher::operator()() {
   // Pieces of 1 MiB in any order: with as many pieces as there are, each core gets its share.
   constexpr int64_t kPiece = 1 << 20;
   uint8_t* memory = static_cast<uint8_t*>(memory_.raw());
-  pool_->ParallelFor((Bytes() + kPiece - 1) / kPiece, [&](int64_t piece, int) {
-    const int64_t begin = piece * kPiece;
-    std::memset(memory + begin, value_, std::min(kPiece, Bytes() - begin));
+  pool_->ParallelForRanges(Bytes(), kPiece, [&](int64_t begin, int64_t end, int) {
+    std::memset(memory + begin, value_, end - begin);
   });
   return absl::OkStatus();
 }

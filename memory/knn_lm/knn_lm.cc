@@ -195,13 +195,12 @@ class KnnLmLayer : public RetrievalLayer {
 
   void MixCpu(const Tokens& tokens, const TensorView& log_p, const Execution& execution) {
     constexpr int64_t kRowsOfTask = 16;
-    const int64_t rows = tokens.rows(), vocabulary = retrieval().vocabulary;
-    const auto mix = [&](int64_t task, int worker) {
+    const int64_t vocabulary = retrieval().vocabulary;
+    const auto mix = [&](int64_t first, int64_t end, int worker) {
       Workspace workspace(execution.workspace.subspan(worker * MixBytes(), MixBytes()));
       const Scratch scratch = LayOut(workspace);
       std::fill_n(scratch.log_mass, vocabulary, kNegativeInfinity);
-      const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-      for (int64_t row = task * kRowsOfTask; row < end; ++row) {
+      for (int64_t row = first; row < end; ++row) {
         const int64_t b = row / tokens.x.dim(1), i = row % tokens.x.dim(1);
         LoadRow(tokens.context, tokens.context.Offset(b, i), tokens.context.stride(2),
                 problem().model_dim(), scratch.context);
@@ -212,7 +211,7 @@ class KnnLmLayer : public RetrievalLayer {
                  tokens.out.stride(2));
       }
     };
-    execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, mix);
+    execution.pool->ParallelForRanges(tokens.rows(), kRowsOfTask, mix);
   }
 
   absl::Status MixCuda(const Tokens& tokens, const TensorView& log_p,

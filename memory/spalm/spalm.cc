@@ -172,20 +172,19 @@ class SpalmLayer : public RetrievalLayer {
 
   void AggregateCpu(const Tokens& tokens, float* z, const Execution& execution) {
     constexpr int64_t kRowsOfTask = 16;
-    const int64_t rows = tokens.rows(), dim = problem().model_dim();
-    const auto aggregate = [&](int64_t task, int worker) {
+    const int64_t dim = problem().model_dim();
+    const auto aggregate = [&](int64_t first, int64_t end, int worker) {
       Workspace workspace(execution.workspace.subspan(worker * AggregateBytes(), AggregateBytes()));
       float* x = workspace.Take<float>(dim);
       float* weights = workspace.Take<float>(retrieval().k);
-      const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
-      for (int64_t row = task * kRowsOfTask; row < end; ++row) {
+      for (int64_t row = first; row < end; ++row) {
         const int64_t offset = tokens.x.Offset(row / tokens.x.dim(1), row % tokens.x.dim(1));
         LoadRow(tokens.x, offset, tokens.x.stride(2), dim, x);
         statistics_.mutable_data()[row] =
             AggregateRow(tokens.neighbours + row * retrieval().k, x, weights, z + row * dim);
       }
     };
-    execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, aggregate);
+    execution.pool->ParallelForRanges(tokens.rows(), kRowsOfTask, aggregate);
   }
 
   absl::Status AggregateCuda(const Tokens& tokens, float* z, const Execution& execution) const {
