@@ -249,6 +249,13 @@ class Report(unittest.TestCase):
     def test_the_file_of_those_edits_can_be_read(self):
         mutate.read_equivalent((SCRIPT.parent / 'mutate_equivalent').read_text())
 
+    def test_sizes_that_a_package_refuses_to_differ_are_not_exchanged_there(self):
+        text = '  int64_t a = query_tokens + kv_heads;\n'
+        patterns = lambda path: {edit.pattern for edit in mutate.edits_of(path, text)}
+        self.assertLessEqual({'tokens', 'heads'}, patterns('core/a.cc'))
+        for package, equal in mutate.EQUAL_SIZES.items():
+            self.assertFalse(patterns(package + '/a.cc') & equal, package)
+
     def test_wrong_flags_are_refused(self):
         for flags in (['--count=0'], ['--least=1.5'], ['--timeout=0'], ['--again=/no/such/file'], ['--no_such_flag']):
             done = subprocess.run([sys.executable, str(SCRIPT)] + flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
