@@ -1,11 +1,11 @@
-// Whether there is a GPU, asked in a way that leaves the asking process able to fork.
+// Tells whether there is a GPU, and leaves the calling process able to fork.
 #ifndef TFB_HARNESS_MEASURE_DEVICE_PRESENCE_H_
 #define TFB_HARNESS_MEASURE_DEVICE_PRESENCE_H_
 
 namespace tfb {
 
-// Returns whether the CUDA driver counts a device. Another process asks: one that has asked itself
-// cannot fork processes that use a GPU (harness/measure/worker.h).
+// Tells whether the CUDA driver reports a device. Calls the driver in another process, since a
+// process that has called it cannot fork processes that use a GPU (harness/measure/worker.h).
 bool CudaDeviceIsPresent();
 
 }  // namespace tfb
