@@ -39,8 +39,8 @@ absl::string_view ClassOf(Emphasis emphasis) {
   return "";
 }
 
-// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left. The first
-// column is names: the style sheet knows it without being told in every row.
+// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left. The
+// first column is names: the style sheet knows it without being told in every row.
 std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
   const TableColumn& column = table.columns[place];
   std::vector<absl::string_view> classes;
@@ -69,7 +69,7 @@ class Page {
       : analysis_(analysis), options_(options) {}
 
   std::string Render() {
-    // The body first: it finds out which sections there are.
+    // The body comes first, since it determines the sections.
     Summary();
     ScalingSections();
     FigureSection("Error against cost", FrontierFigures(analysis_, nullptr));
@@ -83,7 +83,7 @@ class Page {
     return absl::StrCat(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-        // The browser refuses whatever a file tries to load, and any script but the page's own.
+        // The browser blocks all that a file tries to load, and scripts but the page's own.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
         "<meta name=\"color-scheme\" content=\"light dark\">\n",
@@ -319,7 +319,7 @@ class Page {
     return points > 0 ? points : all;
   }
 
-  // A panel of one point is a row of a table.
+  // A panel of one point is left to the table.
   static void AddSinglePoint(const plot::Plot& panel, Table* table) {
     const auto text = [](const plot::Axis& axis, double value) {
       return axis.format ? axis.format(value) : FormatSignificant(value);
@@ -333,7 +333,7 @@ class Page {
   }
 
   void AddPanel(plot::Plot panel) {
-    // Keys are long and said often: numbers in their place.
+    // Keys are long and frequent, so numbers replace them.
     std::map<std::string, std::string> keys;
     const auto shorten = [&keys](std::string* key) {
       *key = keys.emplace(*key, absl::StrCat("k", keys.size())).first->second;
@@ -346,8 +346,8 @@ class Page {
                     "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
   }
 
-  // A button for each key, in the style of its first curve; none where names stand at the ends of all
-  // curves. What the buttons explain is taken from the panel's own legend.
+  // A button for each key, in the style of its first curve; none where names stand at the ends of
+  // all curves. What the buttons explain is taken from the panel's own legend.
   static std::string Legend(plot::Plot* panel) {
     const bool scattered = std::any_of(
         panel->curves.begin(), panel->curves.end(),
@@ -385,7 +385,7 @@ std::string ToHtml(const Table& table, const std::string& id) {
   std::string out = "<section>";
   if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
   const bool tall = table.rows.size() > kTallTable;
-  // The keyboard reaches whatever scrolls.
+  // An element that scrolls must be focusable by the keyboard.
   absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "",
                   "\" tabindex=\"0\" role=\"region\"",
                   table.title.empty() ? Attribute("aria-label", "Table")

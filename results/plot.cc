@@ -30,7 +30,7 @@ std::string Segment(double x1, double y1, double x2, double y2) {
                       Coordinate(y2));
 }
 
-// One plot on its way to markup.
+// Writes the markup of one plot.
 class Drawing {
  public:
   Drawing(const Plot& plot, bool interactive)
@@ -48,7 +48,7 @@ class Drawing {
   std::string Draw() const {
     return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks(), List());
   }
-  // Includes the list of the names that have no room beside their points.
+  // The height includes the list of names that have no room beside their points.
   double height() const {
     return plot_.height + (list_.empty() ? 0 : kLine * static_cast<double>(list_.size()) + 6);
   }
@@ -169,7 +169,7 @@ class Drawing {
     }
     return out + "</g>";
   }
-  // Places along all curves that lie in `box`.
+  // Returns how many places along all curves lie in `box`.
   int PointsIn(const Box& box) const {
     int inside = 0;
     for (const Curve& curve : plot_.curves) {
@@ -241,7 +241,7 @@ class Drawing {
   }
 
   std::string Curves() const {
-    std::string faint, rest, reference;  // what others are held against lies on top
+    std::string faint, rest, reference;  // the baseline is drawn last
     for (size_t i = 0; i < plot_.curves.size(); ++i) {
       const Curve& curve = plot_.curves[i];
       std::string* layer = curve.kind == Curve::Kind::kCounterpart ? &faint
@@ -292,7 +292,7 @@ class Drawing {
       const double bottom = frame_.y + frame_.height;
       const double low = std::clamp(y_.Pixel(*point.low), frame_.y, bottom);
       const double high = std::clamp(y_.Pixel(*point.high), frame_.y, bottom);
-      // Within the marker it would not be seen.
+      // A whisker within the marker would be invisible.
       if (low - high < 2 * kMarkerRadius) continue;
       path += Segment(x_.Pixel(point.x), low, x_.Pixel(point.x), high);
     }
@@ -333,8 +333,8 @@ class Drawing {
     }
   }
 
-  // A point whose name has no room gets a number in a file, which cannot be pointed at, and its name
-  // stands in a list below.
+  // A point whose name has no room gets a number in a file, which cannot be pointed at, and its
+  // name stands in a list below.
   void NamePoints(std::vector<std::string>* names) {
     std::vector<size_t> owners;
     Obstacles obstacles;
