@@ -92,7 +92,7 @@ absl::StatusOr<std::string> MakeFolder() {
   return folder;
 }
 
-// A share with its 95 % interval by Wilson (1927).
+// Returns a proportion with its 95 % Wilson score interval (1927).
 std::string ShareText(int part, int whole) {
   constexpr double kZ = 1.959964;
   const double n = std::max(whole, 1), p = part / n;

@@ -39,7 +39,7 @@
 namespace tfb {
 namespace {
 
-// The contents of a small file, without white space at the ends; empty where there is no such file.
+// Returns a small file's contents without white space at the ends; empty where it does not exist.
 std::string ReadText(const std::string& path) {
   std::ifstream file(path);
   std::stringstream text;
@@ -47,7 +47,7 @@ std::string ReadText(const std::string& path) {
   return std::string(absl::StripAsciiWhitespace(text.str()));
 }
 
-// The value of the first line "key<separator>value".
+// Returns the value of the first line "key<separator>value".
 std::string ValueOf(absl::string_view text, absl::string_view key, char separator) {
   for (absl::string_view line : absl::StrSplit(text, '\n')) {
     const std::pair<absl::string_view, absl::string_view> parts =
@@ -66,7 +66,7 @@ std::optional<int64_t> ParseInt(absl::string_view text) {
   return value;
 }
 
-// "MemTotal:  24579 kB" of /proc/meminfo, in bytes.
+// Returns the bytes of "MemTotal:  24579 kB" in /proc/meminfo.
 std::optional<int64_t> MemoryInfo(absl::string_view key) {
   const std::string value = ValueOf(ReadText("/proc/meminfo"), key, ':');
   const std::optional<int64_t> kib = ParseInt(absl::StripSuffix(value, " kB"));
@@ -74,7 +74,7 @@ std::optional<int64_t> MemoryInfo(absl::string_view key) {
   return *kib * 1024;
 }
 
-// The first of the files that holds a number: control groups have two generations of names.
+// Returns the first number in these files: control groups have two generations of names.
 std::optional<int64_t> ReadInt(const std::vector<std::string>& paths) {
   for (const std::string& path : paths) {
     if (const auto value = ParseInt(ReadText(path)); value.has_value()) return value;
@@ -124,7 +124,7 @@ int PhysicalCores() {
   return static_cast<int>(cores.size());
 }
 
-// "0-3,8" names 5.
+// Returns the number of cores in a list: 5 for "0-3,8".
 int CountOfList(absl::string_view list) {
   int count = 0;
   for (absl::string_view range : absl::StrSplit(list, ',')) {
@@ -154,7 +154,7 @@ std::vector<Cache> Caches() {
   }
 }
 
-// The instruction set's name as people write it.
+// Returns the usual name of the instruction set.
 std::string SimdName(absl::string_view kernels) {
   if (kernels == "avx512") return "AVX-512";
   if (kernels == "avx2") return "AVX2";
@@ -177,12 +177,12 @@ std::string Compiler() {
 #endif
 }
 
-// CUDA writes 12.4 as 12040.
+// Returns "12.4" for CUDA's 12040.
 std::string CudaVersion(int version) {
   return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
-// "cuBLAS 13.1.0, cuDNN 9.12.0": of what is opened at run time, that which is there.
+// Returns "cuBLAS 13.1.0, cuDNN 9.12.0": those of the libraries opened at run time that exist.
 std::string RuntimeLibraries() {
   std::vector<std::string> texts;
   int (*cublas_property)(int property, int* value) = nullptr;
@@ -275,8 +275,8 @@ double SecondsOf(Clock* clock, absl::FunctionRef<void()> work) {
   return clock->Seconds() - begin;
 }
 
-// The best of many short passes: a peak is what the machine does when nothing disturbs it, and on a
-// shared machine that may be for a few milliseconds only.
+// Returns the best of many short passes, since a peak is the undisturbed rate, and a shared machine
+// may be undisturbed only for a few milliseconds.
 constexpr double kPassSeconds = 0.002;
 constexpr double kMeasuringSeconds = 0.15;
 constexpr int kFewestPasses = 5;
@@ -299,7 +299,7 @@ double FmaRate(Clock* clock, int threads) {
                        [&](int64_t task, int) { flops[task] = kernels.fma_peak(iterations); });
     });
   };
-  // Long against starting the threads, short against a time slice.
+  // A pass is long compared with starting the threads, and short compared with a time slice.
   int64_t iterations = 1 << 12;
   while (pass(iterations) < kPassSeconds) iterations *= 2;
   return BestRate(clock, [&] {
@@ -315,7 +315,7 @@ double ReadRate(Clock* clock, int threads, int64_t bytes) {
   ThreadPool pool(threads);
   constexpr int64_t kPiece = 1 << 20;
   const int64_t pieces = bytes / kPiece;
-  // Each thread writes what it reads, so that pages lie where they are used.
+  // Each thread writes first what it reads later, so that pages are local to it (NUMA).
   pool.ParallelFor(pieces, [&](int64_t piece, int) {
     std::fill_n(const_cast<uint64_t*>(words) + piece * kPiece / 8, kPiece / 8, piece);
   });
@@ -433,8 +433,8 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
 }
 
 void MeasurePeaks(const std::vector<int>& threads, Environment* environment, Clock* clock) {
-  // Four times the last cache, so that at least three quarters come from memory; at most 256 MiB,
-  // where a server's cache is larger than one process gets of it anyway.
+  // The size is four times the last-level cache, so that at least three quarters come from memory,
+  // but at most 256 MiB, since one process gets only a part of a server's larger cache.
   const int64_t bytes = std::clamp<int64_t>(4 * LastLevelCacheBytes(), 64 << 20, 256 << 20);
   for (const int count : std::set<int>(threads.begin(), threads.end())) {
     AddPeak("f32 fma", FmaRate(clock, count), "FLOP/s", count, Peak::KIND_COMPUTE, ELEMENT_TYPE_F32,

@@ -17,7 +17,7 @@
 namespace tfb {
 namespace {
 
-// Empty where the file cannot be read.
+// Returns the file's contents; empty where it cannot be read.
 std::string Contents(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::stringstream contents;
@@ -29,7 +29,7 @@ std::vector<absl::string_view> Words(absl::string_view text) {
   return absl::StrSplit(text, absl::ByAnyChar(" \t\n"), absl::SkipEmpty());
 }
 
-// The sum of the numbers among `words` at `places`; absent where one is missing or no number.
+// Returns the sum of the numbers in `words` at `places`; nothing where one is missing or malformed.
 std::optional<double> SumAt(const std::vector<absl::string_view>& words,
                             std::initializer_list<size_t> places) {
   double sum = 0;
@@ -47,7 +47,7 @@ std::optional<double> Seconds(std::optional<double> ticks, double ticks_per_seco
 }
 
 // proc(5): "cpu user nice system idle iowait irq softirq steal guest guest_nice", of which user
-// holds guest. The line of each core is "cpu0 ...".
+// includes guest. The line of each core is "cpu0 ...".
 void ReadStat(const std::string& text, double ticks_per_second, LoadReading* reading) {
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     const std::vector<absl::string_view> words = Words(line);
@@ -61,8 +61,8 @@ void ReadStat(const std::string& text, double ticks_per_second, LoadReading* rea
   }
 }
 
-// proc(5): user and system time are fields 14 and 15; field 2 is a name in brackets, which may hold
-// anything.
+// proc(5): user and system time are fields 14 and 15; field 2 is a name in brackets, which may
+// contain anything.
 std::optional<double> OwnTicks(const std::string& text) {
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
@@ -94,7 +94,7 @@ std::optional<int> RunnableTasks(const std::string& text) {
   return runnable;
 }
 
-// Absent where a counter is not known, or went back.
+// Returns nothing where a counter is unknown or decreased.
 std::optional<double> Between(std::optional<double> before, std::optional<double> after) {
   if (!before.has_value() || !after.has_value() || *after < *before) return std::nullopt;
   return *after - *before;
