@@ -115,7 +115,7 @@ class Page {
     return out + "</ol></nav>\n</header>\n";
   }
 
-  // Shown by the script, which they need.
+  // The script shows the controls, which do not work without it.
   std::string Controls() const {
     std::string out =
         "<div class=\"controls\" role=\"search\"><form hidden>\n"
@@ -187,7 +187,7 @@ class Page {
     Folded(absl::StrCat("Choices in ", choices.more.size(), " more groups of cases"), choices.more);
   }
 
-  // One for each group of cases: its figures, then its table.
+  // Writes a section for each group of cases: its figures, then its table.
   void ScalingSections() {
     const std::vector<Figure> scaling = ScalingFigures(analysis_, nullptr);
     std::vector<std::string> titles;
@@ -306,8 +306,8 @@ class Page {
     body_ += "</section>\n";
   }
 
-  // Points of the techniques that a panel is about, what they are held against apart; of all curves
-  // where there is nothing else.
+  // Counts the points of the panel's techniques without their counterparts, or of all curves where
+  // there are only counterparts.
   static size_t PointsOf(const plot::Plot& panel) {
     size_t points = 0, all = 0;
     for (const plot::Curve& curve : panel.curves) {
@@ -319,7 +319,7 @@ class Page {
     return points > 0 ? points : all;
   }
 
-  // A panel of one point is left to the table.
+  // Adds a panel of one point to the table as a row.
   static void AddSinglePoint(const plot::Plot& panel, Table* table) {
     const auto text = [](const plot::Axis& axis, double value) {
       return axis.format ? axis.format(value) : FormatSignificant(value);
@@ -346,8 +346,8 @@ class Page {
                     "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
   }
 
-  // A button for each key, in the style of its first curve; none where names stand at the ends of
-  // all curves. What the buttons explain is taken from the panel's own legend.
+  // Writes a button for each key, in the style of its first curve; none where all curves have names
+  // at their ends. The panel's own legend loses the entries that the buttons explain.
   static std::string Legend(plot::Plot* panel) {
     const bool scattered = std::any_of(
         panel->curves.begin(), panel->curves.end(),

@@ -8,7 +8,7 @@
 //                reported. A tail that contains a record with a valid checksum counts as damage.
 //   damage       A checksum does not match, bytes are no record, or a payload does not parse. The
 //                reader returns absl::DataLossError with path and offset or, with
-//                Damage::kPassOver, goes on at the next record with a valid checksum.
+//                Damage::kPassOver, continues at the next record with a valid checksum.
 //   not a result file   absl::InvalidArgumentError with the path.
 //   no such file        absl::NotFoundError; not readable: absl::PermissionDeniedError.
 #ifndef TFB_RESULTS_READER_H_

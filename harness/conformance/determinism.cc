@@ -186,9 +186,8 @@ double ShareThatDiffers(const Tensor& a, const Tensor& b) {
          static_cast<double>(std::max<int64_t>(1, a.num_elements()));
 }
 
-// A definition may choose as the layer did only among what fp32 cannot tell apart: of the choices
-// of a run on other inputs it follows hardly any. (What it may follow is a choice for a token or
-// two.)
+// A definition may follow the layer's choice only among scores that are equal in fp32: of the
+// choices of a run on other inputs it follows hardly any (at most for a token or two).
 void ADefinitionFollowsNoChoiceOfARunOnOtherInputs(const Job& job) {
   const auto trial = Trial::Make(job);
   const auto other = trial == nullptr ? nullptr : Trial::Make(job, kSeed + 1);

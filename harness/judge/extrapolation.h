@@ -3,8 +3,8 @@
 // was trained on. Figure 4 of ALiBi (Press, Smith, Lewis 2022, arXiv:2108.12409v2) has the
 // resulting perplexities.
 //
-// The last S = T / 8 of T tokens, alone, stand for training. For a query near their end let w_j be
-// its weights over all T keys and w'_j those over the last S, both of the technique's definition:
+// The last S = T / 8 of T tokens represent training. For a query near their end let w_j be its
+// weights over all T keys and w'_j those over the last S, both by the technique's definition:
 //
 //   change  = 1/2 sum_j |w_j - w'_j|          over all T keys, w' being 0 on the first T - S
 //   reshape = 1/2 sum_j |w_j / W - w'_j|      over the last S keys, W = the sum of w there

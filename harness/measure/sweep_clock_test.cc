@@ -1,4 +1,4 @@
-// Sweeps by a simulated clock, in this process: what takes long, hangs, or does not fit the budget.
+// Sweeps by a simulated clock, in this process: cases that are slow, hang, or exceed the budget.
 #include <unistd.h>
 
 #include <map>

@@ -58,7 +58,7 @@ void Fibre::SwitchTo(Fibre* next) {
   Arrive(back.fctx, *static_cast<const Switch*>(back.data));
 }
 
-// Arrives on the fibre `jump.to`: the fibre that switched goes on at `from_context`.
+// Arrives on the fibre `jump.to`: the fibre that switched resumes at `from_context`.
 void Fibre::Arrive(void* from_context, const Switch& jump) {
   jump.from->context_ = from_context;
 #ifdef __SANITIZE_ADDRESS__
