@@ -458,7 +458,7 @@ class Comparer {
     }
   }
 
-  // Where only dense changed, techniques seem to change the other way: a second metric must agree.
+  // Makes a verdict ambiguous that a second metric contradicts, as where only dense changed.
   void Confirm(const TimeView& view, const std::optional<TimeView>& other, Finding* finding) const {
     if (view.divisor != kOverDense || !other.has_value()) return;
     const double change = MedianOrNan(other->now) / MedianOrNan(other->base);
@@ -471,7 +471,7 @@ class Comparer {
                                    FormatSignificant(change), "x what it was");
   }
 
-  // Of many equal times some differ by chance.
+  // Corrects p-values for multiple testing, since of many equal times some differ by chance.
   void CorrectForNumberOfTimes() {
     std::vector<Finding*> tested;
     std::vector<double> p_values;

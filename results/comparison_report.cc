@@ -69,7 +69,7 @@ std::string IntervalText(const Finding& finding) {
                       FormatSignificant(finding.interval->high));
 }
 
-// A section of the report, with the columns of its findings.
+// Returns a section of the report, with the columns that its findings fill.
 Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   std::vector<const Finding*> chosen;
   for (const Finding& finding : comparison.findings) {

@@ -39,8 +39,8 @@ absl::string_view ClassOf(Emphasis emphasis) {
   return "";
 }
 
-// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left. The
-// first column is names: the style sheet knows it without being told in every row.
+// Returns ` class="l w good"`. Cells are aligned right without class "l". The style sheet aligns
+// the first column, of names, to the left without a class.
 std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
   const TableColumn& column = table.columns[place];
   std::vector<absl::string_view> classes;

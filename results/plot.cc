@@ -48,7 +48,7 @@ class Drawing {
   std::string Draw() const {
     return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks(), List());
   }
-  // The height includes the list of names that have no room beside their points.
+  // Returns the height with the list of names that have no room beside their points.
   double height() const {
     return plot_.height + (list_.empty() ? 0 : kLine * static_cast<double>(list_.size()) + 6);
   }
@@ -140,7 +140,7 @@ class Drawing {
     return out;
   }
 
-  // A fan of slopes in the corner that curves leave free: above on the left, or below on the right.
+  // Draws a fan of slopes in the emptier corner: above on the left, or below on the right.
   std::string Slopes() const {
     if (plot_.slopes.empty() || !plot_.x.logarithmic || !plot_.y.logarithmic) return "";
     double steepest = 0;
@@ -211,7 +211,7 @@ class Drawing {
     }
     return out;
   }
-  // Along the last piece that is not level, or above the end of a level one.
+  // Writes the label along the guide's last segment, or above its end where the segment is level.
   std::string GuideLabel(const Guide& guide) const {
     if (guide.label.empty() || guide.points.size() < 2) return "";
     const Point& a = guide.points[guide.points.size() - 2];
@@ -228,7 +228,7 @@ class Drawing {
                      Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
   }
 
-  // The boxes of level guides' labels, which names of points stay off.
+  // Returns the boxes of level guides' labels, which names of points must not cover.
   std::vector<Box> GuideLabelBoxes() const {
     std::vector<Box> boxes;
     for (const Guide& guide : plot_.guides) {
@@ -305,7 +305,7 @@ class Drawing {
     return last == curve.points.rend() ? nullptr : &*last;
   }
 
-  // To the right of the axes, each level with its curve's end or as near as there is room.
+  // Places names to the right of the axes, each as near as possible to its curve's end.
   void NameLines(std::vector<std::string>* names) const {
     std::vector<size_t> named;
     std::vector<double> wanted;
@@ -333,8 +333,8 @@ class Drawing {
     }
   }
 
-  // A point whose name has no room gets a number in a file, which cannot be pointed at, and its
-  // name stands in a list below.
+  // Places the names of points. In a file, which has no tooltips, a point whose name has no room
+  // gets a number, and its name is in a list below.
   void NamePoints(std::vector<std::string>* names) {
     std::vector<size_t> owners;
     Obstacles obstacles;

@@ -44,7 +44,7 @@ bool CrossesText(const Line& line, const Obstacles& obstacles) {
                      [&line](const Box& text) { return line.Crosses(text); });
 }
 
-// The distances at which a label may stand, in steps; 0 is right beside its point.
+// Returns the most steps that a label may be away from its point; 0 is right beside the point.
 int MostSteps(const PointLabel& label) {
   if (label.short_text) return 24;
   return label.needed ? 8 : 2;

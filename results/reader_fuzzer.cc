@@ -41,7 +41,7 @@ bool NothingIsWorse(const tfb::ResultSet& base, const tfb::ResultSet& now, bool 
   return !comparison->regressed();
 }
 
-// The same cases of another machine, where all have failed.
+// Returns the same cases on another machine, where all have failed.
 tfb::ResultSet Elsewhere(tfb::ResultSet results) {
   for (tfb::Environment& environment : *results.mutable_environments()) {
     environment.clear_simd();

@@ -84,8 +84,8 @@ std::string ConditionsText(const Mask& mask) {
                       mask.set.inputs, ")");
 }
 
-// "under the causal mask near window=256: 5.8x [5.7, 5.9] as fast as dense at 4096 tokens, error
-// 0.18".
+// Returns "under the causal mask near window=256: 5.8x [5.7, 5.9] as fast as dense at 4096 tokens,
+// error 0.18".
 std::string FastestText(const Mask& mask) {
   const std::string begin = absl::StrCat("under the ", mask.name(), " mask ");
   if (mask.fastest == nullptr) {
@@ -112,8 +112,8 @@ std::string FastestSentence(const std::vector<Mask>& masks, double limit) {
                       ConditionsText(masks.front()), ".");
 }
 
-// "near window=256 is faster than dense from 707 [690, 725] tokens on under the causal mask and
-// takes 4 MiB of memory at 4096 tokens, where dense takes 8 MiB".
+// Returns "near window=256 is faster than dense from 707 [690, 725] tokens on under the causal mask
+// and takes 4 MiB of memory at 4096 tokens, where dense takes 8 MiB".
 std::string CostText(const Mask& mask) {
   const Series& series = *mask.fastest->series;
   const std::optional<std::string> from =

@@ -214,7 +214,7 @@ void ImpossibleSizesAreAStatus(const Job& job) {
   std::printf("  %s: %.*s\n", job.problem.ToString().c_str(), static_cast<int>(length), text);
 }
 
-// After a call that failed the layer works as before.
+// The layer works as before after a call that failed.
 void AFailedCallDoesNotPoisonTheNext(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;

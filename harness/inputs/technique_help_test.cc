@@ -61,7 +61,7 @@ struct Case {
   std::vector<TensorSpec> specs;
   NamedTensors inputs;
 
-  // In a new layer: some draw anew in each Run.
+  // Runs a new layer, since some layers draw anew in each Run.
   absl::StatusOr<NamedTensors> Run(const Inputs& views) const {
     return RunTechnique(*technique, problem, views, {options});
   }

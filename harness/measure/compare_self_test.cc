@@ -130,7 +130,7 @@ class SelfTest {
   }
 
  private:
-  // All techniques, those in `slowed` with the factor.
+  // Makes a registry of all techniques, in which those in `slowed` take longer by the factor.
   std::unique_ptr<Registry> MakeRegistry(const std::set<std::string>& slowed) const {
     auto registry = std::make_unique<Registry>();
     for (const Technique* technique : registry_.All()) {

@@ -168,8 +168,8 @@ class Sweep {
     return kExitBadUsage;
   }
 
-  // The file keeps the cases that were measured. One without any case is removed, since it would
-  // only be in the next sweep's way.
+  // Keeps the cases that were measured. A file without any case is removed, since it would only
+  // prevent the next sweep from using its name.
   int FailWhileMeasuring(const absl::Status& status) {
     const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);
     // The file is removed while it is locked, since another sweep may use it afterwards.
@@ -249,8 +249,8 @@ class Sweep {
     for (const auto& [key, group] : groups) AddCounterparts(group);
   }
 
-  // The dense counterparts of the remaining cases are measured again beside these: a ratio is of
-  // two times from one run.
+  // Adds the dense counterparts of the remaining cases, which are measured again: a ratio is of two
+  // times from one run.
   void AddCounterparts(const std::vector<size_t>& group) {
     std::set<std::string> counterparts;
     for (const size_t i : group) {
@@ -278,7 +278,7 @@ class Sweep {
     return known ? absl::OkStatus() : AppendRecord(record);
   }
 
-  // The environment is written before the first record: a sweep that is ended sooner leaves none.
+  // Appends the record. The environment is written before the first one, not when the sweep begins.
   absl::Status AppendRecord(const Case& record) {
     if (!environment_appended_) TFB_RETURN_IF_ERROR(appender_->Append(environment_));
     environment_appended_ = true;
@@ -411,7 +411,7 @@ class Sweep {
         absl::StrCat(options_.other.program, " ended with exit status ", exit_status));
   }
 
-  // The two sweeps alternate in going first.
+  // Lets both sweeps measure the visit; they alternate in going first.
   absl::Status TakeTurns(const Visit& visit, int turn, OtherSweep* other) {
     const auto measure_other = [&]() -> absl::Status {
       if (other == nullptr || Stopped()) return absl::OkStatus();
@@ -716,7 +716,7 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // No case has failed, so the rest is tried once more, unless this repeats.
+  // Counts an end that no case caused, and fails after too many; else the rest is tried again.
   absl::Status CountEndBetweenCases(absl::string_view how) {
     if (++ends_between_cases_ <= kMostEndsBetweenCases) return absl::OkStatus();
     return absl::InternalError(absl::StrCat("the measuring process ended between cases: ", how));
@@ -761,7 +761,7 @@ class Sweep {
                   absl::StrCat(" ended the process: ", worker_->HowItEnded()));
   }
 
-  // There is no line for a single case, but one for all that are left out together.
+  // Leaves out a case. It has no line of its own, but one for all that are left out together.
   absl::Status LeaveOut(size_t index, absl::string_view reason) {
     leaves_out_ = true;
     const auto held = records_.find(index);

@@ -146,8 +146,8 @@ class Measurement {
  private:
   using Body = void (Measurement::*)();
 
-  // `body` takes one sample and notes its time by the clock of the options, or of the device; the
-  // library calls it `samples` times. The library's own times are not used.
+  // Registers `body`, which takes one sample and notes its time by the clock of the options, or of
+  // the device; the library calls `body` `samples` times. The library's own times are not used.
   void Add(absl::string_view what, int samples, Body body) {
     if (samples == 0) return;
     const auto sample = [this, body, what](benchmark::State& state) {
@@ -184,9 +184,9 @@ class Measurement {
     return timing;
   }
 
-  // One sample of any kind. When the case is over, its remaining repetitions do nothing; they are
-  // not skipped with an error, because the library computes statistics over repetitions and aborts
-  // where some have failed.
+  // Takes one sample of any kind. When the case is over, its remaining repetitions do nothing; they
+  // are not skipped with an error, because the library computes statistics over repetitions and
+  // aborts where some have failed.
   void Sample(absl::string_view what, Body body) {
     timed_out_ = timed_out_ || (timed_.timeout_seconds > 0 && spent_ > timed_.timeout_seconds);
     stopped_ = stopped_ || device_lost_ || (options_.stopped != nullptr && options_.stopped());

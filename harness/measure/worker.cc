@@ -34,7 +34,7 @@
 namespace tfb {
 namespace {
 
-// A message is its length, 4 bytes as the machine has them, and its bytes.
+// A message is its length, 4 bytes in the machine's byte order, and its bytes.
 using Length = uint32_t;
 
 bool WriteAll(int fd, const char* bytes, size_t count) {

@@ -142,12 +142,13 @@ void __pipeline_wait_prior(size_t groups);
 
 // ---- Matrices of a warp, as PTX has them ----
 
-// ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i receives
-// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed` gives it (2
-// (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// Executes ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i
+// receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed`
+// gives it (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 void LdMatrixX4(unsigned registers[4], const void* row);
 void LdMatrixX4Transposed(unsigned registers[4], const void* row);
-// mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the lanes.
+// Executes mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the
+// lanes.
 void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]);
 void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
 
