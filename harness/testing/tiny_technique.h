@@ -1,5 +1,5 @@
-// Defines a small technique for tests of the harness: windowed attention in plain loops, with
-// faults that can be injected, so that a test can show that a check finds its fault.
+// A small technique for tests of the harness: windowed attention in plain loops, with faults that
+// can be switched on, so that a test can show that a check finds its fault.
 #ifndef TFB_HARNESS_TESTING_TINY_TECHNIQUE_H_
 #define TFB_HARNESS_TESTING_TINY_TECHNIQUE_H_
 
