@@ -131,8 +131,8 @@ absl::StatusOr<InputSource> ReadInput() {
                                                                 : absl::StrJoin(layers, ", ")));
 }
 
-// Expects different files of the flags that read and write them, since what is written would
-// replace the other; and that they can be written, before anything is computed.
+// Checks, before anything is computed, that flags name different files to read and to write, and
+// that the latter can be written.
 absl::Status CheckPaths() {
   const std::pair<const char*, std::string> written[] = {
       {"output", absl::GetFlag(FLAGS_output)},
@@ -206,7 +206,7 @@ absl::Status CheckDirection(const Job& job) {
 absl::Status FitToInput(Job* job) {
   TFB_ASSIGN_OR_RETURN(job->input, ReadInput());
   Problem wanted = job->problem;
-  wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;  // as much as the file has
+  wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;  // all that the file has
   const absl::StatusOr<Problem> problem =
       FitProblem(job->input, *job->technique, job->options, wanted);
   if (!problem.ok()) return WithFlag("input", problem.status());
@@ -313,11 +313,11 @@ void PrintErrors(const Job& job, const Accuracy& accuracy) {
   if (!accuracy.passed) absl::PrintF("FAILED: %s\n", accuracy.failure);
 }
 
-// Returns the page about the technique that is named, or "" where none is.
+// Returns the page about the named technique, or "" where none is named.
 absl::StatusOr<std::string> Help() {
   if (absl::GetFlag(FLAGS_technique).empty()) return "";
   TFB_ASSIGN_OR_RETURN(Job job, ReadWithoutInput());
-  // A technique of one direction alone needs no flag to be explained.
+  // A technique of only one direction is explained without the flag.
   const TechniqueInfo& info = job.technique->info();
   if (!info.supports_noncausal) job.problem.causal = true;
   std::string sizes_from = "by default";
@@ -359,7 +359,7 @@ absl::StatusOr<int> DrawInput() {
   return kExitDone;
 }
 
-// Prints to standard error which inputs and parameters nobody gave, which were drawn therefore.
+// Prints to standard error the inputs and parameters that were drawn, since none were given.
 void PrintDrawn(const Job& job, const std::vector<TensorSpec>& specs,
                 const std::vector<std::string>& given_parameters, const NamedTensors& parameters) {
   std::vector<std::string> drawn;

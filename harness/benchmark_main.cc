@@ -1,11 +1,11 @@
-// Main of every technique's benchmark: Google Benchmark over the techniques that are linked in,
-// each beside its dense counterpart at the same problem.
+// The main function of every technique's benchmark: it runs Google Benchmark on the techniques that
+// are linked in, each beside its dense counterpart on the same problem.
 //
 //   bazel run //attention/longformer:longformer_benchmark -- --technique=longformer:window=*
 //       --lengths=1024 --device=cuda
 //
-// Times of a result file come from //harness:sweep, which interleaves what it compares; this
-// program is for the development of one technique, with all of Google Benchmark's flags.
+// //harness:sweep, which interleaves the layers that it compares, writes the times of result files;
+// this program is for the development of one technique, with all of Google Benchmark's flags.
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
@@ -65,14 +65,14 @@ constexpr char kUsage[] =
     "On\n"
     "a GPU a time is that of many calls that are enqueued together.";
 
-// A bound layer, and what it is bound to.
+// A bound layer with its inputs and pool.
 struct Callable {
   NamedTensors inputs;  // of the host
   std::unique_ptr<Layer> layer;
   BoundLayer bound;
 };
 
-// The inputs are multiplied by `scale`: with 1e-40 all of them, and their products, are denormal.
+// Multiplies the inputs by `scale`: with 1e-40 all of them, and their products, are denormal.
 absl::StatusOr<Callable> Prepare(const Job& job, ThreadPool* pool, double scale = 1) {
   TFB_RETURN_IF_ERROR(job.obstacle);
   Callable callable;
@@ -90,8 +90,8 @@ absl::StatusOr<Callable> Prepare(const Job& job, ThreadPool* pool, double scale 
   return callable;
 }
 
-// The fastest run on denormal inputs over the fastest on the usual ones, which take turns. The
-// fastest, because what disturbs a run makes it slower.
+// Returns the time of the fastest run on denormal inputs over that of the fastest on usual ones,
+// which alternate. The fastest run is the least disturbed.
 absl::StatusOr<double> DenormalRatio(const Job& job, const BoundLayer& usual, ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(const Callable denormal, Prepare(job, pool, 1e-40));
   constexpr int kPairs = 15;

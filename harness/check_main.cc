@@ -1,4 +1,4 @@
-// Compares every technique's errors with their bounds: accuracy alone, without timing.
+// Compares every technique's errors with their bounds, without timing.
 #include <unistd.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Main of every technique's conformance test: runs every case of harness/conformance on
-// --technique, or on every technique that is linked in. Cases that a technique does not support are
-// skipped, with the reason.
+// The main function of every technique's conformance test: it runs every case of
+// harness/conformance on --technique, or on every technique that is linked in. Cases that a
+// technique does not support are skipped, with the reason.
 #include <cstdio>
 #include <fstream>
 #include <string>

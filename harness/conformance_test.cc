@@ -61,7 +61,7 @@ const Report& RightTechnique() {
   return report;
 }
 
-// The cases of techniques that hand over what they remember.
+// The cases of techniques that hand over their state.
 const std::set<std::string>& kHandingOver = *new std::set<std::string>{
     "ARunGoesOnWithWhatAnotherHandsOver", "WhatIsHandedOverIsEnoughUnderAnyOptions"};
 

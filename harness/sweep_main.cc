@@ -1,4 +1,4 @@
-// Holds every technique against dense attention on the same inputs and sweeps how each scales.
+// Compares every technique with dense attention on the same inputs, and measures how each scales.
 #include <unistd.h>
 
 #include <algorithm>
@@ -181,8 +181,7 @@ bool IsFlag(absl::string_view word, absl::string_view name) {
   return word == absl::StrCat("--", name) || absl::StartsWith(word, absl::StrCat("--", name, "="));
 }
 
-// The words of a command line without the given flags, and without the word behind them where that
-// is their value.
+// Returns the words of a command line without the given flags and the words that are their values.
 std::vector<std::string> Without(const std::vector<absl::string_view>& names,
                                  const std::vector<std::string>& argv) {
   std::vector<std::string> words;
@@ -198,7 +197,7 @@ std::vector<std::string> Without(const std::vector<absl::string_view>& names,
   return words;
 }
 
-// The other build gets the same flags, and a file of its own.
+// The other build gets the same flags, but its own file.
 absl::StatusOr<SweepOptions::Other> OtherFromFlags(const std::vector<std::string>& argv,
                                                    const SweepOptions& options) {
   SweepOptions::Other other;
@@ -219,7 +218,7 @@ absl::StatusOr<SweepOptions::Other> OtherFromFlags(const std::vector<std::string
   return other;
 }
 
-// Returns the command line of the same sweep without the two flags that say where to go on.
+// Returns the command line of the same sweep without the two flags for resuming.
 std::string Command(const std::vector<std::string>& argv) {
   std::string command =
       WorkspaceFolder().empty() ? argv[0] : std::string("bazel run //harness:sweep --");

@@ -101,14 +101,14 @@ class SweepTest : public ::testing::Test {
     }
     void Signal(int number) const { kill(pid_, number); }
 
-    // Each waits for what the sweep must come to, as long as it runs.
+    // Each waits, as long as the sweep runs, for an event that must happen.
     void AwaitCases(const std::string& path, int cases) const {
       Await([&] {
         const absl::StatusOr<ResultFile> file = ReadResultFile(path);
         return file.ok() && file->results.cases_size() >= cases;
       });
     }
-    // Waits until toy_gate stands before the closed gate.
+    // Waits until toy_gate waits at the closed gate.
     void AwaitGate() const {
       Await([&] { return access((gate_ + ".reached").c_str(), F_OK) == 0; });
     }
@@ -160,7 +160,7 @@ class SweepTest : public ::testing::Test {
     return Process(folder_, Small(arguments)).Wait();
   }
 
-  // Status by "technique tokens" of the records that count.
+  // Returns the status, by "technique tokens", of the records that count.
   std::map<std::string, Outcome> Outcomes(const std::string& name) {
     std::map<std::string, Outcome> outcomes;
     const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
@@ -190,7 +190,7 @@ class SweepTest : public ::testing::Test {
     }
     return keys;
   }
-  // While the gate is closed, toy_gate waits. Returns its path, for the sweep.
+  // Closes the gate, at which toy_gate waits, and returns the path of its file for the sweep.
   std::string CloseGate() {
     std::ofstream(Path("gate")) << "closed";
     return Path("gate");

@@ -12,7 +12,7 @@
 namespace tfb {
 namespace {
 
-// Leaves of `key` what all cases of one table share.
+// Removes from `key` the fields in which cases of one table may differ.
 Case::Key TableKey(Case::Key key) {
   key.clear_technique();
   key.clear_options();
@@ -20,10 +20,10 @@ Case::Key TableKey(Case::Key key) {
   key.clear_threads();
   key.clear_seed();
   if (key.purpose() == Case::PURPOSE_ACCURACY) {
-    key.clear_device();  // errors on two devices are worth comparing; times are told apart
+    key.clear_device();  // tables compare errors on two devices, but not times
     return key;
   }
-  // Which of the two lengths varies: both together, or the longer one against a fixed shorter one.
+  // The varying length is both together, or the longer one with a fixed shorter one.
   ProblemSize* problem = key.mutable_problem();
   if (problem->query_tokens() == problem->kv_tokens()) {
     problem->set_query_tokens(-1);
@@ -36,7 +36,7 @@ Case::Key TableKey(Case::Key key) {
   return key;
 }
 
-// Leaves of `key` what the tables that may be shown as one share.
+// Removes from `key` the fields in which tables that may be shown as one differ.
 Case::Key FoldKey(const Case::Key& key) {
   Case::Key fold = TableKey(key);
   if (key.purpose() == Case::PURPOSE_ACCURACY) {
@@ -55,7 +55,7 @@ std::string RowKey(const Case& result) {
   return CaseKey(key);
 }
 
-// The words of the display names of all of `cases` behind the technique: what their options share.
+// Returns the words after the technique that the display names of all of `cases` share.
 std::vector<std::string> SharedOptions(const std::vector<const Case*>& cases) {
   std::vector<std::string> shared;
   for (const Case* result : cases) {
@@ -76,7 +76,7 @@ std::vector<std::string> SharedOptions(const std::vector<const Case*>& cases) {
 
 bool HasRunTime(const Case& result) { return RunTime(result).has_value(); }
 
-// All run samples of `cases` together.
+// Returns the run samples of all `cases`.
 std::vector<double> PooledRunTimes(const std::vector<const Case*>& cases) {
   std::vector<double> samples;
   for (const Case* result : cases) {
@@ -144,7 +144,7 @@ void Analysis::SelectCases() {
 }
 
 void Analysis::FindCounterparts() {
-  // Rows that share a counterpart lead to the same one of them.
+  // Maps rows that share a counterpart to one of them.
   std::map<std::string, std::string> leaders;
   const auto leader = [&leaders](std::string row) {
     for (auto found = leaders.find(row); found != leaders.end(); found = leaders.find(row)) {
@@ -245,7 +245,7 @@ void Analysis::Group() {
   }
 }
 
-// The samples of all `cases` against those of all that they are held against.
+// Returns the speed-up of the samples of all `cases` over those of their counterparts.
 std::optional<SpeedUpInterval> Analysis::SpeedUpOver(const std::vector<const Case*>& cases) const {
   std::vector<const Case*> dense_cases;
   for (const Case* result : cases) {

@@ -1,5 +1,5 @@
-// A result set put in order for showing: which cases count, which belong to one table, one row and
-// one curve, and what follows from each curve. All pointers are into the set that was given.
+// Orders a result set for display: which cases count, which belong to one table, one row and one
+// curve, and what follows from each curve. All pointers point into the set that was given.
 #ifndef TFB_RESULTS_ANALYSIS_H_
 #define TFB_RESULTS_ANALYSIS_H_
 
@@ -16,69 +16,69 @@
 
 namespace tfb {
 
-// One technique with its options on one device: a row of a table. Cases that differ in nothing but
-// the seed share a place, and their samples are pooled.
+// One technique with its options on one device: a row of a table. The samples of cases that differ
+// only in the seed are pooled.
 struct Series {
   std::string name;  // for people: the display name, or technique and options
   // Technique, options, device and threads: the same in every table.
   std::string row_key;
-  // Runs with options of its own at each length, only for others to be held against: the
-  // counterparts of the same cases are one row, "near (dense counterpart)".
+  // Whether the row ran, with other options at each length, only for others to be compared with:
+  // the counterparts of the same cases are one row, "near (dense counterpart)".
   bool is_counterpart = false;
-  bool is_common_baseline = false;  // other techniques are held against it
+  bool is_common_baseline = false;  // whether other techniques are compared with it
   std::vector<const Case*> cases;
   std::map<int64_t, std::vector<const Case*>> by_tokens;  // LengthOf(problem)
 
-  // The time of a warm run, at the lengths that were timed.
+  // The time of a warm run at the lengths that were timed.
   std::map<int64_t, MedianInterval> run_ns;
-  // The speed-up over dense, at the lengths at which both have a time. A baseline's is 1.
+  // The speed-up over dense at the lengths at which both have a time; 1 for a baseline.
   std::map<int64_t, SpeedUpInterval> speed_ups;
   std::optional<Growth> growth;
   std::optional<Crossover> crossover;  // against dense; absent for a baseline
-  bool is_baseline = false;            // every case is
+  bool is_baseline = false;            // whether every case is a baseline
 
-  // First case at the longest length that has a run time, or null.
+  // Returns the first case at the longest length that has a run time, or null.
   const Case* longest() const;
   const Case& first() const { return *cases.front(); }
 };
 
-// The order of rows: common baselines, then by family and name, a counterpart after its technique.
-// False both ways for rows that differ in options or device: those stay as they are.
+// Tells whether row `a` stands before row `b`: common baselines come first, others by family and
+// name, a counterpart after its technique. It ignores options and device.
 bool StandsBefore(const Series& a, const Series& b);
 
-// The cases of one table: equal in machine, purpose, element type and input; for accuracy in the
-// problem, for scaling in device and in the problem but for its tokens.
+// The cases of one table. They are equal in machine, purpose, element type and input; accuracy
+// cases also in the problem, scaling cases also in device and in all of the problem but its tokens.
 struct SeriesGroup {
   Case::Purpose purpose = Case::PURPOSE_UNSPECIFIED;
   std::vector<Series> series;    // by StandsBefore, then in the order of the file
   std::vector<int64_t> lengths;  // ascending
   const Environment* environment = nullptr;
-  // Groups with equal fold keys may stand in one table: accuracy groups that differ in nothing but
-  // the layer of the input and the mask.
+  // Groups with equal fold keys may share a table: accuracy groups that differ only in the layer of
+  // the input and in the mask.
   std::string fold_key;
   const Case& first() const { return series.front().first(); }
 };
 
 class Analysis {
  public:
-  // `results` must outlive the analysis and stay as it is.
+  // `results` must outlive the analysis and must not change.
   explicit Analysis(const ResultSet& results);
   Analysis(const Analysis&) = delete;
   Analysis& operator=(const Analysis&) = delete;
 
   const ResultSet& results() const { return results_; }
-  // The cases that count, in the file's order: of several with one key on one machine the last.
+  // Returns the cases in the file's order; of several with one key on one machine, only the last.
   const std::vector<const Case*>& cases() const { return cases_; }
   int64_t superseded_cases() const { return superseded_cases_; }
   const std::vector<SeriesGroup>& groups() const { return groups_; }
-  // One environment for each machine, in the file's order.
+  // Returns one environment for each machine, in the file's order.
   const std::vector<const Environment*>& machines() const { return machines_; }
 
   // Returns an empty environment where the file lacks the case's own.
   const Environment& EnvironmentOf(const Case& result) const;
   const Case* DenseOf(const Case& result) const { return partners_.Find(result); }
   const Series* SeriesOf(const Case& result) const;
-  // Returns the row that `series` is held against at `tokens`, or null.
+  // Returns the row that `series` is compared with at `tokens`, or null.
   const Series* DenseSeriesOf(const Series& series, int64_t tokens) const;
 
  private:
@@ -98,15 +98,15 @@ class Analysis {
   std::vector<const Environment*> machines_;
   std::vector<const Case*> cases_;
   int64_t superseded_cases_ = 0;
-  // Maps a case that ran only as a counterpart to the row of a technique that is held against it, or
-  // against another case of the same row of counterparts.
+  // Maps a case that ran only as a counterpart to the row of a technique that is compared with it,
+  // or with another case of the same row of counterparts.
   std::map<const Case*, std::string> counterparts_;
   std::set<std::string> common_baselines_;  // techniques
   std::vector<SeriesGroup> groups_;
   std::map<const Case*, std::pair<int, int>> places_;  // group and series
 };
 
-// Name of the case's technique with its options, for people.
+// Returns the name of the case's technique with its options, for people.
 std::string DisplayName(const Case& result);
 
 }  // namespace tfb

@@ -31,7 +31,7 @@ absl::Status Lock(const std::string& path, int fd) {
       absl::StrCat(path, ": another process is appending to it; name another file"));
 }
 
-// Maps in a fixed order, so that equal results are equal bytes.
+// Serializes maps in a fixed order, so that equal results give equal bytes.
 std::string SerializeDeterministically(const google::protobuf::Message& message) {
   std::string bytes;
   google::protobuf::io::StringOutputStream stream(&bytes);
@@ -133,7 +133,7 @@ absl::Status ResultAppender::WriteRecord(int field, absl::string_view payload) {
                                                      " bytes; at most ", options_.max_file_bytes,
                                                      " are allowed; go on in another file"));
   }
-  // A write that is cut short has met a limit, and the next one says which.
+  // A short write has met a limit, and the next write returns its error.
   size_t done = 0;
   int error = 0;
   while (done < bytes.size() && error == 0) {
@@ -149,7 +149,7 @@ absl::Status ResultAppender::WriteRecord(int field, absl::string_view payload) {
     return FileError(path_, "append", error);
   }
   size_bytes_ = size_after;
-  // EINVAL: the file is on something that has nothing to synchronise.
+  // fdatasync returns EINVAL for a file that does not support it.
   if (options_.sync && fdatasync(fd_) != 0 && errno != EINVAL) {
     return FileError(path_, "bring to disk", errno);
   }

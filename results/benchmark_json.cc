@@ -20,8 +20,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// "near:window=256/cpu/f32/1x8x512x64/causal/gaussian/seed:1/threads:2", of options those that differ
-// from their defaults.
+// Returns "near:window=256/cpu/f32/1x8x512x64/causal/gaussian/seed:1/threads:2", with the options
+// that differ from their defaults.
 std::string BenchmarkName(const Case& result) {
   const Case::Key& key = result.key();
   const ProblemSize& problem = key.problem();
@@ -55,7 +55,7 @@ Json Context(const Analysis& analysis) {
   context["host_name"] = environment.host();
   context["executable"] = environment.command_line().empty() ? "" : environment.command_line(0);
   context["num_cpus"] = environment.logical_cores();
-  context["mhz_per_cpu"] = 0;  // not measured; the format wants a number
+  context["mhz_per_cpu"] = 0;  // not measured, but the format requires a number
   context["cpu_scaling_enabled"] = false;
   context["caches"] = Json::array();
   for (const Cache& cache : environment.caches()) {
@@ -71,8 +71,8 @@ Json Context(const Analysis& analysis) {
   return context;
 }
 
-// Equal in two files for cases with equal keys; within a file each is there once: of cases that differ
-// in something else, as two machines' do, the later ones are numbered.
+// Returns names that are equal in two files for cases with equal keys, and unique within a file:
+// cases with equal keys, as of two machines, are numbered.
 class Names {
  public:
   std::string Of(const Case& result) {
@@ -178,7 +178,7 @@ std::string RenderBenchmarkJson(const Analysis& analysis) {
   }
   document["context"]["cases_without_time"] = without_time;
   document["benchmarks"] = std::move(benchmarks);
-  // Text that is not UTF-8 cannot be in a message, but a key's bytes may be cut; replaced, not thrown.
+  // A text that is cut within a UTF-8 character is repaired, since dump would throw an exception.
   return document.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 

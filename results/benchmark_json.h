@@ -1,4 +1,4 @@
-// Times as Google Benchmark writes them, for its tools/compare.py and whatever else reads that.
+// Writes times in Google Benchmark's format, for its tools/compare.py and other programs.
 #ifndef TFB_RESULTS_BENCHMARK_JSON_H_
 #define TFB_RESULTS_BENCHMARK_JSON_H_
 
@@ -8,13 +8,12 @@
 
 namespace tfb {
 
-// {"context": {...}, "benchmarks": [...]}, of json_schema_version 1. Every sample of a warm run is an
-// iteration entry with its repetition_index, so that compare.py's U test works on the samples that
-// were taken; with two of them or more, mean, median, stddev and cv follow as aggregates. A
-// benchmark's name is "technique:option/device/dtype/…", so that two files agree on it; the
-// label of its first entry has every option. Only wall time is measured: cpu_time repeats it. Cases without a run time
-// are left out, since compare.py ends with an error on entries without times; the context counts
-// them.
+// Returns {"context": {...}, "benchmarks": [...]} of json_schema_version 1. Every sample of a warm
+// run is an iteration entry with its repetition_index, so that compare.py's U test works on the
+// samples themselves; where there are two or more, mean, median, stddev and cv follow as
+// aggregates. A benchmark's name, "technique:option/device/dtype/…", is the same in two files;
+// the label of its first entry has every option. Only wall time is measured: cpu_time repeats it.
+// Cases without a run time are only counted in the context, since compare.py fails on them.
 std::string RenderBenchmarkJson(const Analysis& analysis);
 
 }  // namespace tfb

@@ -17,14 +17,14 @@ namespace {
 
 constexpr int kWidestNameInText = 60;
 
-// The errors against dense by which techniques are chosen, and what they were measured on.
+// The errors against dense that a choice uses, and the inputs on which they were measured.
 struct ChoiceErrors {
   std::map<std::string, std::vector<double>> by_row;  // by Series::row_key
   std::string inputs;
 };
 
-// Collects the errors of every case of `purpose` with the group's element type; for scaling, those
-// on the group's own input alone.
+// Collects the errors of every case of `purpose` with the group's element type; for scaling, only
+// those on the group's own input.
 ChoiceErrors FindErrors(const Analysis& analysis, const TableGroup& group, Case::Purpose purpose) {
   ChoiceErrors errors;
   std::set<std::string> failed;
@@ -77,7 +77,7 @@ std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& grou
   return sets;
 }
 
-// Returns a key that is equal for groups that differ in their mask alone.
+// Returns a key that is equal for groups that differ only in their mask.
 std::string KeyWithoutMask(const TableGroup& group) {
   const Case::Key& key = group.first().key();
   ProblemSize problem = key.problem();

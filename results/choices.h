@@ -1,5 +1,5 @@
-// The numbers that a choice between techniques rests on: the error, the time and the memory of each
-// at one length. Private to the report.
+// Computes the numbers that a choice between techniques rests on: the error, the time and the
+// memory of each at one length. This header is private to the report.
 #ifndef TFB_RESULTS_CHOICES_H_
 #define TFB_RESULTS_CHOICES_H_
 
@@ -24,35 +24,35 @@ struct Choice {
   std::optional<double> memory;  // workspace and parameters, bytes
 };
 
-// Whether `a` is no worse than `b` in time and error, and better in one of them.
+// Tells whether `a` dominates `b`: it is no worse in time and error, and better in one of them.
 bool Beats(const Choice& a, const Choice& b);
 
-// Techniques that are held against the same dense counterpart: only their errors and speed-ups
-// compare.
+// Techniques that are compared with the same dense counterpart. Errors and speed-ups are comparable
+// only within one set.
 struct ChoiceSet {
-  const Series* dense = nullptr;  // null where the file has no case of it
+  const Series* dense = nullptr;  // the counterpart; null where the file has no case of it
   std::vector<Choice> choices;
-  std::string inputs;  // on which the errors were measured
+  std::string inputs;  // the inputs on which the errors were measured
 };
 
-// The longest length at which more than half of the group's techniques have a time; techniques
-// without any time do not count. 0 where there is no time at all.
+// Returns the longest length at which more than half of the group's techniques have a time, not
+// counting techniques without any time. Returns 0 where there is no time at all.
 int64_t SharedLength(const TableGroup& group);
 
-// The techniques of a scaling group by counterpart, the largest set first. Errors come from the
-// accuracy cases of the same element type, or from the group itself where those give no choice. A
-// technique is left out where any of its cases failed: what is wrong is no choice.
+// Returns the techniques of a scaling group by counterpart, the largest set first. Errors come from
+// the accuracy cases of the same element type, or from the group itself where those give no choice.
+// Leaves out a technique of which any case failed.
 std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup& group,
                                       int64_t tokens);
 
-// The errors against dense, medians by Series::row_key, as FindChoiceSets takes them.
+// Returns the median errors against dense by Series::row_key, as FindChoiceSets uses them.
 std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableGroup& group);
 
-// The scaling groups that differ in their mask alone and have the most techniques to choose from
-// among them, without a mask first. Empty where no group has two techniques to choose from.
+// Returns the scaling groups that differ only in their mask and have the most techniques to choose
+// from, those without a mask first. Returns none where no group has two techniques to choose from.
 std::vector<TableGroup> MainGroups(const Analysis& analysis);
 
-// The series' name, cut to half a usual line: texts are broken at spaces only.
+// Returns the series' name, cut to half a usual line, since text is broken only at spaces.
 std::string NameInText(const Series& series);
 
 }  // namespace report

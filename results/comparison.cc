@@ -40,7 +40,7 @@ uint64_t SeedOf(absl::string_view text) {
   return hash;
 }
 
-// One of the two sets, with what is looked up in it.
+// One of the two sets, with indices for lookups.
 struct Side {
   Side(const ResultSet& set, bool any_precision) : results(set), partners(set) {
     for (const auto& [key, result] : CasesByKey(set)) {
@@ -78,7 +78,7 @@ std::string GpuText(const Environment& environment) {
   });
 }
 
-// Compares only what a case on `device` depends on.
+// Compares only the fields that a case on `device` depends on.
 void AddDifferences(const Environment& base, const Environment& now, DeviceType device,
                     std::set<std::string>* differences) {
   AddDifference("processor", base.cpu_model(), now.cpu_model(), differences);
@@ -111,7 +111,7 @@ std::map<std::string, std::string> FieldsOf(const Case::Key& key) {
           {"purposes", std::string(Name(key.purpose()))}};
 }
 
-// Why no key of one side is a key of the other: the fields that have no value in common.
+// Says why the two sides have no key in common: lists the fields that share no value.
 std::string WhyNothingInCommon(const Side& base, const Side& now) {
   static constexpr size_t kShown = 4;
   std::map<std::string, std::set<std::string>> values[2];
@@ -143,7 +143,7 @@ std::string WhyNothingInCommon(const Side& base, const Side& now) {
                       precision ? "; --allow_different_precision matches them all the same" : "");
 }
 
-// A time on both sides, divided by something that was measured beside it.
+// A time on both sides, divided by a quantity that was measured beside it.
 struct TimeView {
   std::string divisor;         // " over dense"; empty for the time itself
   std::vector<Factor> change;  // now over base
@@ -162,7 +162,7 @@ Samples Quotients(const Samples& samples, const Samples& divisors) {
   return quotients;
 }
 
-// Empty divisors: the samples themselves.
+// Returns the samples themselves where there are no divisors.
 TimeView ViewOf(absl::string_view divisor, const Samples& base, const Samples& base_divisor,
                 const Samples& now, const Samples& now_divisor, bool portable) {
   TimeView view;
@@ -180,7 +180,7 @@ TimeView ViewOf(absl::string_view divisor, const Samples& base, const Samples& b
   return view;
 }
 
-// The samples of a case's warm runs; none where it did not run.
+// Returns the samples of a case's warm runs, or none where it did not run.
 Samples RunSamples(const Case& result) {
   if (!RunTime(result).has_value()) return {};
   return ToSamples(result.outcome().timing().run_ns());
@@ -254,8 +254,8 @@ class Comparer {
     return finding;
   }
 
-  // A number that BASE has and NEW lacks, of a case that ran in both. A difference of status tells
-  // by itself why numbers are missing.
+  // Reports a number that BASE has and NEW lacks, of a case that ran in both. Where the status
+  // differs, it explains missing numbers.
   void AddVanished(absl::string_view what, std::string base_text, const Case& base,
                    const Case& now) {
     const bool ran = base.outcome().status() == Outcome::STATUS_OK &&
@@ -267,7 +267,7 @@ class Comparer {
     finding.now = "missing";
   }
 
-  // By a threshold alone: for numbers without noise.
+  // Judges a number without noise, only by the threshold.
   Verdict Judge(double change, double threshold) const {
     if (change >= threshold || std::isnan(change)) return Verdict::kRegressed;
     return change <= 1 / threshold ? Verdict::kImproved : Verdict::kSame;
@@ -330,7 +330,7 @@ class Comparer {
       return samples.empty() || MedianOrNan(samples) < least;
     };
     if (is_negligible(before) && is_negligible(after)) return;
-    // A setup that becomes large is judged against the least that is: before, it may have been 0.
+    // A setup that becomes large is compared with the smallest large one, since it may have been 0.
     for (Samples* samples : {&before, &after}) {
       for (double& ns : *samples) {
         if (ns >= 0) ns = std::max(ns, least);
@@ -362,7 +362,7 @@ class Comparer {
     if (of_base.size() != before.size() || of_now.size() != after.size()) {
       return ViewOf(kDivisor, before, of_base, after, of_now, /*portable=*/true);
     }
-    // Each sample has its own.
+    // Each sample has its own divisor.
     return ViewOf(kDivisor, Quotients(before, of_base), {}, Quotients(after, of_now), {},
                   /*portable=*/true);
   }
@@ -375,7 +375,7 @@ class Comparer {
                   /*portable=*/true);
   }
 
-  // The time that a run's operations take at the measured peak.
+  // Returns the time that a run's operations take at the measured peak.
   static std::optional<double> TimeAtPeak(const Side& side, const Case& result) {
     const std::optional<double> share = ShareOfComputePeak(result, side.EnvironmentOf(result));
     const std::optional<MedianInterval> time = RunTime(result);
@@ -455,7 +455,7 @@ class Comparer {
     }
   }
 
-  // Where dense alone changed, every technique seems to, the other way: another view must agree.
+  // Makes a verdict ambiguous that a second metric contradicts, as where only dense changed.
   void Confirm(const TimeView& view, const std::optional<TimeView>& other, Finding* finding) const {
     if (view.divisor != kOverDense || !other.has_value()) return;
     const double change = MedianOrNan(other->now) / MedianOrNan(other->base);
@@ -468,7 +468,7 @@ class Comparer {
                                    FormatSignificant(change), "x what it was");
   }
 
-  // Of many times that are the same some differ by chance.
+  // Corrects p-values for multiple testing, since of many equal times some differ by chance.
   void CorrectForNumberOfTimes() {
     std::vector<Finding*> tested;
     std::vector<double> p_values;
@@ -497,7 +497,7 @@ class Comparer {
       AddVanished("working memory", FormatBytes(before), base, now);
     }
     if (!before.has_value() || !after.has_value()) return;
-    // Below a page there is nothing to regress: 0 to 64 bytes is no infinite growth.
+    // Sizes below a page are not judged: 0 to 64 bytes would be infinite growth.
     constexpr double kPageBytes = 4096;
     const double change = std::max(*after, kPageBytes) / std::max(*before, kPageBytes);
     Finding& finding = Add("working memory", now, Judge(change, options().memory_threshold));
@@ -552,7 +552,7 @@ class Comparer {
       AddVanished("error against dense", FormatError(before), base, now);
     }
     if (!before.has_value() || !after.has_value()) return;
-    // std::max drops a NaN on its right: asked for first.
+    // NaN is tested first, since std::max drops one on its right.
     const Verdict verdict = std::isnan(*after) && !std::isnan(*before)
                                 ? Verdict::kRegressed
                                 : JudgeError(*before, *after);

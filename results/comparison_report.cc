@@ -69,7 +69,7 @@ std::string IntervalText(const Finding& finding) {
                       FormatSignificant(finding.interval->high));
 }
 
-// A section of the report: the columns that one of its findings fills.
+// Returns a section of the report, with the columns that its findings fill.
 Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   std::vector<const Finding*> chosen;
   for (const Finding& finding : comparison.findings) {
@@ -100,8 +100,7 @@ Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   return table;
 }
 
-// Returns the command that takes the samples which would decide what is ambiguous; empty where no
-// time is.
+// Returns the command that takes more samples of ambiguous times; empty where no time is ambiguous.
 std::string Advice(const Comparison& comparison) {
   constexpr size_t kMostNames = 12;
   std::set<std::string> names;

@@ -1,4 +1,4 @@
-// A comparison as text for people, and as JSON for programs.
+// Renders a comparison as text for people, and as JSON for programs.
 #ifndef TFB_RESULTS_COMPARISON_REPORT_H_
 #define TFB_RESULTS_COMPARISON_REPORT_H_
 
@@ -12,19 +12,19 @@
 namespace tfb {
 
 enum class ComparisonFormat { kTerminal, kMarkdown, kJson };
-// "terminal", "markdown", "json"; InvalidArgument names what is allowed.
+// Parses "terminal", "markdown" or "json". Returns InvalidArgument, naming these, for other names.
 absl::StatusOr<ComparisonFormat> ParseComparisonFormat(absl::string_view name);
 
-// Terminal and Markdown: regressions, improvements, and counts; what is the same, ambiguous or not
-// judged only with `all`. `style` is the terminal's.
+// Renders the comparison. Terminal and Markdown show regressions, improvements, and counts; they
+// show what is the same, ambiguous or not judged only with `all`. `style` is the terminal's.
 //
-// JSON: {"format", "regressed", "metric", "threshold", "cases", "missing", "added", "counts": {...},
-// "environment_differences": [...], "findings": [...]}, all findings whatever `all` is. A number
-// that is not known is left out, one that is not finite the string "Infinity" or "NaN".
+// JSON is {"format", "regressed", "metric", "threshold", "cases", "missing", "added", "counts":
+// {...}, "environment_differences": [...], "findings": [...]} with all findings, whatever `all` is.
+// Unknown numbers are left out; numbers that are not finite are the strings "Infinity" and "NaN".
 std::string RenderComparison(const Comparison& comparison, ComparisonFormat format, bool all,
                              const TextStyle& style);
 
-// "SLOWER", "FASTER", "WORSE", "BETTER", "SAME", "AMBIGUOUS", "NOT JUDGED".
+// Returns "SLOWER", "FASTER", "WORSE", "BETTER", "SAME", "AMBIGUOUS" or "NOT JUDGED".
 absl::string_view VerdictWord(const Finding& finding);
 
 }  // namespace tfb

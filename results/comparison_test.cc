@@ -25,7 +25,7 @@ using ::tfb::synthetic::MakeEnvironment;
 using ::tfb::synthetic::MakeSweep;
 using ::tfb::synthetic::MakeUnmeasured;
 
-// Multiplies the times of `technique`, of all where it is empty.
+// Multiplies the times of `technique`, or of all techniques where it is empty.
 void Slow(double factor, const std::string& technique, ResultSet* results) {
   for (Case& result : *results->mutable_cases()) {
     if (!technique.empty() && result.key().technique() != technique) continue;
@@ -35,7 +35,7 @@ void Slow(double factor, const std::string& technique, ResultSet* results) {
   }
 }
 
-// The measured peaks with them: as a slower machine has both.
+// Multiplies the measured peaks, too, as a slower machine has both.
 void SlowMachine(double factor, ResultSet* results) {
   Slow(factor, "", results);
   for (Environment& environment : *results->mutable_environments()) {
@@ -61,7 +61,7 @@ std::string Text(const Comparison& comparison) {
   return RenderComparison(comparison, ComparisonFormat::kTerminal, true, TextStyle());
 }
 
-// Fixed arithmetic beside each sample took `ns`.
+// Sets the time of the fixed arithmetic beside each sample to `ns`.
 void SetProbes(double ns, ResultSet* results) {
   for (Case& result : *results->mutable_cases()) {
     Timing* timing = result.mutable_outcome()->mutable_timing();
@@ -142,7 +142,7 @@ TEST(Compare, ATimeThatIsNoTimeRegresses) {
     for (double& time : *near->mutable_outcome()->mutable_timing()->mutable_run_ns()) time = ns;
     const Comparison comparison = CompareOrDie(MakeSweep(), now);
     EXPECT_TRUE(comparison.regressed()) << ns << Text(comparison);
-    // A number that was none before either is no news.
+    // A number that was NaN before, too, is not reported.
     EXPECT_FALSE(CompareOrDie(now, now).regressed()) << ns;
   }
 }
@@ -237,7 +237,7 @@ TEST(Compare, FewSamplesAmongManyTimesAreNotSure) {
       result.mutable_outcome()->mutable_timing()->clear_setup_ns();
     }
   }
-  // 4 against 4 differ as much by chance in 2 of 70 orders.
+  // Two sets of 4 differ as much by chance in 2 of 70 orders.
   const Comparison comparison = CompareOrDie(base, now);
   EXPECT_FALSE(comparison.regressed());
   ASSERT_EQ(comparison.Count(Verdict::kAmbiguous), 5) << Text(comparison);
@@ -270,7 +270,7 @@ TEST(Compare, InstructionsAreComparedWhereBothHaveThem) {
                             ->mutable_run_instructions()) {
     count *= 1.02;
   }
-  Slow(3, "near", &now);  // times are not looked at
+  Slow(3, "near", &now);  // times are not judged
   const Comparison comparison = CompareOrDie(base, now, options);
   EXPECT_EQ(comparison.Count(Verdict::kRegressed), 1) << Text(comparison);
   EXPECT_EQ(comparison.findings.front().what, "instructions");
@@ -603,7 +603,7 @@ TEST(Compare, ASetupThatIsNegligibleOnBothSidesIsNoFindingEvenWhereItVanishes) {
   EXPECT_EQ(setups_of_near(0.06, 0.01, true), 5);
 }
 
-// Returns the verdict that an interval alone leads to.
+// Returns the verdict from an interval alone.
 Verdict VerdictOf(const RatioInterval& interval, double threshold) {
   if (interval.low > threshold) return Verdict::kRegressed;
   if (interval.high < 1 / threshold) return Verdict::kImproved;
@@ -636,7 +636,7 @@ TEST(Compare, TheVerdictOfATimeFollowsFromItsIntervalForEveryFactorAndThreshold)
   EXPECT_EQ(seen.size(), 4u);
 }
 
-// Dense became slower or faster by `dense`, and the technique, by its own clock, by `own`.
+// Compares where the time of dense changed by the factor `dense`, and the technique's by `own`.
 Verdict VerdictBeside(double dense, double own) {
   ResultSet base = MakeSweep(), now = MakeSweep();
   SetProbes(1e5, &base);

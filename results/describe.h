@@ -8,11 +8,11 @@
 
 namespace tfb {
 
-// "512 tokens, 8 heads of 64, causal", without the tokens where they vary within a table.
+// Returns "512 tokens, 8 heads of 64, causal", or the same without the tokens.
 std::string DescribeProblem(const ProblemSize& problem, bool with_tokens);
-// "real (file.safetensors, layer 3)"; the model where no file is named.
+// Returns "real (file.safetensors, layer 3)", with the model where no file is named.
 std::string DescribeInput(const InputProfile& input);
-// "near window=256, cpu f32, 512 tokens, 8 heads of 64, causal, real".
+// Returns "near window=256, cpu f32, 512 tokens, 8 heads of 64, causal, real".
 std::string DescribeCase(const Case& result);
 
 }  // namespace tfb

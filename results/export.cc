@@ -27,7 +27,7 @@ std::optional<double> Known(bool has, Number value) {
   return has ? std::optional<double>(static_cast<double>(value)) : std::nullopt;
 }
 
-// The shortest text that reads back as the same double.
+// Returns the shortest text that parses to the same double.
 std::string ExactText(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";
@@ -38,7 +38,7 @@ std::string ExactText(double value) {
   return absl::StrFormat("%.17g", value);
 }
 
-// A named value of a case: text, number, truth, or absent.
+// A named value of a case: text, number, Boolean, or absent.
 struct Value {
   enum class Kind { kAbsent, kText, kNumber, kTruth };
   Kind kind = Kind::kAbsent;
@@ -333,7 +333,7 @@ Fields CsvFields(const Analysis& analysis, const Case& result) {
 Json JsonNumber(double value) {
   if (std::isnan(value)) return "NaN";
   if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
-  // Whole numbers as such: 512, not 512.0.
+  // Whole numbers are written as 512, not 512.0.
   if (value == std::floor(value) && std::fabs(value) < 9007199254740992.0) {
     return static_cast<int64_t>(value);
   }
@@ -440,7 +440,7 @@ Json JsonCase(const Analysis& analysis, const Case& result) {
   Json json;
   json["environment"] = result.environment_id();
   json["key"] = JsonObject(KeyFields(result));
-  // As an object, so that nobody has to take the text apart.
+  // Options are an object, so that readers need not parse a text.
   json["key"]["options"] = std::map<std::string, std::string>(result.key().options().begin(),
                                                               result.key().options().end());
   json["technique"] = JsonObject(TechniqueFields(result));

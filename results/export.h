@@ -1,4 +1,4 @@
-// The machine-readable renderings; see results/render.h for the formats.
+// Renders results for programs; results/render.h describes the formats.
 #ifndef TFB_RESULTS_EXPORT_H_
 #define TFB_RESULTS_EXPORT_H_
 

@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kMostCurves = plot::kStyles;
 
-// Properties by which techniques are split, coarsest first.
+// The properties by which techniques are split into panels, coarsest first.
 std::string KindText(const Series& series) {
   switch (series.first().technique().input_kind()) {
     case TechniqueDescription::INPUT_KIND_HIDDEN:
@@ -56,7 +56,7 @@ std::vector<Panel> SplitBy(const Panel& panel, Splitter splitter) {
   return parts;
 }
 
-// Fills panels with as many techniques as fit, a technique's options together where they fit.
+// Fills panels with as many techniques as fit, with a technique's options together if possible.
 std::vector<Panel> Fill(const Panel& panel) {
   std::vector<Panel> parts;
   for (const Panel& technique :
@@ -72,7 +72,7 @@ std::vector<Panel> Fill(const Panel& panel) {
   return parts;
 }
 
-// Options of one technique: what all share moves from their names to the subtitle.
+// Moves the words that the names of all options of one technique share to the subtitle.
 void ShortenNames(Panel* panel) {
   std::vector<std::vector<std::string>> names;
   for (const Series* series : panel->members) {

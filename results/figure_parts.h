@@ -1,4 +1,4 @@
-// Parts that the figures share. Private to them.
+// Functions that the figures share. This header is private to them.
 #ifndef TFB_RESULTS_FIGURE_PARTS_H_
 #define TFB_RESULTS_FIGURE_PARTS_H_
 
@@ -18,7 +18,7 @@ namespace figure {
 struct Panel {
   std::string title;
   std::vector<const Series*> members;
-  // The name of each member without the words that all of them share, which are the subtitle.
+  // The name of each member without the words that all of them share; those are the subtitle.
   std::vector<std::string> labels;
   std::string subtitle;
 };
@@ -26,7 +26,7 @@ struct Panel {
 // Splits `members` into panels of at most plot::kStyles techniques.
 std::vector<Panel> SplitPanels(const std::vector<const Series*>& members);
 
-// The group's series that are techniques of their own and pass the filter.
+// Returns the group's series that are not counterparts and that pass the filter.
 std::vector<const Series*> Members(const SeriesGroup& group, const SeriesFilter& filter);
 
 plot::Axis LengthAxis(const SeriesGroup& group);
@@ -35,14 +35,13 @@ plot::Axis BytesAxis(std::string title);
 std::string TimeText(double ns);                   // "12.3 ms"
 std::string LengthWord(const SeriesGroup& group);  // "tokens", "keys" or "queries"
 
-// "near window=256", made printable; with " (failed)" where a case failed: what is wrong is drawn, but
-// says so.
+// Returns the printable name "near window=256", with " (failed)" where a case failed.
 std::string CurveName(const Series& series);
 // Returns a key that is the same for a series in every figure.
 std::string CurveKey(const Series& series);
 std::string FamilyOf(const Series& series);
 
-// The measured limits for a case: the highest peak that fits its device, type and threads.
+// Returns the measured limit for a case: the highest peak of its device, type and threads.
 std::optional<double> ComputePeak(const Environment& environment, const Case& result);
 struct Bandwidth {
   double bytes_per_second;

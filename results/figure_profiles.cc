@@ -75,7 +75,7 @@ void AddCase(const Analysis& analysis, const Series& series, const Case& result,
   }
 }
 
-// Removes the counterparts that no technique in `entries` is held against.
+// Removes the counterparts that no technique in `entries` is compared with.
 void DropUnusedReferences(const SeriesFilter& filter, std::vector<Entry>* entries) {
   std::set<std::string> used;
   for (const Entry& entry : *entries) {

@@ -1,5 +1,5 @@
-// What is known of each technique on one input profile: what a choice between error, or quality, and
-// cost rests on. Private to the figures.
+// Collects the error, or quality, and the cost of each technique on one input profile. This header
+// is private to the figures.
 #ifndef TFB_RESULTS_FIGURE_PROFILES_H_
 #define TFB_RESULTS_FIGURE_PROFILES_H_
 
@@ -15,7 +15,7 @@
 namespace tfb {
 namespace figure {
 
-// harness/inputs/language_model.h defines it; the others are those of networks that stop early.
+// harness/inputs/language_model.h defines the first; networks with early exits report the others.
 inline constexpr char kBitsPerByte[] = "bits_per_byte";
 inline constexpr char kMeanLayers[] = "mean_layers";
 inline constexpr char kFlopsSaved[] = "flops_saved";
@@ -23,11 +23,11 @@ inline constexpr char kFlopsSaved[] = "flops_saved";
 // One technique with its options on one input profile, over layers, masks and seeds.
 struct Entry {
   const Series* series = nullptr;
-  const Series* dense = nullptr;                 // what it is held against; itself where nothing is
+  const Series* dense = nullptr;                 // its counterpart; itself where it has none
   std::vector<double> errors, times_ns, ratios;  // against dense; of a run; over dense's time
   std::map<std::string, std::vector<double>> statistics;
   bool failed = false;
-  bool borrowed_ratio = false;  // of another input, at the longest length with a time
+  bool borrowed_ratio = false;  // from another input, at the longest length with a time
 };
 
 // Returns the median; NaN where a value is NaN, and nothing where there are no values.
@@ -41,12 +41,12 @@ struct Profile {
 };
 
 // Returns the profiles in the order of the file. A dense counterpart is kept where a technique that
-// is held against it passes the filter.
+// is compared with it passes the filter.
 std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& filter);
 
-// The longest length at which enough is known to choose, or null. Where a profile has errors and no
-// times, as in a file of accuracy cases without repetitions, techniques get their time relative to
-// dense at the longest length at which they were timed.
+// Returns the entries of the longest length at which enough is known to choose, or null. Where a
+// profile has errors and no times, as in a file of accuracy cases without repetitions, techniques
+// get their time relative to dense at the longest length at which they were timed.
 const std::vector<Entry>* FindLongest(const Analysis& analysis, Profile* profile, int64_t* tokens);
 
 }  // namespace figure

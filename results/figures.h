@@ -1,5 +1,5 @@
-// The figures of a report: what a result set shows as plots, with the numbers behind each as a
-// table. Nothing here knows a technique.
+// Makes the figures of a report: a result set as plots, with the numbers of each as a table.
+// Nothing here depends on a particular technique.
 #ifndef TFB_RESULTS_FIGURES_H_
 #define TFB_RESULTS_FIGURES_H_
 
@@ -16,12 +16,13 @@
 namespace tfb {
 
 enum class FigureKind { kScaling, kFrontier, kMemory, kRoofline };
-// "scaling", "frontier", "memory", "roofline"; InvalidArgument names what is allowed.
+// Parses "scaling", "frontier", "memory" or "roofline". Returns InvalidArgument, naming these,
+// else.
 absl::StatusOr<FigureKind> ParseFigureKind(absl::string_view name);
 absl::string_view Name(FigureKind kind);
 
-// Which techniques a figure shows, counterparts and baselines aside: those that belong to what is
-// shown are there as well.
+// Tells whether a figure shows a technique. It also shows the counterparts and baselines of the
+// techniques that it shows.
 using SeriesFilter = std::function<bool(const Series&)>;
 
 struct Figure {
@@ -32,26 +33,26 @@ struct Figure {
   Table data;
 };
 
-// Small multiples: a panel holds at most as many techniques as can be told apart, of one family,
-// kind of input and expected growth where there are more.
+// Figures are small multiples: a panel has at most as many techniques as can be distinguished;
+// where there are more, each panel has one family, kind of input and expected growth.
 //
-// Scaling: median time over tokens on logarithmic axes, one figure for each group of cases that
-// differ in technique and tokens alone; dense for reference, each technique's own counterpart as a
-// thin line, a ring where the two cross, slopes of the expected exponents.
-// Memory: workspace and parameters over tokens, in the same panels.
+// Scaling figures show median time over tokens on logarithmic axes, one figure for each group of
+// cases that differ only in technique and tokens. They show dense for reference, each technique's
+// own counterpart as a thin line, a ring where the two cross, and slopes of the expected exponents.
+// Memory figures show workspace and parameters over tokens in the same panels.
 std::vector<Figure> ScalingFigures(const Analysis& analysis, const SeriesFilter& filter);
 std::vector<Figure> MemoryFigures(const Analysis& analysis, const SeriesFilter& filter);
-// Error against dense over time relative to dense, one figure for each input profile, one panel for
-// each counterpart; for text, bits per byte over time and over the computation that is spent, where
-// techniques report it. Those that no other beats in both are joined.
+// Frontier figures show error against dense over time relative to dense, one figure for each input
+// profile, one panel for each counterpart; for text they show bits per byte over time and, where
+// techniques report it, over FLOPs. A line joins the Pareto-optimal techniques.
 std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter& filter);
-// FLOP/s over FLOPs a byte, at each technique's longest run, under the measured peaks.
+// Roofline figures show FLOP/s over FLOPs per byte at each technique's longest run, with the peaks.
 std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter& filter);
 
 std::vector<Figure> FiguresOf(FigureKind kind, const Analysis& analysis,
                               const SeriesFilter& filter);
 
-// Names a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian".
+// Returns the name of a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian".
 std::string GroupName(const Analysis& analysis, const SeriesGroup& group);
 
 }  // namespace tfb

@@ -1,4 +1,4 @@
-// Error, or quality, against time and computation.
+// Draws error, or quality, over time and computation.
 
 #include <algorithm>
 #include <cmath>
@@ -23,7 +23,7 @@ namespace {
 using figure::Entry;
 using figure::Middle;
 
-// A point of a frontier: less is better in both.
+// A point of a Pareto frontier; less is better in both coordinates.
 struct Spot {
   const Entry* entry;
   double x, y;
@@ -65,7 +65,7 @@ plot::Curve CurveOf(const Spot& spot, const FrontierAxes& axes, int style) {
   return curve;
 }
 
-// A line through `spots` from left to right.
+// Returns a line through `spots` from left to right.
 plot::Guide LineThrough(plot::Guide::Kind kind, int style, std::vector<plot::Point> points) {
   std::sort(points.begin(), points.end(), [](const plot::Point& a, const plot::Point& b) {
     return std::tie(a.x, a.y) < std::tie(b.x, b.y);
@@ -73,10 +73,10 @@ plot::Guide LineThrough(plot::Guide::Kind kind, int style, std::vector<plot::Poi
   return {kind, "", style, std::move(points)};
 }
 
-// Styles by technique, so that the options of one look alike; a trail joins them.
+// Assigns styles by technique, so that the options of one look alike; a trail joins them.
 plot::Plot FrontierPlot(std::vector<Spot> spots, const FrontierAxes& axes, std::string title) {
   constexpr size_t kFewestInTrail = 3;
-  constexpr size_t kFewSpots = 12;  // so few that each gets its name
+  constexpr size_t kFewSpots = 12;  // up to this number each has its name
   plot::Plot plot;
   plot.title = std::move(title);
   plot.x = axes.x;
@@ -138,8 +138,8 @@ plot::Axis LinearAxis(std::string title) {
   return axis;
 }
 
-// Techniques that are exact have errors of rounding, decades below those that are worth comparing.
-// Where there are both, the former are drawn on a line of their own, at `level`.
+// Exact techniques have rounding errors, decades below those of approximations. Where there are
+// both, the former are drawn on a line of their own, at `level`.
 struct Rounding {
   double below = 0;  // errors under it are drawn at the level
   double level = 0;
@@ -160,7 +160,7 @@ Rounding FindRounding(const std::vector<Entry>& entries) {
   if (std::isfinite(lowest) && highest_below * kGap < lowest) {
     return {kWorthComparing, lowest / 4};
   }
-  // Everything to scale, apart from 0, which has no logarithm.
+  // Draws all errors to scale, except 0, which has no logarithm.
   for (const Entry& entry : entries) {
     const double error = Middle(entry.errors).value_or(0);
     if (error > 0) lowest = std::min(lowest, error);
@@ -169,7 +169,7 @@ Rounding FindRounding(const std::vector<Entry>& entries) {
   return {least, least};
 }
 
-// Returns the techniques that have a place in a plot of errors; the names of others go to `left_out`.
+// Returns the techniques that a plot of errors can show; adds the others' names to `left_out`.
 std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, const Rounding& rounding,
                              std::vector<std::string>* left_out) {
   std::vector<Spot> spots;
@@ -186,7 +186,7 @@ std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, const Rounding& 
   return spots;
 }
 
-// Says where errors of rounding are, below everything that is to scale.
+// Labels the level of rounding errors, below everything that is to scale.
 void AddRoundingLine(const std::vector<Spot>& spots, const Rounding& rounding, plot::Plot* plot) {
   double low = std::numeric_limits<double>::infinity(), high = 0;
   bool any = false;
@@ -216,8 +216,8 @@ FrontierAxes ErrorAxes() {
   return axes;
 }
 
-// One panel for each counterpart that enough techniques are held against: only their errors and
-// times compare. The others together, without a choice among them.
+// Makes a panel for each counterpart that enough techniques are compared with, since only their
+// errors and times are comparable; and one for the others, without a frontier.
 std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots, const Rounding& rounding) {
   std::vector<std::pair<std::string, std::vector<Spot>>> sets;
   for (const Spot& spot : spots) {
@@ -252,7 +252,7 @@ std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots, const Roundi
   return panels;
 }
 
-// Bits per byte over what each technique spends, where it is told.
+// Draws bits per byte over the FLOPs of each technique that reports them.
 std::vector<plot::Plot> QualityPanels(const std::vector<Entry>& entries) {
   struct Cost {
     plot::Axis axis;

@@ -1,4 +1,4 @@
-// Rates under the measured limits of the machine.
+// Draws rates under the measured limits of the machine.
 
 #include <algorithm>
 #include <cmath>
@@ -17,7 +17,7 @@
 namespace tfb {
 namespace {
 
-// A technique's longest run as a point.
+// Returns a technique's longest run as a point.
 struct Rate {
   const Series* series = nullptr;
   const Case* result = nullptr;
@@ -48,7 +48,7 @@ plot::Axis RateAxis() {
   return axis;
 }
 
-// The two limits for one number of threads: bandwidth times intensity, and arithmetic.
+// The two limits for one number of threads: bandwidth times intensity, and peak FLOP/s.
 struct Roof {
   int threads = 0;
   std::optional<double> compute;
@@ -83,8 +83,8 @@ plot::Guide Bound(std::string label, double low, double low_y, double high, doub
   return guide;
 }
 
-// Adds the part of the roof from `low` to `high` FLOPs a byte: the slope of the bandwidth, the level of
-// arithmetic, or both with the ridge between them.
+// Adds the part of the roof from `low` to `high` FLOPs per byte: the slope of the bandwidth, the
+// level of peak FLOP/s, or both with the ridge point between them.
 void AddRoof(const Roof& roof, bool name_threads, double low, double high, plot::Plot* plot) {
   const std::string threads =
       name_threads && roof.threads > 0 ? absl::StrCat(", ", roof.threads, " threads") : "";

@@ -1,4 +1,4 @@
-// Times and memory over tokens.
+// Draws times and memory over tokens.
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +20,7 @@ namespace {
 
 using figure::Panel;
 
-// The points of a series over its lengths, and each in words.
+// Returns the points of a series over its lengths, and each in words.
 struct LengthPoints {
   std::vector<plot::Point> points;
   std::vector<std::string> words;
@@ -69,7 +69,7 @@ plot::Curve CurveOf(const Series& series, int style, PointsOf points_of, const s
   return curve;
 }
 
-// The series that `series` is held against at the longest length at which there is one, or null.
+// Returns the series that `series` is compared with at the longest possible length, or null.
 const Series* CounterpartOf(const Analysis& analysis, const Series& series) {
   for (auto at = series.by_tokens.rbegin(); at != series.by_tokens.rend(); ++at) {
     const Series* dense = analysis.DenseSeriesOf(series, at->first);
@@ -78,7 +78,7 @@ const Series* CounterpartOf(const Analysis& analysis, const Series& series) {
   return nullptr;
 }
 
-// The curve's height at `x`, on straight lines between logarithms; absent beyond its ends.
+// Interpolates the curve linearly between logarithms at `x`; returns nothing beyond its ends.
 std::optional<double> HeightAt(const std::vector<plot::Point>& points, double x) {
   for (size_t i = 0; i + 1 < points.size(); ++i) {
     const plot::Point& a = points[i];
@@ -108,7 +108,7 @@ std::optional<plot::Mark> CrossoverMark(const Series& series, const plot::Curve&
   return mark;
 }
 
-// 1.5 as "n¹·⁵", 1 as "n".
+// Writes 1.5 as "n¹·⁵", 1 as "n".
 std::string PowerOfN(double exponent) {
   if (exponent == 1) return "n";
   static constexpr const char* kRaised[] = {"⁰", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹"};
@@ -148,7 +148,7 @@ struct LengthFigure {
   std::string caption;
 };
 
-// The common baselines of a group.
+// Returns the common baselines of a group.
 std::vector<const Series*> Baselines(const SeriesGroup& group) {
   std::vector<const Series*> baselines;
   for (const Series& series : group.series) {
@@ -157,8 +157,8 @@ std::vector<const Series*> Baselines(const SeriesGroup& group) {
   return baselines;
 }
 
-// The common baselines that a member of the panel is held against: those whose members all have dense
-// counterparts of their own have none. A panel of nothing but baselines has them all.
+// Returns the common baselines that a member of the panel is compared with, which are none where
+// all members have dense counterparts of their own. A panel with only baselines has them all.
 std::vector<const Series*> ReferencesOf(const Analysis& analysis, const SeriesGroup& group,
                                         const Panel& panel) {
   std::vector<const Series*> references = Baselines(group);
@@ -246,7 +246,7 @@ std::vector<Figure> LengthFigures(const Analysis& analysis, const SeriesFilter& 
                                  }),
                   members.end());
     std::vector<Panel> panels = figure::SplitPanels(members);
-    if (panels.empty()) {  // nothing but baselines is worth a picture too
+    if (panels.empty()) {  // a figure with only baselines is drawn, too
       const std::vector<const Series*> baselines = Baselines(group);
       if (std::none_of(baselines.begin(), baselines.end(), [&](const Series* series) {
             return (!filter || filter(*series)) && !kind.points_of(*series).points.empty();

@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-// Bytes of the UTF-8 sequence at the beginning of `text` that XML allows, or 0.
+// Returns the length of the UTF-8 sequence at the beginning of `text`, or 0 where XML forbids it.
 size_t AllowedSequence(absl::string_view text) {
   const auto byte = [&text](size_t i) { return static_cast<uint8_t>(text[i]); };
   const uint8_t first = byte(0);

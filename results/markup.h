@@ -1,4 +1,4 @@
-// Text put into XML and HTML so that it stays text, whatever a result file holds.
+// Escapes text for XML and HTML, so that nothing in a result file becomes markup.
 #ifndef TFB_RESULTS_MARKUP_H_
 #define TFB_RESULTS_MARKUP_H_
 
@@ -8,15 +8,16 @@
 
 namespace tfb {
 
-// `text` for the content of an element or a quoted attribute: the five characters of markup are
-// written as references, and what XML 1.0 does not allow (control characters, broken UTF-8, the
+// Returns `text` for the content of an element or a quoted attribute: the five characters of markup
+// become references, and what XML 1.0 does not allow (control characters, invalid UTF-8, the
 // non-characters U+FFFE and U+FFFF) becomes U+FFFD.
 std::string EscapeMarkup(absl::string_view text);
 
-// A coordinate in pixels of 1/96 inch: at most one decimal, finer than print; no exponent. What is not finite is 0.
+// Writes a coordinate in pixels of 1/96 inch with at most one decimal, which is finer than print,
+// and no exponent; a value that is not finite as 0.
 std::string Coordinate(double value);
 
-// ` name="value"` with the value escaped.
+// Returns ` name="value"` with the value escaped.
 std::string Attribute(absl::string_view name, absl::string_view value);
 
 }  // namespace tfb

@@ -22,7 +22,7 @@ bool SameUnknownFields(const google::protobuf::Message& a, const google::protobu
   return a_bytes == b_bytes;
 }
 
-// Keeps what is known of the files so far.
+// Merges files one by one.
 class Merger {
  public:
   absl::Status Add(const std::string& path, Damage damage) {
@@ -97,7 +97,7 @@ class Merger {
   }
 
   Merged merged_;
-  std::map<std::string, std::string> environments_;  // id, and the file that it came from
+  std::map<std::string, std::string> environments_;  // by id: the file that has it
   std::vector<Case> cases_;
   std::vector<std::string> keys_;
   std::map<std::string, size_t> last_;

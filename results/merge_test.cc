@@ -37,7 +37,7 @@ class Merge : public ::testing::Test {
     return path;
   }
 
-  // The sweep as another process of another machine would have written it.
+  // Makes the sweep as another process on another machine would have written it.
   static ResultSet Elsewhere() {
     ResultSet results = MakeSweep();
     results.mutable_environments(0)->set_id("other");
@@ -117,7 +117,7 @@ TEST_F(Merge, RefusesOneIdForTwoEnvironments) {
   const absl::Status status = MergeResultFiles({a, b}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_TRUE(StrContains(status.message(), a) && StrContains(status.message(), b)) << status;
-  // What this version does not know of an environment tells it apart as well.
+  // Environments that differ only in unknown fields are different.
   ResultSet newer = MakeSweep();
   Environment* environment = newer.mutable_environments(0);
   environment->GetReflection()->MutableUnknownFields(environment)->AddVarint(1234, 56);

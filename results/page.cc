@@ -39,8 +39,8 @@ absl::string_view ClassOf(Emphasis emphasis) {
   return "";
 }
 
-// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left. The first
-// column is names: the style sheet knows it without being told in every row.
+// Returns ` class="l w good"`. Cells are aligned right without class "l". The style sheet aligns
+// the first column, of names, to the left without a class.
 std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
   const TableColumn& column = table.columns[place];
   std::vector<absl::string_view> classes;
@@ -69,7 +69,7 @@ class Page {
       : analysis_(analysis), options_(options) {}
 
   std::string Render() {
-    // The body first: it finds out which sections there are.
+    // The body comes first, since it determines the sections.
     Summary();
     ScalingSections();
     FigureSection("Error against cost", FrontierFigures(analysis_, nullptr));
@@ -83,7 +83,7 @@ class Page {
     return absl::StrCat(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-        // The browser refuses whatever a file tries to load, and any script but the page's own.
+        // The browser blocks all that a file tries to load, and scripts but the page's own.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
         "<meta name=\"color-scheme\" content=\"light dark\">\n",
@@ -115,7 +115,7 @@ class Page {
     return out + "</ol></nav>\n</header>\n";
   }
 
-  // Shown by the script, which they need.
+  // The script shows the controls, which do not work without it.
   std::string Controls() const {
     std::string out =
         "<div class=\"controls\" role=\"search\"><form hidden>\n"
@@ -187,7 +187,7 @@ class Page {
     Folded(absl::StrCat("Choices in ", choices.more.size(), " more groups of cases"), choices.more);
   }
 
-  // One for each group of cases: its figures, then its table.
+  // Writes a section for each group of cases: its figures, then its table.
   void ScalingSections() {
     const std::vector<Figure> scaling = ScalingFigures(analysis_, nullptr);
     std::vector<std::string> titles;
@@ -306,8 +306,8 @@ class Page {
     body_ += "</section>\n";
   }
 
-  // Points of the techniques that a panel is about, what they are held against apart; of all curves
-  // where there is nothing else.
+  // Counts the points of the panel's techniques without their counterparts, or of all curves where
+  // there are only counterparts.
   static size_t PointsOf(const plot::Plot& panel) {
     size_t points = 0, all = 0;
     for (const plot::Curve& curve : panel.curves) {
@@ -319,7 +319,7 @@ class Page {
     return points > 0 ? points : all;
   }
 
-  // A panel of one point is a row of a table.
+  // Adds a panel of one point to the table as a row.
   static void AddSinglePoint(const plot::Plot& panel, Table* table) {
     const auto text = [](const plot::Axis& axis, double value) {
       return axis.format ? axis.format(value) : FormatSignificant(value);
@@ -333,7 +333,7 @@ class Page {
   }
 
   void AddPanel(plot::Plot panel) {
-    // Keys are long and said often: numbers in their place.
+    // Keys are long and frequent, so numbers replace them.
     std::map<std::string, std::string> keys;
     const auto shorten = [&keys](std::string* key) {
       *key = keys.emplace(*key, absl::StrCat("k", keys.size())).first->second;
@@ -346,8 +346,8 @@ class Page {
                     "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
   }
 
-  // A button for each key, in the style of its first curve; none where names stand at the ends of all
-  // curves. What the buttons explain is taken from the panel's own legend.
+  // Writes a button for each key, in the style of its first curve; none where all curves have names
+  // at their ends. The panel's own legend loses the entries that the buttons explain.
   static std::string Legend(plot::Plot* panel) {
     const bool scattered = std::any_of(
         panel->curves.begin(), panel->curves.end(),
@@ -385,7 +385,7 @@ std::string ToHtml(const Table& table, const std::string& id) {
   std::string out = "<section>";
   if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
   const bool tall = table.rows.size() > kTallTable;
-  // The keyboard reaches whatever scrolls.
+  // An element that scrolls must be focusable by the keyboard.
   absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "",
                   "\" tabindex=\"0\" role=\"region\"",
                   table.title.empty() ? Attribute("aria-label", "Table")

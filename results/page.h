@@ -1,4 +1,4 @@
-// A result set as one HTML page that needs nothing else: no network, no other file.
+// Renders a result set as one HTML page that needs no network and no other file.
 #ifndef TFB_RESULTS_PAGE_H_
 #define TFB_RESULTS_PAGE_H_
 
@@ -12,14 +12,14 @@ namespace tfb {
 
 struct PageOptions {
   std::vector<std::string> paths;  // of the files, named at the end
-  std::vector<std::string> notes;  // e.g. that a file has a torn tail
+  std::vector<std::string> notes;  // e.g. that a file ends in an incomplete record
 };
 
-// Figures (results/figures.h) with their data, tables that sort and filter, what did not run, and
-// the machines. Everything that comes from files is text: markup in it is shown, not obeyed.
+// Returns a page with figures (results/figures.h) and their data, tables that can be sorted and
+// filtered, the cases that did not run, and the machines. All text from files is escaped.
 std::string RenderPage(const Analysis& analysis, const PageOptions& options);
 
-// One table as HTML; `id` is unique in the page.
+// Returns one table as HTML; `id` is unique in the page.
 std::string ToHtml(const Table& table, const std::string& id);
 
 }  // namespace tfb

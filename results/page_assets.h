@@ -1,4 +1,4 @@
-// The page's style sheet and script, as text: made from page.css and page.js when building.
+// The page's style sheet and script as text, which the build makes from page.css and page.js.
 #ifndef TFB_RESULTS_PAGE_ASSETS_H_
 #define TFB_RESULTS_PAGE_ASSETS_H_
 

@@ -1,7 +1,7 @@
-// Opens the report in a headless Chromium, as a reader would, and looks at what is there then: curves
-// for every technique, tables that sort and filter, nothing loaded, nothing logged.
+// Opens the report in a headless Chromium and checks the page: curves for every technique, tables
+// that sort and filter, nothing loaded, nothing logged.
 //
-// Chromium is wanted: without it the test fails (Debian: chromium, which tools/setup installs).
+// The test fails without Chromium (Debian: chromium, which tools/setup installs).
 
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -44,7 +44,7 @@ std::string FamilyName(int i) {
   return i < 0 ? "attention" : kFamilies[i % 4];
 }
 
-// The shape of a default sweep: five lengths, a GPU that is not there, errors on real inputs.
+// Makes the results of a default sweep: five lengths, a missing GPU, errors on real inputs.
 ResultSet DefaultSweep() {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
@@ -83,7 +83,7 @@ document.addEventListener('securitypolicyviolation', (event) => problems.push(ev
 ['error', 'warn'].forEach((name) => { console[name] = (...words) => problems.push(words.join(' ')); });
 </script>)";
 
-// Runs behind it, and leaves what it finds in the document.
+// Runs after the page's script, and writes its findings to the document.
 constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
 (() => {
   const all = (selector, root = document) => Array.from(root.querySelectorAll(selector));
@@ -176,7 +176,7 @@ class PageInBrowser : public ::testing::Test {
     setenv("HOME", folder_.c_str(), 1);  // where a browser without a home would fail
   }
 
-  // The document after the page's script and `probe` ran, opened at `address`, e.g. "#family=memory".
+  // Returns the document opened at `address`, e.g. "#family=memory", after its script and `probe`.
   std::string Open(std::string page, const std::string& probe, const std::string& address,
                    const std::string& more_flags = "") {
     page = absl::StrReplaceAll(page, {{"<style>", absl::StrCat(kWatch, "<style>")},
@@ -197,7 +197,7 @@ class PageInBrowser : public ::testing::Test {
     return Contents(folder_ / "dom");
   }
 
-  // What a probe left.
+  // Returns the findings of a probe.
   Json Probed(const std::string& dom) {
     const std::string begin = "<pre id=\"probe\">";
     const size_t at = dom.find(begin);
@@ -284,7 +284,8 @@ TEST_F(PageInBrowser, AnAddressKeepsFilterAndOrder) {
   EXPECT_EQ(rows.back(), "technique_3");
 }
 
-// A table wider than a narrow window scrolls within it, and a shadow marks the edge that hides more.
+// A table wider than a narrow window scrolls within it, and a shadow marks the edge with hidden
+// parts.
 TEST_F(PageInBrowser, NarrowTablesShowThatTheyScroll) {
   constexpr char kScroll[] = R"(<pre id="probe"></pre><script>
     const tables = Array.from(document.querySelectorAll('.table')).filter((table) => table.getClientRects().length > 0);

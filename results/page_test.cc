@@ -1,4 +1,4 @@
-// What the page says and draws, read as text; page_browser_test opens it.
+// Tests the text and drawings of the page without a browser, in which page_browser_test opens it.
 
 #include "results/page.h"
 
@@ -35,7 +35,7 @@ const plot::Curve* FindCurve(const plot::Plot& plot, const std::string& name) {
   return nullptr;
 }
 
-// `count` techniques of one family, linear from 1 ms at 256 tokens, beside "plain".
+// Makes `count` techniques of one family, linear from 1 ms at 256 tokens, beside "plain".
 ResultSet Family(int count) {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
@@ -143,7 +143,7 @@ TEST(Page, HasACardForEachTechnique) {
   EXPECT_TRUE(StrContains(page, "too shy"));
 }
 
-// As files were before techniques had citations and cases told other load.
+// Makes results as files were before techniques had citations and cases had the machine's load.
 TEST(Page, DoesWithoutCitationsAndLoad) {
   ResultSet results = MakeSweep();
   for (Case& result : *results.mutable_cases()) {
@@ -310,7 +310,7 @@ TEST(ScalingFigure, DrawsMediansWithTheirIntervalsAndRingsTheCrossover) {
   EXPECT_EQ(panel.slopes[1].label, "n²");
 }
 
-// "chain" and "loop" are held against themselves with a longer memory, "near" against "plain".
+// "chain" and "loop" are compared with themselves with a longer memory, "near" with "plain".
 TEST(ScalingFigure, DrawsThePanelsOwnBaselineBoldAndNoOther) {
   ResultSet results = MakeSweep();
   for (const char* technique : {"chain", "loop"}) {

@@ -30,7 +30,7 @@ std::string Segment(double x1, double y1, double x2, double y2) {
                       Coordinate(y2));
 }
 
-// One plot on its way to markup.
+// Writes the markup of one plot.
 class Drawing {
  public:
   Drawing(const Plot& plot, bool interactive)
@@ -48,7 +48,7 @@ class Drawing {
   std::string Draw() const {
     return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks(), List());
   }
-  // Includes the list of the names that have no room beside their points.
+  // Returns the height with the list of names that have no room beside their points.
   double height() const {
     return plot_.height + (list_.empty() ? 0 : kLine * static_cast<double>(list_.size()) + 6);
   }
@@ -140,7 +140,7 @@ class Drawing {
     return out;
   }
 
-  // A fan of slopes in the corner that curves leave free: above on the left, or below on the right.
+  // Draws a fan of slopes in the emptier corner: above on the left, or below on the right.
   std::string Slopes() const {
     if (plot_.slopes.empty() || !plot_.x.logarithmic || !plot_.y.logarithmic) return "";
     double steepest = 0;
@@ -169,7 +169,7 @@ class Drawing {
     }
     return out + "</g>";
   }
-  // Places along all curves that lie in `box`.
+  // Returns how many places along all curves lie in `box`.
   int PointsIn(const Box& box) const {
     int inside = 0;
     for (const Curve& curve : plot_.curves) {
@@ -211,7 +211,7 @@ class Drawing {
     }
     return out;
   }
-  // Along the last piece that is not level, or above the end of a level one.
+  // Writes the label along the guide's last segment, or above its end where the segment is level.
   std::string GuideLabel(const Guide& guide) const {
     if (guide.label.empty() || guide.points.size() < 2) return "";
     const Point& a = guide.points[guide.points.size() - 2];
@@ -228,7 +228,7 @@ class Drawing {
                      Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
   }
 
-  // The boxes of level guides' labels, which names of points stay off.
+  // Returns the boxes of level guides' labels, which names of points must not cover.
   std::vector<Box> GuideLabelBoxes() const {
     std::vector<Box> boxes;
     for (const Guide& guide : plot_.guides) {
@@ -241,7 +241,7 @@ class Drawing {
   }
 
   std::string Curves() const {
-    std::string faint, rest, reference;  // what others are held against lies on top
+    std::string faint, rest, reference;  // the baseline is drawn last
     for (size_t i = 0; i < plot_.curves.size(); ++i) {
       const Curve& curve = plot_.curves[i];
       std::string* layer = curve.kind == Curve::Kind::kCounterpart ? &faint
@@ -292,7 +292,7 @@ class Drawing {
       const double bottom = frame_.y + frame_.height;
       const double low = std::clamp(y_.Pixel(*point.low), frame_.y, bottom);
       const double high = std::clamp(y_.Pixel(*point.high), frame_.y, bottom);
-      // Within the marker it would not be seen.
+      // A whisker within the marker would be invisible.
       if (low - high < 2 * kMarkerRadius) continue;
       path += Segment(x_.Pixel(point.x), low, x_.Pixel(point.x), high);
     }
@@ -305,7 +305,7 @@ class Drawing {
     return last == curve.points.rend() ? nullptr : &*last;
   }
 
-  // To the right of the axes, each level with its curve's end or as near as there is room.
+  // Places names to the right of the axes, each as near as possible to its curve's end.
   void NameLines(std::vector<std::string>* names) const {
     std::vector<size_t> named;
     std::vector<double> wanted;
@@ -333,8 +333,8 @@ class Drawing {
     }
   }
 
-  // A point whose name has no room gets a number in a file, which cannot be pointed at, and its name
-  // stands in a list below.
+  // Places the names of points. In a file, which has no tooltips, a point whose name has no room
+  // gets a number, and its name is in a list below.
   void NamePoints(std::vector<std::string>* names) {
     std::vector<size_t> owners;
     Obstacles obstacles;

@@ -1,8 +1,8 @@
-// Plots as SVG, without a browser and without a plotting program: curves and points on two axes,
-// named beside their ends rather than by colour alone.
+// Draws plots as SVG without a browser and without a plotting program: curves and points on two
+// axes, which are named beside their ends, not by colour alone.
 //
-// A drawing uses classes for all its colours. Within a page the page's style sheet has them, in
-// light and dark; a file of its own carries them, black on white.
+// A drawing uses CSS classes for all its colours. The style sheet of a page defines these, in light
+// and dark; an SVG file defines them itself, black on white.
 #ifndef TFB_RESULTS_PLOT_H_
 #define TFB_RESULTS_PLOT_H_
 
@@ -15,13 +15,13 @@
 namespace tfb {
 namespace plot {
 
-// Combinations of colour, marker and dashes that can be told apart; beyond them they repeat.
+// The number of combinations of colour, marker and dashes; style kStyles looks like style 0.
 inline constexpr int kStyles = 7;
-inline constexpr int kReferenceStyle = -1;  // what others are held against: the text's own colour
+inline constexpr int kReferenceStyle = -1;  // of the baseline: the colour of the text
 
 struct Point {
   double x = 0, y = 0;
-  // The interval of y, drawn as a whisker.
+  // The ends of the interval of y, which is drawn as a whisker.
   std::optional<double> low, high;
 };
 
@@ -29,25 +29,24 @@ struct Curve {
   enum class Kind {
     kLine,         // markers joined by a line, the name at its end
     kCounterpart,  // a bold dotted line without markers or name, in the colour of the technique
-                   // that is held against it
+                   // that is compared with it
     kScatter,      // markers, the name beside the first
   };
   std::string name;
-  std::string label;   // beside the drawing, where the name is long; the name where it is empty
-  std::string group;   // what filters select by
-  std::string key;     // ties it to its legend; equal for what is shown and hidden together
-  std::string legend;  // what a legend calls all with the key; the name where it is empty
-  std::string
-      description;  // every number in words: for who cannot see the drawing, and on pointing
+  std::string label;   // shorter name beside the drawing; the name where it is empty
+  std::string group;   // the group that filters select by
+  std::string key;     // refers to the legend; equal for curves that are shown and hidden together
+  std::string legend;  // the legend's name of all with the key; the name where it is empty
+  std::string description;  // every number in words, for screen readers and as a tooltip
   const std::string& shown_name() const { return label.empty() ? name : label; }
   int style = 0;
   Kind kind = Kind::kLine;
   bool hollow = false;
-  bool name_needed = true;  // a scattered point's name stands further away rather than nowhere
+  bool name_needed = true;  // whether a scattered point's name may stand far away, not be left out
   std::vector<Point> points;
 };
 
-// A thin line that says something about the axes: a bound, a frontier.
+// A thin line for reference: a bound, a frontier.
 struct Guide {
   enum class Kind { kBound, kFrontier, kTrail };
   Kind kind = Kind::kBound;
@@ -56,7 +55,7 @@ struct Guide {
   std::vector<Point> points;
 };
 
-// A place on a curve, ringed.
+// A ring around a point of a curve.
 struct Mark {
   Point point;
   int style = 0;
@@ -81,25 +80,25 @@ struct Plot {
   std::vector<Guide> guides;
   std::vector<Mark> marks;
   std::vector<KeyEntry> keys;
-  // Exponents of which a fan of slopes shows how steep they are, e.g. {1, "n"}; both axes logarithmic.
+  // Exponents whose slopes on two logarithmic axes are drawn as a fan of lines, e.g. {1, "n"}.
   struct Slope {
     double exponent;
     std::string label;
   };
   std::vector<Slope> slopes;
-  std::vector<Point> room;  // places that the axes enclose though nothing is drawn there
-  // Pixels of 1/96 inch: 340 wide is 90 mm.
+  std::vector<Point> room;  // points that the axes include although nothing is drawn there
+  // Sizes in pixels of 1/96 inch: 340 pixels are 90 mm.
   double width = 520, height = 340;
 };
 
-// The markup of one plot, for a page; `id` is unique there.
+// Returns the markup of one plot for a page, in which `id` is unique.
 std::string DrawForPage(const Plot& plot, const std::string& id);
 
-// A file: the plots in rows of `columns`, on white. A point whose name has no room has a number, and
-// its name stands below its plot. Empty without plots.
+// Returns an SVG file with the plots in rows of `columns`, on white. A point whose name has no room
+// has a number, and its name stands below its plot. Returns an empty text where there are no plots.
 std::string DrawFile(const std::vector<Plot>& plots, int columns, const std::string& title);
 
-// The marker, and line, of a style as a drawing of its own, for a legend on a page.
+// Returns the marker, and line, of a style as a drawing of its own, for a legend on a page.
 std::string DrawSwatch(int style, Curve::Kind kind);
 
 }  // namespace plot

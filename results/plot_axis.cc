@@ -10,9 +10,9 @@ namespace plot {
 namespace {
 
 constexpr double kAir = 0.05;  // of the range, on either side
-// Below it doubles have no neighbours to put ticks at.
+// Below this relative range there are no doubles between the ends for ticks.
 constexpr double kLeastRelativeRange = 1e-9;
-// Beyond it no measurement lies, and the arithmetic of ticks would leave what a double can hold.
+// No measurement is larger, and the arithmetic of ticks would overflow beyond it.
 constexpr double kLargest = 1e100;
 
 }  // namespace

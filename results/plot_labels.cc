@@ -12,8 +12,8 @@ namespace tfb {
 namespace plot {
 namespace {
 
-// A column of a fixed-width display in units of the font's size. Of the fonts that are likely DejaVu
-// Sans is the widest: names of letters and digits come to 0.60 of it, in Helvetica to 0.52.
+// A column of a fixed-width display in units of the font's size. Of the fonts that are likely
+// DejaVu Sans is the widest: names of letters and digits come to 0.60 of it, in Helvetica to 0.52.
 constexpr double kColumn = 0.6;
 constexpr double kGap = 7;  // pixels between a point's middle and its label
 
@@ -44,7 +44,7 @@ bool CrossesText(const Line& line, const Obstacles& obstacles) {
                      [&line](const Box& text) { return line.Crosses(text); });
 }
 
-// Steps away from its point that a label may stand: none, where it is right beside it.
+// Returns the most steps that a label may be away from its point; 0 is right beside the point.
 int MostSteps(const PointLabel& label) {
   if (label.short_text) return 24;
   return label.needed ? 8 : 2;
@@ -62,7 +62,7 @@ bool Box::Contains(const Box& other) const {
          other.y + other.height <= y + height;
 }
 
-// Clips the line to the box (Liang and Barsky 1984); something is left where they cross.
+// Clips the line to the box (Liang and Barsky 1984); they cross where part of the line is left.
 bool Line::Crosses(const Box& box) const {
   double from = 0, to = 1;
   const auto clip = [&](double start, double length, double low, double high) {
@@ -134,8 +134,8 @@ Line LeaderOf(const PointLabel& label, const Box& box) {
 
 namespace {
 
-// Directions from a point in sixteenths of a turn: to the right first, then to the left, above, below
-// and between; those further between are for short texts.
+// Directions from a point in sixteenths of a turn: to the right first, then to the left, above,
+// below and between; those further between are for short texts.
 constexpr double kDirections[] = {0, 8, 12, 4, 14, 2, 10, 6, 1, 3, 5, 7, 9, 11, 13, 15};
 
 std::optional<PlacedLabel> PlaceOf(const PointLabel& label, const Box& area, double font_size,

@@ -1,4 +1,4 @@
-// Where the names of curves and points stand, so that none covers another.
+// Places the names of curves and points so that none covers another.
 #ifndef TFB_RESULTS_PLOT_LABELS_H_
 #define TFB_RESULTS_PLOT_LABELS_H_
 
@@ -17,11 +17,11 @@ struct Box {
   bool Contains(const Box& other) const;
 };
 
-// About the width of `text` in a sans-serif font: what an SVG cannot ask without a browser.
+// Estimates the width of `text` in a sans-serif font, since only a browser could measure it.
 double TextWidth(absl::string_view text, double font_size);
 
-// Moves `wanted`, the middles of labels in one column, as little as needed for them to be
-// `spacing` apart between `top` and `bottom`; closer where they are too many. In the order given.
+// Moves `wanted`, the middles of labels in one column, as little as needed for them to be `spacing`
+// apart between `top` and `bottom`, or closer where they are too many. The order stays.
 std::vector<double> Spread(const std::vector<double>& wanted, double spacing, double top,
                            double bottom);
 
@@ -31,29 +31,30 @@ struct Line {
   bool Crosses(const Box& box) const;
 };
 
-// A label beside a point, the important ones first.
+// A label beside a point.
 struct PointLabel {
   double x = 0, y = 0;  // of the point
   std::string text;
-  bool needed = false;      // stands further from its point rather than not at all
-  bool short_text = false;  // a number, which may stand further away than a name
+  bool needed = false;      // whether it may stand far from its point, rather than be left out
+  bool short_text = false;  // whether it is a number, which may stand further away than a name
 };
 struct PlacedLabel {
   Box box;
-  bool with_leader = false;  // too far from its point to do without a line to it
+  bool with_leader = false;  // whether a line leads to it, since it is far from its point
 };
-// Places that labels have to stay off.
+// The places that labels must not cover.
 struct Obstacles {
   std::vector<Box> points;
-  std::vector<Box> texts;  // no line to a label leads through one
+  std::vector<Box> texts;  // leaders do not cross these, either
   std::vector<Line> lines;
 };
-// Finds for each label a place within `area`, free of the obstacles, of the labels before it and of
-// the lines to those; or nothing. Adds the labels and their lines to the obstacles.
+// Finds for each label a place within `area` that is clear of the obstacles, of the labels before
+// it and of their leaders, or nothing. The important labels come first. Adds the labels and their
+// leaders to the obstacles.
 std::vector<std::optional<PlacedLabel>> PlaceLabels(const std::vector<PointLabel>& labels,
                                                     const Box& area, double font_size,
                                                     Obstacles* obstacles);
-// The line from a label's point to its place.
+// Returns the line from a label's point to its place.
 Line LeaderOf(const PointLabel& label, const Box& box);
 
 }  // namespace plot

@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kWidestNameShare = 0.36;  // of the plot's width
 
-// Everything that has to be within the axes.
+// Returns all points that must be within the axes.
 std::vector<double> Values(const Plot& plot, double Point::*member) {
   std::vector<double> values;
   for (const Curve& curve : plot.curves) {

@@ -1,4 +1,4 @@
-// Where the parts of a plot stand: its axes between title, legend, ticks and names.
+// Computes the places of the parts of a plot: its axes between title, legend, ticks and names.
 #ifndef TFB_RESULTS_PLOT_LAYOUT_H_
 #define TFB_RESULTS_PLOT_LAYOUT_H_
 
@@ -13,23 +13,23 @@ namespace tfb {
 namespace plot {
 
 inline constexpr double kFontSize = 10.5;
-inline constexpr double kLine = 13;     // from one line of text to the next
-inline constexpr double kKeyLine = 15;  // in the legend
+inline constexpr double kLine = 13;     // height of a line of text
+inline constexpr double kKeyLine = 15;  // height of a line of the legend
 inline constexpr double kTickSpacingX = 46, kTickSpacingY = 30;
-inline constexpr int kWidestLineName = 34;  // characters beside a line's end
+inline constexpr int kWidestLineName = 34;  // characters of a name beside a line's end
 
-// Whether a point has a place on both axes.
+// Tells whether both axes can show the point.
 bool IsShown(const Plot& plot, const Point& point);
 
-// Returns the width of an entry of the legend, with the space behind it.
+// Returns the width of an entry of the legend and of the space after it.
 double KeyWidth(const KeyEntry& key);
 
 struct Layout {
   explicit Layout(const Plot& plot);
 
-  std::vector<std::string> subtitle;  // in lines that fit
-  int key_lines;                      // that the legend takes
-  Box frame;                          // that the axes enclose
+  std::vector<std::string> subtitle;  // broken into lines that fit
+  int key_lines;                      // number of lines of the legend
+  Box frame;                          // the area that the axes enclose
   Scale x, y;
 };
 

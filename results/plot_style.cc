@@ -12,8 +12,8 @@ namespace tfb {
 namespace plot {
 namespace {
 
-// Each has a contrast of at least 4.5 to white, so that names may be written in it. results/page.css
-// has the same ones, and lighter ones for a dark page.
+// Each colour has a contrast of at least 4.5 to white, so that names may be written in it.
+// results/page.css has the same colours, and lighter ones for a dark page.
 constexpr const char* kPaperColours[kStyles] = {"#1d5fa8", "#b3470b", "#1a7440", "#8a2f8f",
                                                 "#856000", "#0c7080", "#b0235f"};
 
@@ -44,7 +44,7 @@ std::string MarkerPath(int style, double x, double y, double radius) {
   if (style == kReferenceStyle) {
     return Polygon(x, y, {{-r, -r}, {r, -r}, {r, r}, {-r, r}});
   }
-  // Beyond the seventh style the colours come again, with other markers.
+  // Beyond the seventh style the colours repeat, with other markers.
   switch (Wrapped(style + style / kStyles)) {
     case 1:
       return Polygon(x, y, {{0, -1.25 * r}, {1.2 * r, 0.85 * r}, {-1.2 * r, 0.85 * r}});

@@ -1,4 +1,4 @@
-// How the styles of curves look.
+// Defines the look of each style of a curve.
 #ifndef TFB_RESULTS_PLOT_STYLE_H_
 #define TFB_RESULTS_PLOT_STYLE_H_
 
@@ -7,13 +7,13 @@
 namespace tfb {
 namespace plot {
 
-// "s0" to "s6", or "ref".
+// Returns the CSS class of a style, "s0" to "s6" or "ref".
 std::string StyleClass(int style);
-// Lengths of dashes and gaps; empty for a continuous line.
+// Returns the lengths of dashes and gaps, or an empty text for a solid line.
 std::string Dashes(int style);
-// The marker of a style around a point, as the data of an SVG path.
+// Returns the marker of a style around a point, as the data of an SVG path.
 std::string MarkerPath(int style, double x, double y, double radius);
-// Rules for a file of its own: literal colours on white.
+// Returns the style sheet of an SVG file: literal colours on white.
 std::string PaperStyleSheet();
 
 }  // namespace plot

@@ -67,7 +67,7 @@ Plot PlotOf(std::vector<Curve> curves) {
   return plot;
 }
 
-// The corners of the first drawn line.
+// Returns the corners of the first drawn line.
 std::vector<std::pair<double, double>> LineOf(const std::string& svg) {
   const std::string begin = "<path class=\"line\" d=\"M";
   const size_t at = svg.find(begin);
@@ -209,8 +209,8 @@ TEST(PlaceLabels, LeavesNoLabelOnAnotherOrOnAPoint) {
     taken.push_back(place->box);
   }
   EXPECT_GE(placed, 5);
-  EXPECT_LT(placed, 30);  // there is no room for all around the crowd
-  // No line to a label leads through another label.
+  EXPECT_LT(placed, 30);  // there is no room for all labels around the crowd
+  // No leader crosses another label.
   for (size_t i = 0; i < places.size(); ++i) {
     if (!places[i].has_value() || !places[i]->with_leader) continue;
     const Line leader = LeaderOf(labels[i], places[i]->box);

@@ -54,7 +54,7 @@ class FileSource : public ByteSource {
 
   absl::Status Read(int64_t offset, int64_t count, std::string* out) override {
     count = std::max<int64_t>(0, std::min(count, size_ - offset));
-    // Records are small and read in order: one system call brings many of them.
+    // Records are small and read in order, so one system call reads many of them.
     if (offset < buffer_begin_ ||
         offset + count > buffer_begin_ + static_cast<int64_t>(buffer_.size())) {
       if (absl::Status status = Fill(offset, std::max(count, kBufferBytes)); !status.ok()) {
@@ -81,7 +81,7 @@ class FileSource : public ByteSource {
       const ssize_t got = pread(fd_, &buffer_[done], count - done, offset + done);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) return FileError(path_, "read", errno);
-      if (got == 0) break;  // the file was cut meanwhile
+      if (got == 0) break;  // the file was truncated meanwhile
       done += got;
     }
     buffer_.resize(done);
@@ -111,7 +111,7 @@ class MemorySource : public ByteSource {
   absl::string_view bytes_;
 };
 
-// Parses without the library's own line on stderr: the status that we return says it.
+// Parses without the library's message on stderr, since the returned status has it.
 bool ParseQuietly(const std::string& bytes, ResultSet* results) {
 #if GOOGLE_PROTOBUF_VERSION < 4022000  // later ones log through Abseil, and less
   const google::protobuf::LogSilencer silencer;
@@ -130,7 +130,7 @@ uint32_t LittleEndian32(absl::string_view bytes) {
   return value;
 }
 
-// Whether a record with a valid checksum begins at `begin` in `bytes`.
+// Tells whether a record with a valid checksum begins at `begin` in `bytes`.
 bool VerifiedRecordAt(absl::string_view bytes, size_t begin) {
   const absl::string_view rest = bytes.substr(begin);
   const wire::Field record = wire::ParseField(rest, rest.size());
@@ -146,7 +146,7 @@ bool VerifiedRecordAt(absl::string_view bytes, size_t begin) {
              wire::Crc32c(rest.substr(0, record.end));
 }
 
-// Percent-encodes what would make a list of name=value pairs ambiguous, and control characters.
+// Percent-encodes control characters, and those that would make "name=value,..." ambiguous.
 std::string Escape(absl::string_view text) {
   std::string out;
   for (const char c : text) {
@@ -189,13 +189,13 @@ absl::Status ResultReader::CheckSignature() {
   const std::string expected = wire::Signature();
   std::string found;
   if (absl::Status status = source_->Read(0, expected.size(), &found); !status.ok()) return status;
-  // A file that was cut within its signature is one that holds nothing yet.
+  // A file that ends within its signature has no records yet.
   if (absl::string_view(expected).substr(0, found.size()) == found) return absl::OkStatus();
-  // A file that lost its data in a crash, but not its length.
+  // After a crash a file may have its length, but zeros as data.
   absl::StatusOr<bool> zeros = ZerosFrom(0);
   if (!zeros.ok()) return zeros.status();
   if (*zeros) return absl::OkStatus();
-  // A layout that this build does not know has the same name and another number.
+  // An unknown layout has the same name and another number.
   std::string head;
   if (absl::Status status = source_->Read(0, 64, &head); !status.ok()) return status;
   const wire::Field field = wire::ParseField(head, static_cast<int64_t>(head.size()));
@@ -413,7 +413,7 @@ std::string CanonicalOptions(const Case::Key& key) {
 
 namespace {
 
-// The number where this version has no name for a value, so that two such stay apart.
+// Returns the number where this version has no name for a value, so that two such values differ.
 template <typename Enum>
 std::string NameOrNumber(Enum value) {
   const absl::string_view name = Name(value);

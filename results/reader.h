@@ -1,15 +1,14 @@
-// Reads result files, and says when two cases are the same case.
+// Reads result files, and defines when two cases are the same case.
 //
 // A file is read record by record at wire level, so that it may be longer than memory allows a
 // single message to be, and so that what was whole before a crash is read after it:
 //
-//   torn tail    the file ends within a record, or in zeros, as a killed process or a machine
-//                without power leaves it: the records before it are read, and the number of ignored
-//                bytes is reported. A tail that still holds a record with a valid checksum is not
-//                torn but damage.
-//   damage       a checksum that does not match, bytes that are no record, a payload that does not
-//                parse: absl::DataLossError with path and offset; or, where the caller asks for
-//                what is whole, passed over up to the next record with a valid checksum.
+//   torn tail    The file ends within a record or in zeros, as after a killed process or a power
+//                failure. The records before the tail are read, and the number of ignored bytes is
+//                reported. A tail that contains a record with a valid checksum counts as damage.
+//   damage       A checksum does not match, bytes are no record, or a payload does not parse. The
+//                reader returns absl::DataLossError with path and offset or, with
+//                Damage::kPassOver, continues at the next record with a valid checksum.
 //   not a result file   absl::InvalidArgumentError with the path.
 //   no such file        absl::NotFoundError; not readable: absl::PermissionDeniedError.
 #ifndef TFB_RESULTS_READER_H_
@@ -30,13 +29,13 @@ namespace tfb {
 
 class ByteSource;  // bytes at offsets, from a file or from memory
 
-// What becomes of a damaged file: an error, or everything in it that is whole.
+// Whether reading a damaged file is an error, or gives every undamaged record.
 enum class Damage { kRefuse, kPassOver };
 
 // One pass over a result file. Not thread-safe.
 class ResultReader {
  public:
-  // Opens `path` for reading; nothing is read but the signature. An empty file has no records.
+  // Opens `path` and reads its signature. An empty file has no records.
   static absl::StatusOr<std::unique_ptr<ResultReader>> Open(const std::string& path,
                                                             Damage damage = Damage::kRefuse);
   // Reads `bytes`, which must outlive the reader; `name` stands for the path in messages.
@@ -45,22 +44,22 @@ class ResultReader {
                                                                  Damage damage = Damage::kRefuse);
   ~ResultReader();
 
-  // Reads the next environment, case or unknown field and merges it into `results`, which keeps
-  // what it holds. Returns false at the end of the file, a torn tail included.
+  // Reads the next environment, case or unknown field and merges it into `results`, which keeps its
+  // contents. Returns false at the end of the file and at a torn tail.
   absl::StatusOr<bool> Next(ResultSet* results);
 
-  // Offset one past the last whole record read so far: where an appender may go on.
+  // Returns the offset one past the last whole record read so far, where an appender may go on.
   int64_t whole_bytes() const { return offset_; }
-  // Bytes of the torn tail, 0 where there is none; known once Next has returned false.
+  // Returns the bytes of the torn tail, 0 where there is none; known once Next has returned false.
   int64_t torn_bytes() const { return torn_bytes_; }
-  // Bytes that were passed over for damage, and in how many places.
+  // Return the number of damaged bytes that were passed over, and in how many places.
   int64_t damaged_bytes() const { return damaged_bytes_; }
   int64_t damaged_places() const { return damaged_places_; }
 
  private:
   ResultReader(std::unique_ptr<ByteSource> source, std::string name, Damage damage);
   absl::Status CheckSignature();
-  // Each ends the reading with a torn tail at offset_, or returns the damage that it is instead.
+  // Both end the reading with a torn tail at offset_, or return the error where it is damage.
   absl::StatusOr<bool> EndAtTornTail(int64_t field_number);
   absl::StatusOr<bool> EndAtZeros(int64_t begin, absl::string_view otherwise);
   absl::StatusOr<bool> NextUndamaged(ResultSet* results);
@@ -91,23 +90,22 @@ struct ResultFile {
 absl::StatusOr<ResultFile> ReadResultFile(const std::string& path, Damage damage = Damage::kRefuse);
 absl::StatusOr<ResultFile> ReadResultBytes(absl::string_view bytes, const std::string& name,
                                            Damage damage = Damage::kRefuse);
-// Returns a sentence for people where something of the file could not be read, else nothing.
+// Returns a sentence for people where part of the file could not be read, else an empty text.
 std::string WhatWasLeftOut(const ResultFile& file);
 
-// "name=value,name=value" in the order of names, with the four characters `%,=` and space written
-// as %XX, so that different options never give the same text.
+// Returns "name=value,name=value" in the order of names, with the four characters `%,=` and space
+// written as %XX, so that different options never give the same text.
 std::string CanonicalOptions(const std::map<std::string, std::string>& options);
 std::string CanonicalOptions(const Case::Key& key);
 
-// The whole key as one line, equal for two cases exactly when their keys are: e.g.
-// "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling".
-// The options' map counts, and their text only where the map is empty. The environment is not
-// part of a key.
+// Returns the whole key as one line, which is equal for two cases exactly when their keys are: e.g.
+// "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling". Uses the
+// map of options, or their text where the map is empty. The environment is not part of a key.
 std::string CaseKey(const Case& result);
 std::string CaseKey(const Case::Key& key);
 
-// Short names as the command line spells them: "cpu", "cuda"; "f32", "bf16"; "accuracy"; "ok",
-// "out of memory"; "exact". Unspecified, and values of a newer version, are "unspecified".
+// Return the names that the command line uses: "cpu", "cuda"; "f32", "bf16"; "accuracy"; "ok", "out
+// of memory"; "exact". Unspecified values, and values of a newer version, are "unspecified".
 absl::string_view Name(DeviceType device);
 absl::string_view Name(ElementType dtype);
 absl::string_view Name(Case::Purpose purpose);
@@ -117,20 +115,19 @@ absl::string_view Name(TechniqueDescription::InputKind kind);
 absl::string_view Name(TechniqueDescription::Weights weights);
 absl::string_view Name(ErrorMeasure::Metric metric);
 
-// The environment that `id` names, or null.
+// Returns the environment with this id, or null.
 const Environment* FindEnvironment(const ResultSet& results, absl::string_view id);
 
-// Names everything that a time depends on besides its case: host, processor, memory, GPUs,
-// compiler, flags, commit, the program's checksum. Equal for the environments of a sweep and of its
-// continuation with --resume, so that their times stand in one table. An unknown id is a machine of
-// its own.
+// Returns a text with everything but the case that a time depends on: host, processor, memory,
+// GPUs, compiler, flags, commit, the program's checksum. It is equal for the environments of a
+// sweep and of its continuation with --resume, so that their times share a table. An unknown id is
+// a machine of its own.
 std::string MachineOf(const ResultSet& results, absl::string_view environment_id);
 // Returns what two machines in this sense differ in, as in "commit: 1a2b / 3c4d".
 std::vector<std::string> MachineDifferences(const Environment& a, const Environment& b);
 
-// The cases that count, by key: of several with one key and one environment the last. Where
-// `environment_id` is empty, of several with one key whatever their environments.
-// The pointers are into `results`.
+// Returns the cases of an environment by key; of several with one key, the last. Returns those of
+// all environments where `environment_id` is empty. The pointers point into `results`.
 std::map<std::string, const Case*> CasesByKey(const ResultSet& results,
                                               absl::string_view environment_id = "");
 

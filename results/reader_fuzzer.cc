@@ -20,12 +20,12 @@ void Expect(bool holds) {
   if (!holds) std::abort();
 }
 
-// Nothing in a file controls the reader's terminal.
+// Checks that nothing in a file controls the reader's terminal.
 void ExpectHarmless(absl::string_view text) {
   Expect(text.find('\x1b') == absl::string_view::npos);
 }
 
-// Shows two sets as compare does.
+// Renders the comparison of two sets.
 bool NothingIsWorse(const tfb::ResultSet& base, const tfb::ResultSet& now, bool allow_different) {
   tfb::CompareOptions options;
   options.allow_different_environment = allow_different;
@@ -41,7 +41,7 @@ bool NothingIsWorse(const tfb::ResultSet& base, const tfb::ResultSet& now, bool 
   return !comparison->regressed();
 }
 
-// The same cases of another machine, where all have failed.
+// Returns the same cases on another machine, where all have failed.
 tfb::ResultSet Elsewhere(tfb::ResultSet results) {
   for (tfb::Environment& environment : *results.mutable_environments()) {
     environment.clear_simd();
@@ -57,7 +57,7 @@ void Read(absl::string_view bytes) {
   const absl::StatusOr<tfb::ResultFile> file = tfb::ReadResultBytes(bytes, "fuzzed");
   if (!file.ok()) return ExpectHarmless(file.status().message());
   Expect(file->whole_bytes + file->torn_bytes == static_cast<int64_t>(bytes.size()));
-  // What was read can be written and read again, and is then the same.
+  // Results that were read can be written and read again, and are then the same.
   const std::string written = tfb::SerializeResults(file->results);
   const absl::StatusOr<tfb::ResultFile> again = tfb::ReadResultBytes(written, "written");
   Expect(again.ok() && tfb::SerializeResults(again->results) == written);

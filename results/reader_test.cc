@@ -35,7 +35,7 @@ void WriteBytes(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-// A file of one environment and three cases, and where each record ends, with and without its
+// A file of one environment and three cases, and the ends of each record, with and without its
 // checksum.
 struct SmallFile {
   std::string bytes;

@@ -47,7 +47,7 @@ std::string AsFormat(const ResultSet& results, RenderFormat format) {
   return Render(results, options);
 }
 
-// Fields of one CSV text by RFC 4180, line by line.
+// Parses a CSV text by RFC 4180 into lines of fields.
 std::vector<std::vector<std::string>> ParseCsv(const std::string& csv) {
   std::vector<std::vector<std::string>> lines(1, {""});
   bool quoted = false;
@@ -71,11 +71,11 @@ std::vector<std::vector<std::string>> ParseCsv(const std::string& csv) {
       lines.back().back() += csv[i];
     }
   }
-  lines.pop_back();  // behind the last line's end
+  lines.pop_back();  // after the last line's end
   return lines;
 }
 
-// Number of the named column in the header line.
+// Returns the index of the named column in the header line.
 size_t Column(const std::vector<std::vector<std::string>>& csv, const std::string& name) {
   for (size_t c = 0; c < csv[0].size(); ++c) {
     if (csv[0][c] == name) return c;
@@ -146,7 +146,7 @@ TEST(RenderTerminal, AFastestOfTooFewSamplesIsSaidToBeUnsure) {
 }
 
 TEST(Render, TheFastestIsLookedForWithinThreeErrorsAndMayBeNone) {
-  // The error of the only technique that is faster, and how the recommendation begins.
+  // The error of the only technique that is faster, and the beginning of the recommendation.
   const struct {
     double error;
     const char* sentence;
@@ -221,7 +221,7 @@ TEST(RenderTerminal, FailedCasesStandInTheTablesAndAmongTheReasons) {
   EXPECT_TRUE(absl::StrContains(text, "out of memory, 1 case: needs 40 GiB, the limit is 8 GiB"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "18 cases: 16 ok, 1 failed, 1 out of memory")) << text;
-  EXPECT_FALSE(absl::StrContains(text, "Choices")) << text;  // what failed is none
+  EXPECT_FALSE(absl::StrContains(text, "Choices")) << text;  // a failed technique is no choice
 }
 
 TEST(RenderTerminal, InfinitiesAndNansAreShownAsWhatTheyAre) {
@@ -335,7 +335,7 @@ TEST(RenderTerminal, ALaterRecordOfTheSameSweepIsNoRepeatedCase) {
   EXPECT_TRUE(absl::StrContains(text, "18 cases: 18 ok, 0 failed\n")) << text;
 }
 
-// Adds the text to every text of a message and of those in it, also where there was none.
+// Appends the text to every string field of a message and of its submessages, empty ones included.
 void AddToTexts(const std::string& text, google::protobuf::Message* message) {
   const google::protobuf::Descriptor& descriptor = *message->GetDescriptor();
   const google::protobuf::Reflection& reflection = *message->GetReflection();
@@ -457,7 +457,7 @@ TEST(RenderTerminal, SixteenBitAccuracyFitsTheTerminalWithEveryColumn) {
   EXPECT_TRUE(absl::StrContains(Render(results, details), "1.2e-3"));
 }
 
-// Three layers of one file under both masks, of "plain" and "near".
+// Makes three layers of one file under both masks, of "plain" and "near".
 ResultSet MakeLayers() {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
@@ -543,8 +543,8 @@ TEST(RenderTerminal, ARowThatLacksALayerSaysSo) {
       << AsTerminal(results);
 }
 
-// "chain" remembers 128 tokens; what it is held against is itself with a memory of all tokens, which
-// runs at each length but the longest.
+// "chain" remembers 128 tokens; its counterpart is "chain" with a memory of all tokens, which runs
+// at each length but the longest.
 ResultSet MakeChain() {
   ResultSet results = MakeSweep();
   for (const int64_t tokens : {256, 512, 1024, 2048, 4096}) {
@@ -719,7 +719,7 @@ TEST(Render, ALegendExplainsTheMarksThatAreThere) {
   EXPECT_TRUE(absl::StrContains(AsFormat(sweep, RenderFormat::kMarkdown), kLegend));
 }
 
-// "plain" and "rival" at three lengths, the latter `ratio` times as fast at the longest one.
+// Makes "plain" and "rival" at three lengths, the latter `ratio` times as fast at the longest one.
 ResultSet MakeRivals(double ratio) {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
@@ -784,7 +784,7 @@ TEST(RenderTerminal, SpeedUpsStandBesideTimesWhereThereIsRoom) {
   }
 }
 
-// `count` techniques of two families beside "plain".
+// Makes `count` techniques of two families beside "plain".
 ResultSet MakeMany(int count) {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
@@ -903,7 +903,7 @@ TEST(RenderMarkdown, RecallSaysOfHowManyKeysItIsWhereAllCasesAgree) {
   EXPECT_EQ(header_of(1, 1), "recall, top 1");
   EXPECT_EQ(header_of(2, 2), "recall, top 2");
   EXPECT_EQ(header_of(1, 2), "recall, top k");
-  EXPECT_EQ(header_of(0, 0), "recall, top k");  // a file that does not tell
+  EXPECT_EQ(header_of(0, 0), "recall, top k");  // a file that does not say k
 }
 
 TEST(RenderMarkdown, NothingOfAFileIsMarkup) {

@@ -1,4 +1,4 @@
-// The tables of the terminal and Markdown renderings, before they are text.
+// Makes the tables of the terminal and Markdown renderings.
 #ifndef TFB_RESULTS_REPORT_H_
 #define TFB_RESULTS_REPORT_H_
 
@@ -11,63 +11,63 @@
 namespace tfb {
 namespace report {
 
-// One machine on one line each: "host · processor, 2 threads, AVX-512 · f32 peak … · commit …",
-// and a GPU where there is one or the reason why not; then where the tensors of each input file come
-// from, with `details` in full.
+// Returns a line for each machine, "host · processor, 2 threads, AVX-512 · f32 peak … · commit
+// …", with its GPU or the reason why it has none; then the origin of the tensors of each input
+// file, in full with `details`.
 std::vector<std::string> HeaderLines(const Analysis& analysis, bool details);
 
-// Errors, by element type, tokens, heads and input file: a row holds the layers of the file, or with
-// `details` one of them.
+// Returns the errors by element type, tokens, heads and input file. A row holds all layers of the
+// file or, with `details`, one of them.
 std::vector<Table> AccuracyTables(const Analysis& analysis, bool details);
-// Times over lengths.
+// Returns the times over lengths.
 std::vector<Table> ScalingTables(const Analysis& analysis);
-// Times of appended segments, where techniques stream: those of accuracy cases with `details`, or
-// where there are no others.
+// Returns the times of appended segments of techniques that stream. Those of accuracy cases are
+// included with `details`, or where there are no others.
 std::vector<Table> StreamingTables(const Analysis& analysis, bool details);
-// The message in three sentences: the fastest technique within a limit of the error against dense;
-// from which length on it is faster than dense, and its memory; what did not run, and why. Empty
-// without cases.
+// Returns three sentences: the fastest technique within a limit of the error against dense; from
+// which length on it is faster than dense, and its memory; what did not run, and why. Returns none
+// where there are no cases.
 std::vector<std::string> HeadlineSentences(const Analysis& analysis);
-// The first two of them; empty where no two techniques have both a time and an error.
+// Returns the first two of them, or none where no two techniques have both a time and an error.
 std::vector<std::string> RecommendationSentences(const Analysis& analysis);
-// For each scaling table the techniques that no other beats in both speed and error, among those that
-// are held against the same dense counterpart, at the longest length that most techniques ran.
+// The Pareto-optimal techniques of each scaling table in speed and error, among those with the same
+// dense counterpart, at the longest length that most techniques ran.
 struct ChoiceReport {
   std::vector<Table> first;  // one for each mask of the cases with the most techniques
   std::vector<Table> more;
 };
 ChoiceReport ChoiceTables(const Analysis& analysis);
-// Tells of each technique its title, its source and its cost beside its own dense counterpart: a row
-// for each of its options and masks. A technique without any time has a row that says why.
+// The title of a technique, its source and its cost beside its own dense counterpart: a row for
+// each of its options and masks. A technique without any time has a row that says why.
 struct TechniqueCard {
   std::string name;
   std::string title;
   std::string citation;
-  std::string counterpart;  // "held against dense"; empty where nothing is
+  std::string counterpart;  // "held against dense"; empty where there is none
   Table numbers;
 };
-// By family and name, on the cases with the most techniques (MainGroups in results/choices.h).
+// Returns the cards by family and name, on the cases of MainGroups (results/choices.h).
 std::vector<TechniqueCard> TechniqueCards(const Analysis& analysis);
-// How far attention changes when sequences grow, over lengths (harness/judge/extrapolation.h).
+// Returns how far attention changes when sequences grow, by length (harness/judge/extrapolation.h).
 std::vector<Table> ExtrapolationTables(const Analysis& analysis);
-// The statistics that techniques report by name.
+// Returns the statistics that techniques report by name.
 std::vector<Table> StatisticsTables(const Analysis& analysis);
-// Setup, cold and warm runs, rates and memory at each technique's longest length.
+// Returns setup, cold and warm runs, rates and memory at each technique's longest length.
 std::vector<Table> CostTables(const Analysis& analysis);
-// The marks that stand in `tables`, explained; empty where there are none.
+// Explains the marks in `tables`. Returns an empty text where there are none.
 std::string LegendLine(const std::vector<Table>& tables);
-// Everything known of each machine.
+// Returns everything that is known of each machine.
 std::vector<Table> EnvironmentTables(const Analysis& analysis);
 
-// What did not go well, by status and reason, then one line with the number of cases of each status.
-// A failure has the names of its techniques; a skip has them with `details` alone, since a missing
-// device skips every technique there is. `bad` marks lines about failures.
 struct OutcomeLine {
   std::string text;
-  bool bad = false;
+  bool bad = false;  // whether the line is about a failure
 };
+// Returns the cases that are not ok by status and reason, then one line with the number of cases of
+// each status. A line names the techniques of a failure, and those of a skip only with `details`,
+// since a missing device skips every technique.
 std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details = false);
-// Returns status, number of cases, reason and techniques as a table without the total.
+// Returns the same as a table of status, number of cases, reason and techniques, without the total.
 Table OutcomeTable(const Analysis& analysis);
 
 }  // namespace report

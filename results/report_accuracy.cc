@@ -1,4 +1,4 @@
-// Tables of errors.
+// Makes the tables of errors.
 
 #include <algorithm>
 #include <cmath>
@@ -55,7 +55,7 @@ std::optional<double> Recall(const Case& result) {
   return outcome.has_recall_top_k() ? std::optional<double>(outcome.recall_top_k()) : std::nullopt;
 }
 
-// "2e-7 (<= 2e-6)": of several cases the one that is worst against its bound.
+// Returns "2e-7 (<= 2e-6)", for the case of the largest error relative to its bound.
 TableCell BoundedCell(const std::vector<const Case*>& cases, const CaseNumber& number,
                       const CaseNumber& bound) {
   std::optional<double> worst_value, worst_limit;
@@ -125,7 +125,7 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
                          });
                        }});
   }
-  // A column of its own is for details: the verdict holds it otherwise.
+  // Only details have a column of their own for this; otherwise the verdict includes it.
   const bool has_log_sum_exp = by_layer && AnyHas(group, LogSumExpError);
   if (has_log_sum_exp) {
     columns.push_back({{"LSE\nerror", true}, [](const std::vector<const Case*>& cases) {

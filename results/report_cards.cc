@@ -1,4 +1,4 @@
-// A card for each technique: its sentence and citation, and its cost beside its own counterpart.
+// Makes a card for each technique: its title and citation, and its cost beside its own counterpart.
 
 #include <algorithm>
 #include <map>
@@ -22,7 +22,7 @@ std::optional<double> MemoryAt(const Series& series, int64_t tokens) {
                     [](const Case& result) { return WorkingMemoryBytes(result.outcome()); });
 }
 
-// "4 MiB" with "0.50x" of what the counterpart takes as the detail.
+// Returns "4 MiB" with the ratio to the counterpart, "0.50x", as the detail.
 TableCell MemoryCell(const Analysis& analysis, const Series& series, int64_t tokens) {
   const std::optional<double> memory = MemoryAt(series, tokens);
   const Series* dense = analysis.DenseSeriesOf(series, tokens);
@@ -41,7 +41,7 @@ void AddColumns(TechniqueCard* card) {
                            {"speed-up", true, 0, 1}, {"error", true}, {"memory", true, 0, 1}};
 }
 
-// `shared` where the series has what the card tells there, or else its longest length that has it.
+// Returns `shared` where the series has the card's numbers there, else the longest such length.
 int64_t LengthFor(const Series& series, int64_t shared) {
   if (series.speed_ups.count(shared) > 0) return shared;
   if (!series.speed_ups.empty()) return series.speed_ups.rbegin()->first;
@@ -69,7 +69,7 @@ void AddRow(const Analysis& analysis, const TableGroup& group, const Series& ser
   }
 }
 
-// A technique that has no time has a row with the reason of its first case that did not run.
+// Makes the row of a technique without times, with the reason of its first case that did not run.
 void AddReason(const Case& result, TechniqueCard* card) {
   card->numbers.columns = {{"configuration"}, {"no time", false, 20}};
   const Outcome& outcome = result.outcome();
@@ -80,7 +80,7 @@ void AddReason(const Case& result, TechniqueCard* card) {
                        Printable(result.technique().family()));
 }
 
-// The scaling groups that cards tell of: those of MainGroups, or all where there are none.
+// Returns the scaling groups of the cards: those of MainGroups, or all where there are none.
 std::vector<TableGroup> GroupsOf(const Analysis& analysis) {
   std::vector<TableGroup> groups = MainGroups(analysis);
   if (!groups.empty()) return groups;
@@ -117,7 +117,7 @@ std::vector<TechniqueCard> TechniqueCards(const Analysis& analysis) {
   }
   std::vector<TechniqueCard> in_order;
   for (auto& [name, card] : cards) {
-    if (card.numbers.rows.empty()) continue;  // has errors alone, which the accuracy tables show
+    if (card.numbers.rows.empty()) continue;  // has only errors, which the accuracy tables show
     card.numbers = WithRows({card.numbers}).front();
     in_order.push_back(std::move(card));
   }

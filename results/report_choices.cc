@@ -1,4 +1,4 @@
-// Which techniques no other beats in both time and error.
+// Lists the Pareto-optimal techniques in time and error.
 
 #include <algorithm>
 #include <map>
@@ -17,11 +17,10 @@ namespace tfb {
 namespace report {
 namespace {
 
-// Members that a choice between techniques needs to be worth a table beside the first one.
+// The fewest members with which a choice has a table beside the first one.
 constexpr size_t kFewestFurtherChoices = 3;
 
-// Names what is no choice, by the fastest that is better: "near beats sketch, far; dense beats
-// other".
+// Groups the dominated techniques by the fastest that dominates them: "near beats sketch, far".
 std::string BeatenNote(const std::vector<Choice>& choices) {
   std::vector<std::pair<const Series*, std::vector<std::string>>> beaten;
   for (const Choice& choice : choices) {
@@ -89,7 +88,7 @@ Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, int64_t tokens)
   return table;
 }
 
-// Says of how many techniques a choice is, where longer lengths were reached by fewer.
+// Says how many techniques there are to choose from, where fewer ran at longer lengths.
 std::string LongerNote(const TableGroup& group, int64_t tokens) {
   int64_t longest = tokens;
   for (const Series* series : group.AllSeries()) {

@@ -1,4 +1,4 @@
-// Tables of streams, of costs told apart, and of what techniques report by name.
+// Makes the tables of streams, of separate costs, and of the statistics that techniques report.
 
 #include <algorithm>
 #include <iterator>
@@ -17,14 +17,14 @@ namespace tfb {
 namespace report {
 namespace {
 
-// What an exponent over the segments of a stream has to rest on: segments whose times are known to
-// +-10 % with 95 %, and the largest standard error of the exponent. With 16 segments FitGrowth takes
-// 8 to fit, over a factor of two in the tokens before: 10 % in time is 0.14 in the exponent.
+// The requirements for an exponent over the segments of a stream: segments whose 95 % intervals are
+// within +-10 %, and the largest standard error of the exponent. With 16 segments FitGrowth takes 8
+// to fit, over a factor of two in the tokens before: 10 % in time is 0.14 in the exponent.
 constexpr size_t kFewestSegments = 16;
 constexpr double kSegmentHalfWidth = 0.1;
 constexpr double kSegmentGrowthError = 0.1;
 
-// The exponent of a segment's time in the tokens before it, where there are enough to tell.
+// Returns the exponent of a segment's time in the tokens before it, where the segments meet them.
 std::optional<double> SegmentGrowth(const Timing& timing) {
   std::vector<LengthTime> times;
   std::set<int64_t> lengths;

@@ -1,4 +1,4 @@
-// The message of a result set in three sentences.
+// Summarizes a result set in three sentences.
 
 #include <algorithm>
 #include <iterator>
@@ -17,10 +17,10 @@ namespace tfb {
 namespace report {
 namespace {
 
-// Relative errors against dense up to which a technique is looked for, the first at which one is
-// faster than dense: a tenth of the output's norm, then what a reader may still put up with.
+// The limits of the relative error against dense, of which the first with a technique faster than
+// dense is used: a tenth of the output's norm, then what a reader may still tolerate.
 constexpr double kErrorLimits[] = {0.1, 0.3, 0.5};
-constexpr size_t kMostReasons = 3;  // that the last sentence names
+constexpr size_t kMostReasons = 3;  // in the last sentence
 
 // The choices of one mask.
 struct Mask {
@@ -32,8 +32,8 @@ struct Mask {
   std::string name() const { return group->first().key().problem().causal() ? "causal" : "full"; }
 };
 
-// Returns the fastest within the limit: with `sure` of those that the samples tell apart from
-// dense, else of those that look faster in too few samples.
+// Returns the fastest within the limit: with `sure` of those significantly faster than dense, else
+// of those that are faster in too few samples.
 const Choice* FastestWithin(const ChoiceSet& set, double limit, bool sure) {
   const Choice* fastest = nullptr;
   for (const Choice& choice : set.choices) {
@@ -47,8 +47,8 @@ const Choice* FastestWithin(const ChoiceSet& set, double limit, bool sure) {
   return fastest;
 }
 
-// Finds the fastest of each mask; returns the limit that was needed, or nothing where no technique
-// is faster than dense within any limit.
+// Finds the fastest of each mask. Returns the limit that was used, or nothing where no technique is
+// faster than dense within any limit.
 std::optional<double> FindFastest(std::vector<Mask>* masks) {
   for (const bool sure : {true, false}) {
     for (const double limit : kErrorLimits) {
@@ -84,8 +84,8 @@ std::string ConditionsText(const Mask& mask) {
                       mask.set.inputs, ")");
 }
 
-// "under the causal mask near window=256: 5.8x [5.7, 5.9] as fast as dense at 4096 tokens, error
-// 0.18".
+// Returns "under the causal mask near window=256: 5.8x [5.7, 5.9] as fast as dense at 4096 tokens,
+// error 0.18".
 std::string FastestText(const Mask& mask) {
   const std::string begin = absl::StrCat("under the ", mask.name(), " mask ");
   if (mask.fastest == nullptr) {
@@ -112,8 +112,8 @@ std::string FastestSentence(const std::vector<Mask>& masks, double limit) {
                       ConditionsText(masks.front()), ".");
 }
 
-// "near window=256 is faster than dense from 707 [690, 725] tokens on under the causal mask and
-// takes 4 MiB of memory at 4096 tokens, where dense takes 8 MiB".
+// Returns "near window=256 is faster than dense from 707 [690, 725] tokens on under the causal mask
+// and takes 4 MiB of memory at 4096 tokens, where dense takes 8 MiB".
 std::string CostText(const Mask& mask) {
   const Series& series = *mask.fastest->series;
   const std::optional<std::string> from =
@@ -145,7 +145,7 @@ std::string CostSentence(const std::vector<Mask>& masks) {
 
 std::string Cases(int64_t count) { return absl::StrCat(count, count == 1 ? " case" : " cases"); }
 
-// Tells how many cases did not run, by reason, the most frequent first, and how many failed.
+// Says how many cases did not run, by reason, the most frequent first, and how many failed.
 std::string MissingSentence(const Analysis& analysis) {
   std::map<std::string, int64_t> counts;
   int64_t missing = 0, failed = 0;

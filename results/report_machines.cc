@@ -1,4 +1,4 @@
-// The lines around the tables: machines, inputs, outcomes, marks.
+// Writes the lines around the tables: machines, inputs, outcomes, marks.
 
 #include <algorithm>
 #include <map>
@@ -66,13 +66,13 @@ std::string HeaderLine(const Environment& environment) {
   return absl::StrJoin(parts, " · ");
 }
 
-// "sentence-transformers/all-MiniLM-L6-v2: BERT, 6 layers; from …" without what follows the name.
+// Returns only the name of "sentence-transformers/all-MiniLM-L6-v2: BERT, 6 layers; from …".
 std::string ShortModel(absl::string_view model) {
   for (const absl::string_view end : {": ", "; "}) model = model.substr(0, model.find(end));
   return Printable(model);
 }
 
-// Where the tensors of each file come from, once for all tables.
+// Returns the origin of the tensors of each file, once for all tables.
 std::vector<std::string> InputLines(const Analysis& analysis, bool whole) {
   std::vector<std::string> lines;
   for (const Case* result : analysis.cases()) {
@@ -259,7 +259,7 @@ std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details) {
       lines.push_back({text, false});
       continue;
     }
-    // A failure is worth knowing exactly, unless it repeats.
+    // A failure is shown in full, unless it repeats.
     const std::string who = IsBad(reason.status) && reason.members.size() == 1
                                 ? DescribeCase(*reason.members.front())
                                 : absl::StrJoin(reason.names, ", ");

@@ -18,7 +18,7 @@ namespace tfb {
 namespace report {
 namespace {
 
-// "layer7" as "7": the word stands before it already.
+// Returns "7" for "layer7", since the word already precedes it.
 std::string ShortLayer(absl::string_view layer) {
   const std::string printable = Printable(layer);
   absl::string_view rest = printable;
@@ -27,7 +27,7 @@ std::string ShortLayer(absl::string_view layer) {
   return number ? std::string(rest) : printable;
 }
 
-// "cpu", or "cpu x2" where a table has several numbers of threads.
+// Returns "cpu", or "cpu x2" where a table has several numbers of threads.
 std::string DeviceName(const TableGroup& group, const Series& series) {
   const Case::Key& key = series.first().key();
   std::set<int> threads;
@@ -40,7 +40,7 @@ std::string DeviceName(const TableGroup& group, const Series& series) {
   return threads.size() > 1 ? absl::StrCat(device, " x", key.threads()) : device;
 }
 
-// Whether a table's rows differ in device or number of threads.
+// Tells whether a table's rows differ in device or number of threads.
 bool HasSeveralDevices(const TableGroup& group) {
   std::set<std::string> names;
   for (const Series* series : group.AllSeries()) names.insert(DeviceName(group, *series));
@@ -240,14 +240,14 @@ namespace {
 // Two digits, or all before the point: "44", "7.1", "707".
 std::string TokensText(double tokens) { return FormatSignificant(tokens, 2); }
 
-// "[690, 725]"; an end beyond the measured lengths is open.
+// Returns "[690, 725]"; an end beyond the measured lengths is open.
 std::string CrossoverInterval(const Crossover& crossover) {
   return absl::StrCat(
       "[", crossover.low_tokens > 0 ? TokensText(crossover.low_tokens) : "..", ", ",
       std::isfinite(crossover.high_tokens) ? TokensText(crossover.high_tokens) : "..", "]");
 }
 
-// The length from which on a technique that always seems faster is faster with certainty.
+// Returns where a technique that is faster at all lengths begins to be significantly faster.
 double CertainFrom(const Crossover& crossover) {
   return std::max(crossover.tokens, crossover.high_tokens);
 }
@@ -293,7 +293,7 @@ std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumb
 std::optional<double> MedianValue(const std::vector<const Case*>& cases, const CaseNumber& number) {
   const std::vector<double> values = Values(cases, number);
   if (values.empty()) return std::nullopt;
-  // A NaN is no number to take a median of, and must not vanish either.
+  // A median with a NaN is undefined, and must not hide the NaN.
   for (const double value : values) {
     if (std::isnan(value)) return value;
   }

@@ -1,4 +1,4 @@
-// The rows that the tables of a report are made of, and the numbers in them. Private to the report.
+// Makes the rows of a report's tables, and the numbers in them. It is private to the report.
 #ifndef TFB_RESULTS_REPORT_ROWS_H_
 #define TFB_RESULTS_REPORT_ROWS_H_
 
@@ -18,13 +18,13 @@ inline constexpr int kLeastNameWidth = 16;
 
 // A row of a table.
 struct Row {
-  const Series* series = nullptr;  // whose name and description stand for all
+  const Series* series = nullptr;  // gives the name and description
   std::vector<const Case*> cases;
   bool causal = false;
   std::string layer;  // as it is shown; empty where the row holds several
 };
 
-// The groups of one table, which differ in nothing but layer and mask.
+// The groups of one table, which differ only in layer and mask.
 struct TableGroup {
   std::vector<const SeriesGroup*> groups;
   const SeriesGroup& front() const { return *groups.front(); }
@@ -50,13 +50,13 @@ std::vector<std::string> LayersOf(const TableGroup& group);
 // Returns the series' name, with the number of seeds where there are several.
 std::string SeriesName(const Series& series);
 std::string FamilyOf(const Series& series);
-// "tokens", "keys" or "queries": what a group's lengths count.
+// Returns what a group's lengths count: "tokens", "keys" or "queries".
 std::string LengthName(const TableGroup& group);
-// Returns `what` followed by all that the group's rows share. An accuracy group's rows tell their
-// masks and layers themselves.
+// Returns `what` followed by everything that the group's rows share. The rows of an accuracy group
+// name their masks and layers themselves.
 std::string GroupTitle(absl::string_view what, const TableGroup& group);
 
-// The columns that say what a row is, of which a table has those that tell its rows apart.
+// The columns that identify a row. A table has those in which its rows differ.
 class RowHead {
  public:
   RowHead(const TableGroup& group, bool by_layer);
@@ -78,24 +78,24 @@ struct TimeUnit {
 };
 TimeUnit UnitOf(const TableGroup& group);
 
-// Whether a case was tried.
+// Tells whether a case was tried.
 bool Ran(const Case& result);
-// The worst status of cases that share a place: what a reader must not overlook.
+// Returns the worst status of the cases of one cell.
 Outcome::Status WorstStatus(const std::vector<const Case*>& cases);
 TableCell StatusCell(Outcome::Status status);
 
-// "3.1x" with its interval as the detail; "1.0x=" in grey where the samples do not tell the technique
-// apart from its counterpart. "-" where there is none.
+// Returns "3.1x" with its interval as the detail, "1.0x=" in grey where the technique does not
+// differ significantly from its counterpart, and "-" where there is no speed-up.
 TableCell SpeedUpCell(const std::optional<SpeedUpInterval>& speed_up);
-// From which length on a technique is faster than its counterpart, with the interval as the detail:
-// "707", "<= 256", "not to 4096", "only below 512"; "unclear" in grey where the samples at the
-// longest length do not tell the two apart.
+// Returns the length from which on a technique is faster than its counterpart, with the interval as
+// the detail: "707", "<= 256", "not to 4096", "only below 512"; or "unclear" in grey where the two
+// do not differ significantly at the longest length.
 TableCell CrossoverCell(const Crossover& crossover);
-// Returns the same length for a sentence, "707 [690, 725]" or "at most 256"; nothing where the
-// technique is not faster at the longest length, or not clearly.
+// Returns the same length for a sentence, "707 [690, 725]" or "at most 256", or nothing where the
+// technique is not significantly faster at the longest length.
 std::optional<std::string> FasterFromText(const Crossover& crossover);
 
-// A number of a case, or nothing.
+// Returns a number of a case, or nothing.
 using CaseNumber = std::function<std::optional<double>(const Case&)>;
 std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumber& number);
 // Both return NaN where a value is NaN, and nothing where no case has one.
@@ -103,19 +103,18 @@ std::optional<double> MedianValue(const std::vector<const Case*>& cases, const C
 std::optional<double> WorstValue(const std::vector<const Case*>& cases, const CaseNumber& number);
 bool AnyHas(const TableGroup& group, const CaseNumber& number);
 
-// Returns the error against dense by which techniques are compared: the relative one where it is
-// known.
+// Returns the error against dense that compares techniques: the relative one where it is known.
 std::optional<double> DenseError(const Case& result);
 // Returns a statistic that a technique or the harness reports by name.
 std::optional<double> Statistic(const Case& result, absl::string_view name);
-// harness/inputs/language_model.h defines it.
+// Returns the bits per byte (harness/inputs/language_model.h).
 std::optional<double> BitsPerByte(const Case& result);
 TableCell BitsPerByteCell(const std::vector<const Case*>& cases);
-// harness/judge/extrapolation.h defines the two.
+// Return `change` and `reshape` of harness/judge/extrapolation.h.
 std::optional<double> ExtrapolationChange(const Case& result);
 std::optional<double> ExtrapolationReshape(const Case& result);
 
-// Leaves out tables that have no rows, and columns that hold nothing but dashes.
+// Returns the tables without those that have no rows, and without columns that have only dashes.
 std::vector<Table> WithRows(std::vector<Table> tables);
 
 }  // namespace report

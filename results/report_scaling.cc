@@ -1,4 +1,4 @@
-// Tables over lengths: times, and how attention changes when sequences grow.
+// Makes the tables over lengths: times, and how attention changes when sequences grow.
 
 #include <algorithm>
 #include <iterator>
@@ -19,9 +19,9 @@ namespace tfb {
 namespace report {
 namespace {
 
-// Half the interval over the median beyond which a time is marked as unsteady.
+// The relative half-width of an interval beyond which a time is marked as unsteady.
 constexpr double kUnsteadyHalfWidth = 0.05;
-// Fitted growth beyond the expected one that is worth a mark.
+// The excess of the fitted growth over the expected one beyond which it is marked.
 constexpr double kGrowthMargin = 0.25;
 
 TableCell LengthCell(const Series& series, int64_t tokens, const TimeUnit& unit) {
@@ -47,7 +47,7 @@ TableCell LengthCell(const Series& series, int64_t tokens, const TimeUnit& unit)
 
 TableCell GrowthCell(const Series& series) {
   TechniqueDescription technique = series.first().technique();
-  if (series.is_counterpart) {  // what is expected is said of other options
+  if (series.is_counterpart) {  // the expected growth is that of other options
     technique.clear_expected_growth();
     technique.clear_expected_growth_text();
   }
@@ -67,7 +67,7 @@ TableCell GrowthCell(const Series& series) {
           above ? Emphasis::kBad : Emphasis::kNone};
 }
 
-// The larger of the two shares: what limits the technique, if anything does.
+// Returns the larger of the two shares, which limits the technique.
 std::string PeakCell(const Analysis& analysis, const Case& result) {
   const Environment& environment = analysis.EnvironmentOf(result);
   const std::optional<double> compute = ShareOfComputePeak(result, environment);
@@ -85,7 +85,7 @@ bool ShowsInScaling(const Series& series) {
   });
 }
 
-// Marks that the notes of a scaling table have to explain.
+// The marks that the notes of a scaling table have to explain.
 struct ScalingMarks {
   std::set<std::pair<int64_t, int64_t>> fitted;  // lengths
   bool counterpart = false, shorter = false, above = false, bandwidth = false;
@@ -111,8 +111,8 @@ std::string ScalingNotes(const TableGroup& group, const ScalingMarks& marks) {
   return absl::StrJoin(notes, "; ");
 }
 
-// The speed-up at `shared`, or where it is not known there at the longest length at which it is,
-// which is named then.
+// Returns the speed-up at `shared` or, where it is unknown, at the longest length where it is
+// known, with that length.
 TableCell SharedSpeedUpCell(const Series& series, int64_t shared, ScalingMarks* marks) {
   if (series.is_baseline || series.speed_ups.empty()) return "-";
   auto known = series.speed_ups.find(shared);
@@ -126,7 +126,7 @@ TableCell SharedSpeedUpCell(const Series& series, int64_t shared, ScalingMarks* 
   return cell;
 }
 
-// The rows from the top that are the technique which others are held against.
+// Returns the number of rows at the top that others are compared with.
 int ReferenceRows(const std::vector<Row>& rows) {
   int count = 0;
   for (const Row& row : rows) {
@@ -170,8 +170,8 @@ OtherLoad LoadOf(const TableGroup& group) {
   return sum;
 }
 
-// Empty where there was no load worth telling: below a twentieth of a core, and below 1 % of what the
-// hypervisor owes, times do not change by more than they scatter.
+// Returns an empty text where the load was small: below a twentieth of a core, and below 1 % stolen
+// time, times change by less than their noise.
 std::string LoadNote(const TableGroup& group) {
   constexpr double kLeastOthers = 0.05, kLeastStolen = 0.01;
   const OtherLoad load = LoadOf(group);
@@ -202,7 +202,7 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   for (const Row& row : rows) {
     for (const auto& [tokens, cases] : row.series->by_tokens) lengths.insert(tokens);
   }
-  // In a sweep that ran out of time few techniques have the longest length.
+  // In a sweep that reached its time limit few techniques have the longest length.
   const int64_t shared = SharedLength(group) > 0 ? SharedLength(group) : *lengths.rbegin();
 
   const RowHead head(group, false);
@@ -252,7 +252,7 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   return table;
 }
 
-// "0.88", or "0.88 (0.21)" where attention among the shorter sequence's tokens changed too.
+// Returns "0.88", or "0.88 (0.21)" where attention within the shorter sequence changed, too.
 TableCell ExtrapolationCell(const std::vector<const Case*>& cases) {
   const std::optional<double> reshape = MedianValue(cases, ExtrapolationReshape);
   std::string text = FormatError(MedianValue(cases, ExtrapolationChange));

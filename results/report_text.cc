@@ -46,14 +46,14 @@ std::string EnvironmentVariable(const char* name) {
 }
 
 bool LocaleIsUtf8() {
-  // The first that is set decides, as in setlocale(3).
+  // The first variable that is set decides, as in setlocale(3).
   for (const char* name : {"LC_ALL", "LC_CTYPE", "LANG"}) {
     const std::string value = absl::AsciiStrToLower(EnvironmentVariable(name));
     if (!value.empty()) {
       return absl::StrContains(value, "utf-8") || absl::StrContains(value, "utf8");
     }
   }
-  return true;  // nothing said, as in containers: files and terminals are UTF-8 today
+  return true;  // none is set, as in containers: files and terminals are UTF-8 today
 }
 
 }  // namespace
@@ -99,7 +99,7 @@ std::string TerminalReport(const Analysis& analysis, const ReportOptions& option
     add_line(line.text, line.bad ? Emphasis::kBad : Emphasis::kNone);
   }
   for (const std::string& note : options.notes) add_line(Printable(note), Emphasis::kStrong);
-  // Not wrapped: a path that is broken in two cannot be copied.
+  // The paths are not wrapped, since a broken path cannot be copied.
   for (const std::string& path : options.paths) {
     absl::StrAppend(&out, "results: ", Printable(path), "\n");
   }

@@ -47,7 +47,7 @@ SeriesFilter FilterOf(const SinglePlotOptions& options) {
   };
 }
 
-// The panels in the size of paper, each with the title of its figure.
+// Returns the panels in their size on paper, each with the title of its figure.
 std::vector<plot::Plot> PanelsOf(std::vector<Figure> figures, double width_mm, int* columns) {
   std::vector<plot::Plot> panels;
   bool scattered = false;
@@ -62,7 +62,7 @@ std::vector<plot::Plot> PanelsOf(std::vector<Figure> figures, double width_mm, i
   *columns = panels.size() > 1 && width_mm >= kTwoColumnsFrom ? 2 : 1;
   for (plot::Plot& panel : panels) {
     panel.width = width_mm * kPixelsPerMillimetre / *columns;
-    // Points need more height for their names than lines, which have theirs beside the axes.
+    // Points need more height for their names than lines, whose names are beside the axes.
     const double ratio = scattered ? 0.8 : 0.68;
     panel.height = std::clamp(panel.width * ratio, 200.0, 480.0);
   }
@@ -105,7 +105,7 @@ absl::StatusOr<std::string> RenderSinglePlot(const ResultSet& results,
 
 namespace {
 
-// A file that is gone when this is.
+// A file that the destructor deletes.
 class TemporaryFile {
  public:
   TemporaryFile() {
@@ -139,7 +139,7 @@ class TemporaryFile {
   int fd_ = -1;
 };
 
-// Runs a program found in PATH to its end; its exit status, or -1 where it did not exit itself.
+// Runs a program found in PATH. Returns its exit status, or -1 where it did not exit by itself.
 absl::StatusOr<int> RunProgram(std::vector<std::string> arguments) {
   std::vector<char*> argv;
   for (std::string& argument : arguments) argv.push_back(argument.data());

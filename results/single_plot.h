@@ -1,4 +1,4 @@
-// Plots for a paper: SVG of a given width, and PNG made of it.
+// Makes plots for a paper: SVG of a given width, and PNG from it.
 #ifndef TFB_RESULTS_SINGLE_PLOT_H_
 #define TFB_RESULTS_SINGLE_PLOT_H_
 
@@ -12,19 +12,19 @@ namespace tfb {
 
 struct SinglePlotOptions {
   std::string kind;        // "scaling", "frontier", "memory", "roofline"
-  std::string family;      // only its techniques; all where empty
-  std::string techniques;  // only those that match one of these globs, separated by commas
-  std::string group;       // only figures, or panels of them, whose title has this text: "causal"
-  double width_mm = 180;   // of the whole: two panels beside each other, or one
+  std::string family;      // shows only its techniques; all where empty
+  std::string techniques;  // shows only those that match one of these globs, separated by commas
+  std::string group;       // shows only figures or panels whose title has this text: "causal"
+  double width_mm = 180;   // of the whole: one panel, or two side by side
 };
 
-// The figures of results/figures.h as one SVG file, black on white. InvalidArgument names an option
-// that is out of range; NotFound where nothing is left to draw, with the figures that there are.
+// Returns the figures of results/figures.h as one SVG file, black on white. Returns InvalidArgument
+// where an option is out of range; NotFound, with the existing figures, where nothing is selected.
 absl::StatusOr<std::string> RenderSinglePlot(const ResultSet& results,
                                              const SinglePlotOptions& options);
 
-// Writes `svg` as a PNG of `dots_per_inch` to `path`, whole or not at all, by running rsvg-convert
-// (Debian: librsvg2-bin). FailedPrecondition, naming it, where it is not installed.
+// Writes `svg` as a PNG of `dots_per_inch` to `path` atomically by running rsvg-convert (Debian:
+// librsvg2-bin). Returns FailedPrecondition where that program is not installed.
 absl::Status WritePng(const std::string& svg, int dots_per_inch, const std::string& path);
 
 }  // namespace tfb

@@ -45,7 +45,7 @@ TEST(SinglePlot, ShowsOnlyWhatIsAskedFor) {
   absl::StatusOr<std::string> svg = RenderSinglePlot(MakeSweep(), options);
   ASSERT_TRUE(svg.ok()) << svg.status();
   EXPECT_TRUE(StrContains(*svg, ">sketch features=128</text>"));
-  EXPECT_TRUE(StrContains(*svg, ">plain</text>"));  // what it is held against
+  EXPECT_TRUE(StrContains(*svg, ">plain</text>"));  // the counterpart
   EXPECT_FALSE(StrContains(*svg, "near"));
   options.techniques = "near window=256";  // as the tables name it
   EXPECT_TRUE(StrContains(*RenderSinglePlot(MakeSweep(), options), "near"));
@@ -100,7 +100,7 @@ class Png : public ::testing::Test {
   std::string svg_;
 };
 
-// Of the image's header: width, height. https://www.w3.org/TR/png/#11IHDR
+// Returns width and height from the image's header: https://www.w3.org/TR/png/#11IHDR
 uint32_t BigEndian(const std::string& bytes, size_t at) {
   uint32_t value = 0;
   for (size_t i = 0; i < 4; ++i) value = value << 8 | static_cast<uint8_t>(bytes[at + i]);

@@ -13,13 +13,13 @@
 namespace tfb {
 namespace {
 
-// Natural logarithm of the probability of `successes` in `trials` fair tosses.
+// Returns the natural logarithm of the probability of `successes` in `trials` fair tosses.
 double LogBinomialHalf(int trials, int successes) {
   return std::lgamma(trials + 1.0) - std::lgamma(successes + 1.0) -
          std::lgamma(trials - successes + 1.0) - trials * std::log(2.0);
 }
 
-// log(tokens) and log(speed-up), the latter of one end of its interval or of the ratio itself.
+// Pairs of log(tokens) and log(speed-up), of the ratio or of one end of its interval.
 using LogCurve = std::vector<std::pair<double, double>>;
 
 LogCurve CurveThrough(const std::vector<LengthSpeedUp>& speed_ups,
@@ -33,7 +33,7 @@ LogCurve CurveThrough(const std::vector<LengthSpeedUp>& speed_ups,
 
 bool IsFaster(const std::pair<double, double>& point) { return point.second > 0; }
 
-// Where the curve crosses 1 for the last time; absent where it does not.
+// Returns where the curve crosses 1 for the last time, or nothing where it does not.
 std::optional<double> LastCrossing(const LogCurve& curve) {
   for (size_t i = curve.size() - 1; i > 0; --i) {
     if (IsFaster(curve[i]) == IsFaster(curve[i - 1])) continue;
@@ -44,8 +44,8 @@ std::optional<double> LastCrossing(const LogCurve& curve) {
   return std::nullopt;
 }
 
-// From which length on the curve has the order that it is to have at the longest one: 0 where it
-// always has, infinite where it never has.
+// Returns the length from which on the curve is above 1 (`faster`) or not, as far as the longest
+// length: 0 where it always is, infinite where it is not at the longest one.
 double HasOrderFrom(const LogCurve& curve, bool faster) {
   if (IsFaster(curve.back()) != faster) return std::numeric_limits<double>::infinity();
   return LastCrossing(curve).value_or(0);
@@ -188,7 +188,7 @@ int64_t LengthOf(const ProblemSize& problem) {
 
 namespace {
 
-// Whether `dense` has the options that `result` asks of its counterpart.
+// Tells whether `dense` has the options that `result` requires of its counterpart.
 bool HasOptionsAskedBy(const Case& result, const Case& dense) {
   const auto& asked = result.technique().dense_counterpart_options();
   const auto& options = dense.key().options();
@@ -221,7 +221,7 @@ DensePartners::DensePartners(const ResultSet& results) {
   for (const Environment& environment : results.environments()) {
     machines_[environment.id()] = MachineOf(results, environment.id());
   }
-  // Any technique may be somebody's counterpart, so each is filed under its own name.
+  // Any technique may be a counterpart, so each case is stored under its technique's name.
   for (const Case& result : results.cases()) {
     candidates_[KeyOf(result, result.key().technique())].push_back(&result);
   }

@@ -1,5 +1,5 @@
-// Derives medians with intervals, growth, crossovers and shares from samples and cases.
-// Every number that cannot be derived is absent.
+// Computes medians with intervals, growth, crossovers and shares from samples and cases.
+// Every number that cannot be computed is absent.
 #ifndef TFB_RESULTS_STATISTICS_H_
 #define TFB_RESULTS_STATISTICS_H_
 
@@ -13,24 +13,24 @@
 
 namespace tfb {
 
-// Median of a distribution, and what its samples say about where it lies.
+// The median of a distribution with its confidence interval.
 struct MedianInterval {
   double median = 0;
-  double low = 0;  // order statistics, so always samples themselves
+  double low = 0;  // order statistics, so both ends are samples
   double high = 0;
-  double coverage = 0;  // probability that [low, high] holds the true median
+  double coverage = 0;  // probability that [low, high] contains the true median
   int samples = 0;
 
-  // Six samples are the fewest with 95 %: the range of n covers 1 - 2^(1-n).
+  // Tells whether the coverage is 95 %. It takes six samples: the range of n covers 1 - 2^(1-n).
   bool is_95_percent() const { return coverage >= 0.95; }
-  // (high - low) / (2 median): 0.05 is +-5 %.
+  // Returns (high - low) / (2 median): 0.05 is +-5 %.
   double relative_half_width() const;
 };
 
-// The interval is [x(k), x(n+1-k)] with the largest k whose binomial coverage
-// 1 - 2 P(Bin(n, 1/2) < k) is at least 0.95, and the whole range where there is none. It assumes
-// independent samples and nothing of their distribution. Absent without samples, or where one is
-// NaN.
+// Returns the median with the interval [x(k), x(n+1-k)] for the largest k whose binomial coverage
+// 1 - 2 P(Bin(n, 1/2) < k) is at least 0.95, or with the whole range where there is none. The
+// interval assumes independent samples but no particular distribution. Returns nothing where there
+// are no samples, or where one is NaN.
 std::optional<MedianInterval> MedianOf(std::vector<double> samples);
 template <typename Range>
 std::optional<MedianInterval> Median(const Range& samples) {
@@ -40,35 +40,36 @@ std::optional<MedianInterval> Median(const Range& samples) {
 // A time at a length.
 struct LengthTime {
   int64_t tokens = 0;
-  double time = 0;  // any unit, the same throughout
+  double time = 0;  // in any unit, the same for all points
 };
 
-// Least-squares slope of log(time) over log(tokens).
+// The least-squares slope of log(time) over log(tokens).
 //
-// Only the upper half of the lengths counts (of n distinct ones the ceil(n/2) longest, but three
-// where there are three): what is short measures fixed costs, and an exponent is a statement about
-// long inputs. Points at one length enter one by one.
+// The fit uses only the upper half of the lengths (of n distinct ones the ceil(n/2) longest, but
+// three where there are three), since short inputs measure fixed costs, and an exponent is a
+// statement about long ones. Every point at a length counts.
 struct Growth {
   double exponent = 0;
   std::optional<double> standard_error;  // of the slope; absent for two points
-  int64_t from_tokens = 0;               // shortest and longest length that counted
+  int64_t from_tokens = 0;               // shortest and longest length of the fit
   int64_t to_tokens = 0;
 };
-// Absent with fewer than two distinct lengths, or where no two have positive finite times.
+// Returns nothing where fewer than two distinct lengths have positive finite times.
 std::optional<Growth> FitGrowth(std::vector<LengthTime> points);
 
-// How many times as fast as its dense counterpart a technique is.
+// The speed-up of a technique over its dense counterpart.
 struct SpeedUpInterval {
   double ratio = 1;  // median time of the counterpart over median time of the technique
-  double low = 1;    // an interval that holds the ratio of the true medians
+  double low = 1;    // an interval of the ratio of the true medians
   double high = 1;
-  bool is_95_percent = false;  // otherwise [low, high] is made of the ranges of too few samples
-  bool distinct = false;       // the samples tell the technique apart from its counterpart
+  bool is_95_percent = false;  // otherwise [low, high] comes from the ranges of too few samples
+  bool distinct = false;       // whether the two differ significantly
 };
-// From six samples of each on, the interval is a bootstrap's (results/two_samples.h), and the two are
-// distinct where it does not hold 1. With fewer, which have no interval of 95 %, it is made of the
-// ranges of all samples, and the two are distinct where the ranges do not overlap and a rank sum
-// test gives at most 0.05. Absent where one has no samples, or one that is not positive and finite.
+// Returns the speed-up. From six samples of each on, the interval is a bootstrap interval
+// (results/two_samples.h), and the two are distinct where it does not contain 1. With fewer, which
+// have no 95 % interval, it comes from the ranges of all samples, and the two are distinct where
+// the ranges do not overlap and a rank sum test has p <= 0.05. Returns nothing where one has no
+// samples, or one that is not positive and finite.
 std::optional<SpeedUpInterval> SpeedUpOf(const std::vector<double>& dense_ns,
                                          const std::vector<double>& technique_ns);
 
@@ -77,7 +78,7 @@ struct LengthSpeedUp {
   SpeedUpInterval speed_up;
 };
 
-// Where a technique becomes faster than its dense counterpart, over the lengths that both have.
+// The length from which a technique is faster than its dense counterpart, of those that both have.
 struct Crossover {
   enum class Kind {
     kAt,         // faster from `tokens` on, to the longest length
@@ -87,35 +88,35 @@ struct Crossover {
   };
   Kind kind = Kind::kNever;
   double tokens = 0;
-  int changes = 0;  // of who is faster; above 1 the crossover is one of several
-  // The interval of `tokens`: where the curves through the upper and the lower ends of the speed-ups'
-  // intervals cross 1. 0 where that lies below the shortest length, infinite where it lies beyond
+  int changes = 0;  // how often the order changes; above 1 the crossover is one of several
+  // The interval of `tokens`: the lengths at which the curves through the upper and the lower ends
+  // of the speed-ups' intervals cross 1. An end is 0 below the shortest length, and infinite beyond
   // the longest one.
   double low_tokens = 0;
   double high_tokens = 0;
-  // The two are told apart at the longest length, so that the order there is no accident.
+  // Whether the two differ significantly at the longest length.
   bool clear = false;
 };
-// log(speed-up) is interpolated linearly in log(tokens) between the last two lengths at which the
+// Interpolates log(speed-up) linearly in log(tokens) between the last two lengths at which the
 // order changes. A tie counts as slower. `speed_ups` are in the order of tokens, which are positive
-// and different. Absent where there are none.
+// and different. Returns nothing where there are none.
 std::optional<Crossover> FindCrossover(const std::vector<LengthSpeedUp>& speed_ups);
 
-// The length that a sweep varies: key tokens, or query tokens where those are more.
+// Returns the length that a sweep varies: key tokens, or query tokens where those are more.
 int64_t LengthOf(const ProblemSize& problem);
 
-// Whether `result` is its own dense counterpart: in name, and in the options that it asks of it.
+// Tells whether `result` is its own dense counterpart, by its name and its counterpart's options.
 bool IsBaseline(const Case& result);
 
-// Finds the dense counterpart of each case of `results`: same machine (MachineOf), and same key but
-// for technique, options and seed. Of several, in this order: the options that the case asks of its
-// counterpart, without which a case of the same technique is none; the same environment, so the
-// same run; the same seed; default options; ok; the later. Holds pointers into `results`, which
-// must outlive it unchanged.
+// Finds the dense counterpart of each case of `results`: it has the same machine (MachineOf), and
+// the same key except technique, options and seed. Of several it prefers, in this order: the
+// options that the case requires of its counterpart, which one of the case's own technique must
+// have; the same environment; the same seed; default options; status ok; the later one. Holds
+// pointers into `results`, which must outlive it unchanged.
 class DensePartners {
  public:
   explicit DensePartners(const ResultSet& results);
-  // Null where there is none; for a baseline the case itself.
+  // Returns the counterpart, or null where there is none; for a baseline, the case itself.
   const Case* Find(const Case& result) const;
 
  private:
@@ -125,29 +126,29 @@ class DensePartners {
   std::map<std::string, std::vector<const Case*>> candidates_;
 };
 
-// Median of the warm runs, ns. Absent where the case is not ok, failed bounds apart: a case that
-// ran but exceeded a bound has a time.
+// Returns the median of the warm runs in ns. Returns nothing where the case is not ok, except that
+// a case that ran but exceeded a bound has a time.
 std::optional<MedianInterval> RunTime(const Case& result);
 
-// Time of dense over time of `result`: above 1 is faster than dense.
+// Returns the time of dense over the time of `result`, which is above 1 where it is faster.
 std::optional<double> SpeedUp(const Case& result, const Case* dense);
 
-// FLOPs of one run over its median time, in GFLOP/s; bytes moved, in GB/s.
+// Return FLOPs (in GFLOP/s) and bytes moved (in GB/s) of one run over its median time.
 std::optional<double> GigaflopsPerSecond(const Case& result);
 std::optional<double> GigabytesPerSecond(const Case& result);
 
-// Achieved rate over the measured peak of the case's environment, 0.5 is half. Of several peaks of
-// compute that fit device, dtype and, on the CPU, threads, the highest counts; where none has the
-// case's number of threads there is no share. A bandwidth needs no dtype; read before copy.
+// Return the achieved rate over the measured peak of the case's environment; 0.5 is half. The peak
+// of compute is the highest of the same device, dtype and, on the CPU, number of threads; there is
+// no share without one. The peak of bandwidth is that of reads, or else of copies, of any dtype.
 std::optional<double> ShareOfComputePeak(const Case& result, const Environment& environment);
 std::optional<double> ShareOfBandwidthPeak(const Case& result, const Environment& environment);
 
-// Workspace and parameters of a technique, bytes: what it needs beyond inputs and outputs.
-// Absent where the workspace is unknown.
+// Returns the bytes of workspace and parameters, which a technique needs beside inputs and outputs.
+// Returns nothing where the workspace is unknown.
 std::optional<double> WorkingMemoryBytes(const Outcome& outcome);
 
-// The value of the metric that `error` bounds, or of its relative Frobenius norm where it bounds
-// none, or else of its largest absolute error.
+// Returns the value of the metric that `error` bounds, or its relative Frobenius norm where it
+// bounds none, or else its largest absolute error.
 std::optional<double> BoundedValue(const ErrorMeasure& error);
 
 }  // namespace tfb

@@ -111,7 +111,7 @@ TEST(FitGrowth, IsAbsentWithOneLengthOrWithoutUsableTimes) {
   EXPECT_FALSE(two->standard_error.has_value());
 }
 
-// Each with an interval of a factor of `spread` to both sides.
+// Makes speed-ups, each with an interval of a factor of `spread` to both sides.
 std::vector<LengthSpeedUp> SpeedUps(const std::vector<std::pair<int64_t, double>>& ratios,
                                     double spread = 1) {
   std::vector<LengthSpeedUp> speed_ups;
@@ -358,7 +358,7 @@ TEST(Rates, OnlyPeaksOfTheSameDevicePrecisionAndThreadsCount) {
   EXPECT_NEAR(*ShareOfComputePeak(result, environment), share / 10, 1e-12);
   add(measured.peaks(2), [](Peak* peak) { peak->set_kind(Peak::KIND_COPY_BANDWIDTH); });
   EXPECT_EQ(*ShareOfBandwidthPeak(result, environment), of_bandwidth);
-  // Threads are no matter of a GPU.
+  // The number of threads does not matter on a GPU.
   Case on_gpu = result;
   on_gpu.mutable_key()->set_device(DEVICE_TYPE_CUDA);
   on_gpu.mutable_key()->set_threads(0);

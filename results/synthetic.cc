@@ -180,7 +180,7 @@ ResultSet MakeSweep() {
     // Equal where s^2 = 2.7621 s: at 256 * 2.7621 = 707 tokens.
     plain.median_ns = 0.5e6 * scale * scale;
     near.median_ns = 0.5e6 * 2.7621 * scale;
-    sketch.median_ns = 0.5e6 * 20 * scale;  // 256 * 20 = 5120: beyond what is measured
+    sketch.median_ns = 0.5e6 * 20 * scale;  // 256 * 20 = 5120 tokens are not measured
     *results.add_cases() = MakeCase(plain);
     *results.add_cases() = MakeCase(near);
     *results.add_cases() = MakeCase(sketch);

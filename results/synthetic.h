@@ -1,4 +1,4 @@
-// Made-up results for tests: plausible machines, techniques and numbers, none of them measured.
+// Makes synthetic results for tests: plausible machines, techniques and numbers.
 #ifndef TFB_RESULTS_SYNTHETIC_H_
 #define TFB_RESULTS_SYNTHETIC_H_
 
@@ -12,14 +12,13 @@
 namespace tfb {
 namespace synthetic {
 
-// A machine with two cores, a measured f32 peak of 400 GFLOP/s and 20 GB/s, and no GPU. Its id is
-// `id`.
+// Makes a machine of this id with two cores, an f32 peak of 400 GFLOP/s and 20 GB/s, and no GPU.
 Environment MakeEnvironment(absl::string_view id = "env");
 
-// `count` samples around `median_ns`, symmetric, within +-1 %.
+// Returns `count` samples that lie symmetrically within +-1 % of `median_ns`.
 std::vector<double> Samples(double median_ns, int count = 11);
 
-// "plain" is the baseline of everything here, and of itself.
+// A case to make. "plain" is the baseline of all cases, itself included.
 struct CaseSpec {
   std::string technique = "plain";
   std::string option_name;  // with option_value: the one option; none where empty
@@ -30,20 +29,21 @@ struct CaseSpec {
   Case::Purpose purpose = Case::PURPOSE_SCALING;
   TechniqueDescription::Exactness exactness = TechniqueDescription::EXACTNESS_EXACT;
   double expected_growth = 2;
-  double median_ns = 1e6;  // of a run; none is recorded where it is 0
+  double median_ns = 1e6;  // of a run; 0 for a case without times
   uint64_t seed = 1;
   std::string environment_id = "env";
 };
 
-// A case of 1 x 8 heads x `tokens` x 64 with status ok, samples, flops and memory. Accuracy cases
-// carry both errors and a bound of 2e-6.
+// Makes a case of 1 x 8 heads x `tokens` x 64 with status ok, samples, flops and memory. Accuracy
+// cases have both errors and a bound of 2e-6.
 Case MakeCase(const CaseSpec& spec);
 
 // Makes a case with the same key, a status and a reason, and nothing measured.
 Case MakeUnmeasured(const CaseSpec& spec, Outcome::Status status, absl::string_view reason);
 
-// One sweep: "plain" (quadratic), "near" (linear, faster than "plain" from 707 tokens on, see the
-// arithmetic there) and "sketch" (approximate), at 256 to 4096 tokens, each with one accuracy case.
+// Makes a sweep of "plain" (quadratic), "near" (linear, faster than "plain" from 707 tokens on, by
+// the arithmetic there) and "sketch" (approximate) at 256 to 4096 tokens, with an accuracy case
+// each.
 ResultSet MakeSweep();
 
 }  // namespace synthetic

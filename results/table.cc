@@ -19,8 +19,8 @@ constexpr absl::string_view kIndent = "  ";  // of the second and later lines of
 constexpr size_t kLongTable = 25;            // rows beyond which reference rows are repeated
 constexpr int kDetailRanks = 2;
 
-// Decodes the character at the beginning of `text`; its length in bytes through `bytes`. An
-// invalid byte is itself.
+// Decodes the character at the beginning of `text`, and stores its length in `bytes`. An invalid
+// byte gives its own value.
 uint32_t DecodeUtf8(absl::string_view text, int* bytes) {
   const auto at = [&](int i) { return static_cast<unsigned char>(text[i]); };
   const int length = at(0) < 0x80   ? 1
@@ -44,7 +44,7 @@ struct CodeRange {
   uint32_t first, last;
 };
 
-// Blocks, not the whole of Unicode's tables: names in results are technique and model names.
+// Blocks suffice instead of Unicode's tables, since these are names of techniques and models.
 constexpr CodeRange kZeroWidth[] = {{0x300, 0x36f},   {0x483, 0x489},   {0x591, 0x5bd},
                                     {0x610, 0x61a},   {0x64b, 0x65f},   {0x200b, 0x200f},
                                     {0x202a, 0x202e}, {0x2060, 0x2064}, {0x20d0, 0x20f0},
@@ -92,7 +92,7 @@ int DetailWidth(const Table& table, size_t c, int rank) {
   return widest == 0 ? 0 : widest + 1;
 }
 
-// The widths of columns with the details of all ranks up to `rank`.
+// Returns the widths of columns with the details of all ranks up to `rank`.
 std::vector<int> NaturalWidths(const Table& table, int rank) {
   std::vector<int> widths;
   for (size_t c = 0; c < table.columns.size(); ++c) {
@@ -127,8 +127,7 @@ void Shrink(const Table& table, const std::vector<int>& columns, int limit,
   }
 }
 
-// The highest rank with whose details the table fits as a whole, columns narrowed where they may
-// be.
+// Returns the highest rank with whose details the table fits, with columns narrowed where allowed.
 int RankThatFits(const Table& table, int limit) {
   std::vector<int> all(table.columns.size());
   std::iota(all.begin(), all.end(), 0);
@@ -141,7 +140,7 @@ int RankThatFits(const Table& table, int limit) {
   return 0;
 }
 
-// Which columns stand in which part.
+// Assigns columns to parts.
 std::vector<std::vector<int>> Parts(const Table& table, std::vector<int> widths, int limit) {
   std::vector<int> all(table.columns.size());
   std::iota(all.begin(), all.end(), 0);
@@ -165,7 +164,7 @@ std::vector<std::vector<int>> Parts(const Table& table, std::vector<int> widths,
   return parts;
 }
 
-// A cell as it stands in a column of `width`: in one line, unless the column may be narrowed.
+// Returns the lines of a cell in a column of `width`: one line, unless the column may be narrowed.
 std::vector<std::string> CellLines(const std::string& text, const TableColumn& column, int width) {
   if (column.least_width == 0 || DisplayWidth(text) <= width) return {CutToWidth(text, width)};
   std::vector<std::string> lines;
@@ -175,7 +174,7 @@ std::vector<std::string> CellLines(const std::string& text, const TableColumn& c
   return lines;
 }
 
-// Gives back what narrowed columns do not need once their cells are broken into lines.
+// Reduces narrowed columns to the width that their cells need once they are broken into lines.
 void Tighten(const Table& table, const std::vector<int>& columns, std::vector<int>* widths) {
   for (const int c : columns) {
     const TableColumn& column = table.columns[c];
@@ -288,7 +287,7 @@ std::string WithoutExponentZeros(std::string text) {
   return absl::StrReplaceAll(text, {{"e-0", "e-"}, {"e+0", "e"}, {"e+", "e"}});
 }
 
-// "4.00" as "4", "2.0e-7" as "2e-7".
+// Writes "4.00" as "4", "2.0e-7" as "2e-7".
 std::string WithoutTrailingZeros(const std::string& text) {
   const size_t point = text.find('.');
   if (point == std::string::npos) return text;
@@ -335,7 +334,7 @@ Table WithShownDetails(Table table, const TextStyle& style) {
 }
 
 std::string MarkdownText(absl::string_view text) {
-  // A bracket alone is no link: "[0.9, 1.1]" stays readable in the source.
+  // A bracket alone is not a link, so "[0.9, 1.1]" stays readable in the source.
   const std::string escaped = absl::StrReplaceAll(text, {{"\\", "\\\\"},
                                                          {"|", "\\|"},
                                                          {"\n", " "},
@@ -346,7 +345,7 @@ std::string MarkdownText(absl::string_view text) {
                                                          {"][", "\\]["},
                                                          {"]:", "\\]:"},
                                                          {"&", "&amp;"}});
-  // Only what could begin a tag: "<= 2e-6" stays readable in the source.
+  // Only a < that could begin a tag is escaped, so "<= 2e-6" stays readable in the source.
   std::string out;
   for (size_t i = 0; i < escaped.size(); ++i) {
     const char next = i + 1 < escaped.size() ? escaped[i + 1] : ' ';
@@ -485,8 +484,7 @@ std::string FormatSignificant(std::optional<double> value, int digits) {
   if (magnitude >= 1e7 || magnitude < 1e-4) {
     return WithoutExponentZeros(absl::StrFormat("%.*e", digits - 1, x));
   }
-  // Decimals that leave `digits` significant ones; found on the rounded number, so that 9.996 is
-  // 10.0 and not 10.00.
+  // The number of decimals comes from the rounded number, so that 9.996 is 10.0 and not 10.00.
   const double rounded = std::stod(absl::StrFormat("%.*e", digits - 1, magnitude));
   const int exponent = static_cast<int>(std::floor(std::log10(rounded) + 1e-9));
   return absl::StrFormat("%.*f", std::max(0, digits - 1 - exponent), x);

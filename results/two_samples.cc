@@ -8,7 +8,7 @@
 namespace tfb {
 namespace {
 
-// Reorders `values`.
+// Returns the median, and reorders `values`.
 double MedianInPlace(std::vector<double>* values) {
   const size_t n = values->size(), middle = n / 2;
   std::nth_element(values->begin(), values->begin() + middle, values->end());
@@ -28,15 +28,15 @@ bool ArePositive(const std::vector<double>& samples) {
   });
 }
 
-// Below `bound`, the same on every platform, unlike std::uniform_int_distribution.
+// Returns a number below `bound`, the same on every platform, unlike std::uniform_int_distribution.
 size_t DrawBelow(size_t bound, std::mt19937_64* random) {
   return static_cast<size_t>(static_cast<double>((*random)() >> 11) * 0x1p-53 *
                              static_cast<double>(bound));
 }
 
-// P(U <= u), U the number of pairs in which a sample of `m` is above one of `n`, all orders being
-// equally likely. With the largest of all samples taken away, a count of (m, n, u) is one of
-// (m - 1, n, u - n) or of (m, n - 1, u).
+// Returns P(U <= u), where U is the number of pairs in which a sample of `m` is above one of `n`,
+// and all orders are equally likely. Without the largest of all samples, a count of (m, n, u) is
+// one of (m - 1, n, u - n) or of (m, n - 1, u).
 double ProbabilityOfAtMost(int u, int m, int n) {
   // shares[i][k]: of the orders of i and j samples, j counting up, those with U = k.
   std::vector<std::vector<double>> shares(m + 1, std::vector<double>(u + 1, 0.0));

@@ -1,5 +1,5 @@
-// Whether markup is well-formed, for tests: tags nest and close, attributes are quoted and there once,
-// and no stray < or & is left.
+// Checks for tests that markup is well-formed: tags nest and close, attributes are quoted and occur
+// once, and there is no stray < or &.
 #ifndef TFB_RESULTS_WELL_FORMED_H_
 #define TFB_RESULTS_WELL_FORMED_H_
 
@@ -9,8 +9,8 @@
 
 namespace tfb {
 
-// Says what is wrong and where, or returns "". With `html` a doctype, elements without an end (meta, input, br) and
-// attributes without a value are right, and what stands in style and script is not looked at.
+// Returns what is wrong and where, or "". With `html` a doctype, void elements (meta, input, br)
+// and attributes without a value are allowed, and the contents of style and script are not checked.
 std::string MarkupProblem(absl::string_view markup, bool html);
 
 }  // namespace tfb

@@ -1,4 +1,5 @@
-// The mean of checkpoints, one read after the other: memory is that of two and of their sum.
+// Computes the mean of checkpoints that are read one after the other, in the memory of two
+// checkpoints and of their sum.
 #ifndef TFB_TOOLS_CHECKPOINT_AVERAGE_H_
 #define TFB_TOOLS_CHECKPOINT_AVERAGE_H_
 
@@ -15,17 +16,18 @@ namespace tfb {
 // theta = 1 / m sum_k theta_k, in float64, rounded once to each tensor's dtype.
 class CheckpointAverage {
  public:
-  // `name` stands for the checkpoint in messages. InvalidArgument where its tensors have other
-  // names, shapes or dtypes than the first checkpoint's: nothing is added.
+  // Adds a checkpoint, which messages call `name`. Returns InvalidArgument, and adds nothing, where
+  // its tensors have other names, shapes or dtypes than the first checkpoint's.
   absl::Status Add(SafetensorsFile checkpoint, const std::string& name);
-  // Tensors of integers and metadata are the last checkpoint's. FailedPrecondition: there was none.
+  // Returns the mean; integer tensors and metadata are the last checkpoint's. Returns
+  // FailedPrecondition where there was no checkpoint.
   absl::StatusOr<SafetensorsFile> Finish() &&;
 
  private:
   absl::Status Check(const SafetensorsFile& checkpoint, const std::string& name) const;
 
   int64_t count_ = 0;
-  std::string first_;  // its name
+  std::string first_;  // name of the first checkpoint
   NamedTensors sums_;  // f64, of floating tensors
   SafetensorsFile last_;
 };

@@ -110,7 +110,7 @@ class Program : public ::testing::Test {
   void Write(const std::string& name, const SafetensorsFile& file) const {
     ASSERT_TRUE(WriteSafetensors(Path(name), file.tensors, file.metadata).ok());
   }
-  // The exit status, and what it printed.
+  // Runs the program, and returns its exit status and output.
   std::pair<int, std::string> Run(const std::string& arguments) const {
     const int status = system(
         absl::StrCat("tools/average_checkpoints ", arguments, " > ", Path("printed"), " 2>&1")

@@ -1,4 +1,4 @@
-// Holds two result files against each other; see results/comparison.h for the rules.
+// Compares two result files; see results/comparison.h for the rules.
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// Joins result files of several machines or shards into one.
+// Merges result files of several machines or shards into one.
 
 #include "results/merge.h"
 

@@ -1,5 +1,5 @@
-// Writes the folder of a new technique and its line in the family's list. What it writes builds,
-// and passes every test, as it stands: tools/technique_template.cc has it.
+// Writes the folder of a new technique and its line in the family's list. The files, from
+// tools/technique_template.cc, build and pass every test unchanged.
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -59,8 +59,7 @@ absl::Status Write(const fs::path& path, const std::string& text) {
   return absl::OkStatus();
 }
 
-// In the repository's format, where the formatter is installed: line breaks depend on the length of
-// the name.
+// Formats the text if clang-format is installed, since line breaks depend on the name's length.
 void Format(const fs::path& folder) {
   std::vector<std::string> words = {"clang-format", "--style=file", "--fallback-style=none", "-i"};
   for (const auto& entry : fs::directory_iterator(folder)) {
@@ -74,7 +73,7 @@ void Format(const fs::path& folder) {
   waitpid(child, nullptr, 0);
 }
 
-// Folders of the repository whose BUILD file has a list of techniques.
+// Returns the folders of the repository whose BUILD file has a list of techniques.
 std::vector<std::string> Families(const fs::path& workspace) {
   std::vector<std::string> families;
   std::error_code error;
@@ -119,7 +118,7 @@ absl::Status CheckName(absl::string_view name) {
       "underscores between them, a letter first, at most ", kLongestName));
 }
 
-// The BUILD file of the family with the name in its list, which is in alphabetical order.
+// Returns the family's BUILD file with the name in its list, which is in alphabetical order.
 absl::StatusOr<std::string> WithName(const std::string& build, absl::string_view family,
                                      absl::string_view name) {
   const size_t begin = build.find(kListBegin);
@@ -139,7 +138,7 @@ absl::StatusOr<std::string> WithName(const std::string& build, absl::string_view
                       build.substr(end));
 }
 
-// The files go to a folder beside, which is renamed when it is whole; the list follows.
+// Writes the files to a temporary folder, which is renamed when complete; then writes the list.
 absl::Status WriteTechnique(const fs::path& workspace, const std::string& family,
                             const std::string& name, const std::string& build) {
   const fs::path folder = workspace / family / name;

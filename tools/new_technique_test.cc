@@ -60,7 +60,7 @@ class NewTechniqueTest : public ::testing::Test {
     return files;
   }
 
-  // The exit status; `output_` is all that was printed.
+  // Returns the exit status, and stores everything that was printed in `output_`.
   int Run(const std::string& arguments) {
     const std::string log = (root_ / "log").string();
     const int status = system(absl::StrCat("tools/new_technique --workspace=", root_.string(), " ",

@@ -1,4 +1,4 @@
-// render, merge and compare as programs: exit statuses, messages, paths.
+// Tests render, merge and compare as programs: exit statuses, messages, paths.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,7 +52,7 @@ class Programs : public ::testing::Test {
     setenv("LC_ALL", "C.UTF-8", 1);
   }
 
-  // `arguments` go through the shell.
+  // Runs a program; the shell expands `arguments`.
   Ended Run(const std::string& program, const std::string& arguments) {
     const std::string command =
         absl::StrCat("tools/", program, " ", arguments, " >", (folder_ / "out").string(), " 2>",

@@ -112,7 +112,7 @@ absl::StatusOr<std::vector<std::string>> Paths(const CommandLine& line) {
   return paths;
 }
 
-// Everything that the files hold as one; what was left out goes to the notes and to stderr.
+// Returns the merged contents of the files; the notes and stderr say what was left out.
 absl::Status ReadAll(const std::vector<std::string>& paths, ResultSet* results,
                      RenderOptions* options) {
   for (const std::string& path : paths) {
@@ -133,7 +133,7 @@ absl::Status OutputError(absl::StatusCode code, absl::string_view message) {
   return absl::Status(code, absl::StrCat("--output: ", message));
 }
 
-// Expects another file to write than those that are read, which would be lost.
+// Checks that the file to write is none of those that are read, which would be lost.
 absl::Status CheckOutput(const std::vector<std::string>& paths) {
   const std::string output = absl::GetFlag(FLAGS_output);
   for (const std::string& path : paths) {

@@ -1,4 +1,4 @@
-// What //tools:new_technique writes: the files of a technique that works as it stands, for its author to change.
+// Makes the files that //tools:new_technique writes: a working technique for its author to change.
 #ifndef TFB_TOOLS_TECHNIQUE_TEMPLATE_H_
 #define TFB_TOOLS_TECHNIQUE_TEMPLATE_H_
 
@@ -9,10 +9,11 @@
 
 namespace tfb {
 
-// Contents by file name ("BUILD", "NAME.h", ...) of the technique FAMILY/NAME. `name` is in lower_snake_case.
+// Returns the contents by file name ("BUILD", "NAME.h", ...) of the technique FAMILY/NAME. `name`
+// is in lower_snake_case.
 std::map<std::string, std::string> TechniqueFiles(absl::string_view family, absl::string_view name);
 
-// "longformer_two" as a class: "LongformerTwo".
+// Returns the name of the class: "LongformerTwo" for "longformer_two".
 std::string ClassName(absl::string_view name);
 
 }  // namespace tfb

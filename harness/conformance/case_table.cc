@@ -27,8 +27,7 @@ bazel run //harness:all_conformance -- --table=$PWD/harness/conformance/CASES.md
 ```
 )";
 
-// Returns the part of a reason that is the same for all problems, in a line: without sizes and
-// without the technique's name.
+// Returns a reason in one line, without the sizes and name that differ between equal reasons.
 std::string Generalized(std::string reason, const std::string& technique) {
   reason = absl::StrReplaceAll(absl::StripAsciiWhitespace(reason), {{"\n", " "}, {"|", "\\|"}});
   for (const char* detail : {": ", "; "}) reason = reason.substr(0, reason.find(detail));
@@ -99,7 +98,7 @@ std::string CaseTable::ByTechnique() const {
 }
 
 std::string CaseTable::ByCase() const {
-  // Cases that the same techniques do not admit for the same reasons share a row.
+  // Cases that the same techniques refuse for the same reasons share a row.
   // Techniques that do not run the case, and cases.
   std::vector<std::pair<std::string, std::vector<std::string>>> rows;
   for (const std::string& one : cases_) {

@@ -1,5 +1,5 @@
-// A table of the cases that each technique runs, and of those that it does not admit and why, from
-// a run of them all.
+// Makes a table of the cases that each technique runs, and of those that it does not support and
+// why, from a run of all cases.
 #ifndef TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_
 #define TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_
 
@@ -18,10 +18,9 @@ class CaseTable : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override;
   void OnTestEnd(const ::testing::TestInfo& test) override;
 
-  // Returns a table: technique by technique, how many cases it runs and why not the others; and
-  // case by case, which techniques do not run it. A case counts as run where it ran on one of its
-  // problems. Numbers and names of techniques are left out of the reasons, so that equal reasons
-  // have equal texts.
+  // Returns two tables: by technique, how many cases it runs and why not the others; and by case,
+  // which techniques do not run it. A case counts as run where it ran on one of its problems.
+  // Reasons lack numbers and names of techniques, so that equal reasons have equal texts.
   std::string ToMarkdown() const;
 
  private:

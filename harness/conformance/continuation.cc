@@ -1,5 +1,5 @@
-// Techniques that hand over what they remember (harness/inputs/continuation.h): two runs, of which
-// the second is given the outputs of the first, are one run over the whole sequence.
+// Techniques that hand over their state (harness/inputs/continuation.h): two runs, of which the
+// second is given the outputs of the first, equal one run over the whole sequence.
 #include "harness/inputs/continuation.h"
 
 #include <algorithm>
@@ -66,8 +66,8 @@ absl::StatusOr<NamedTensors> RunInTwo(Trial* whole, int64_t first) {
   return cut.Joined(before, after);
 }
 
-// Gives the layer what it chose by itself, where an optional input takes that: such a choice may
-// depend on where a run begins, as a threshold that falls from token to token does. Returns whether
+// Gives the layer its own choices as inputs, where there are such optional inputs: a choice may
+// depend on where a run begins, as a threshold that falls from token to token does. Tells whether
 // there is such an input.
 bool GiveChoices(Trial* whole) {
   std::vector<std::string> choices;
@@ -84,8 +84,8 @@ bool GiveChoices(Trial* whole) {
   return true;
 }
 
-// Cuts the sequence at several places, and compares with the definition of the whole: all outputs,
-// or out and what is handed over where choices are given.
+// Cuts the sequence at several places, and compares all outputs with the definition of the whole;
+// where choices are given, only `out` and the state.
 void ExpectTwoRunsAreOne(Trial* whole, const Tolerance& tolerance) {
   std::set<std::string> compared = {"out"};
   const auto handed_over =
@@ -115,7 +115,7 @@ void ARunGoesOnWithWhatAnotherHandsOver(const Job& job) {
   ExpectTwoRunsAreOne(trial.get(), {});
 }
 
-// The same for problems and options that are drawn, what is given to the first run among them.
+// Does the same for drawn problems, options and states of the first run.
 void WhatIsHandedOverIsEnoughUnderAnyOptions(const Job& job) {
   if (!HandsOver(job)) return Skip("the technique hands nothing over");
   const bool simulated = job.device != Device::kCpu;
@@ -125,7 +125,7 @@ void WhatIsHandedOverIsEnoughUnderAnyOptions(const Job& job) {
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 100 * draws && tried < draws; ++attempt) {
     Job drawn = On(ProblemAtRandom(simulated ? 40 : 100, &random), job);
-    // What is handed over is rounded to 16 bits once more.
+    // The state is rounded to 16 bits once more.
     drawn.problem.dtype = DType::kF32;
     drawn.options = OptionsAtRandom(info, drawn.problem.query_tokens, &random);
     SCOPED_TRACE(absl::StrCat(LabelOf(drawn.problem), " ", ToString(drawn.options)));

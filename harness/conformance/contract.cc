@@ -1,5 +1,5 @@
-// The guarantees of a layer to its callers: parameters that can be replaced, and invalid calls that
-// are refused with a reason.
+// Tests the guarantees of a layer to its callers: parameters can be replaced, and invalid calls are
+// refused with a reason.
 #include <unistd.h>
 
 #include <cmath>
@@ -18,7 +18,7 @@
 namespace tfb::conformance {
 namespace {
 
-// Returns other parameters than the seed's, where the seed draws any: three quarters of each.
+// Returns other parameters than the seed's, where it draws any: three quarters of each.
 NamedTensors Smaller(const NamedTensors& parameters) {
   NamedTensors smaller = Copies(parameters);
   for (auto& [name, tensor] : smaller) {

@@ -1,5 +1,4 @@
-// The costs that a layer states: FLOPs of the pairs that its definition keeps, and bytes of its
-// tensors.
+// Tests the stated costs of a layer: FLOPs of the pairs that its definition keeps, and bytes.
 #include <algorithm>
 #include <cstdint>
 #include <memory>
@@ -12,7 +11,7 @@
 namespace tfb::conformance {
 namespace {
 
-// Returns the cost after Setup and a Run, which some costs are known after.
+// Returns the cost after Setup and a Run, since some costs are known only then.
 std::optional<Cost> CostOf(Trial* trial) {
   if (trial->Run().empty()) return std::nullopt;
   return trial->layer().cost();
@@ -103,7 +102,7 @@ double BytesOf(const std::vector<TensorSpec>& specs, bool optional) {
   return bytes;
 }
 
-// Tells whether so many rows of a matrix are those of a projection.
+// Tells whether a matrix with this number of rows is a projection.
 bool IsChannels(int64_t rows, const Problem& problem) {
   return rows == problem.model_dim() || rows == problem.query_heads * problem.head_dim ||
          rows == problem.query_heads * problem.value_dim ||
@@ -111,9 +110,9 @@ bool IsChannels(int64_t rows, const Problem& problem) {
          rows == problem.kv_heads * problem.value_dim;
 }
 
-// The bytes are required inputs and outputs and parameters, once each. Of a table with a row for
-// each position, rows beyond the sequence need not move; what a layer always writes may count
-// though the caller need not ask for it.
+// The bytes are those of required inputs and outputs and of parameters, once each. Rows of a table
+// of positions beyond the sequence need not be read; an optional output that a layer always writes
+// may count.
 void BytesAreThoseOfTheTensors(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;

@@ -1,5 +1,5 @@
-// The same inputs give the same bits: twice, on any number of threads, whatever else is in the
-// batch. And the past does not depend on the future.
+// Tests that the same inputs give the same bits: twice, on any number of threads, and whatever else
+// is in the batch; and that the past does not depend on the future.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -44,7 +44,7 @@ void AnyNumberOfThreadsGivesTheSameBits(const Job& job) {
   }
 }
 
-// The definition too, whose work a pool's threads share.
+// Tests the same of the definition, whose work a pool's threads share.
 void AnyNumberOfThreadsDefinesTheSameBits(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
@@ -56,7 +56,7 @@ void AnyNumberOfThreadsDefinesTheSameBits(const Job& job) {
   }
 }
 
-// Batch 0 alone, and beside another: draws belong to (seed, batch, head, token).
+// Compares batch 0 alone and beside another: draws depend only on (seed, batch, head, token).
 void ABatchDoesNotDependOnItsCompany(const Job& job) {
   const auto both = Trial::Make(job);
   Problem single = job.problem;
@@ -186,9 +186,8 @@ double ShareThatDiffers(const Tensor& a, const Tensor& b) {
          static_cast<double>(std::max<int64_t>(1, a.num_elements()));
 }
 
-// A definition may choose as the layer did only among what fp32 cannot tell apart: of the choices
-// of a run on other inputs it follows hardly any. (What it may follow is a choice for a token or
-// two.)
+// A definition may follow the layer's choice only among scores that are equal in fp32: of the
+// choices of a run on other inputs it follows hardly any (at most for a token or two).
 void ADefinitionFollowsNoChoiceOfARunOnOtherInputs(const Job& job) {
   const auto trial = Trial::Make(job);
   const auto other = trial == nullptr ? nullptr : Trial::Make(job, kSeed + 1);

@@ -1,5 +1,5 @@
-// Errors that only a device can make: dependence on the order of its threads, waiting, and other
-// results than the CPU's.
+// Tests for errors that only a device can make: dependence on the order of its threads, waiting,
+// and results that differ from the CPU's.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,8 +15,8 @@
 namespace tfb::conformance {
 namespace {
 
-// Blocks run in any order, and so do threads between two barriers: the simulator tries two orders, or
-// several where IsExhaustive, and a GPU has another every time.
+// Blocks run in any order, and so do threads between two barriers: the simulator tries two orders,
+// or several where IsExhaustive, and a GPU has a different one every time.
 void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
@@ -27,7 +27,7 @@ void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Job& job) {
   }
 }
 
-// Run must not wait, so that work of several streams, or of the host, can go on meanwhile.
+// Run must not wait for the device, so that other streams and the host can work meanwhile.
 void RunDoesNotWaitForTheDevice(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
@@ -71,8 +71,8 @@ void TheDeviceAgreesWithTheCpu(const Job& job) {
   cpu->inputs() = Copies(trial->inputs());
   const NamedTensors expected = cpu->Run(), outputs = trial->Run();
   ASSERT_EQ(outputs.size(), expected.size());
-  // A layer behind another chooses by scores of states in 16 bits, and sums in another order are
-  // rounded otherwise. The definition accepts a choice that it finds as good as its own.
+  // A later layer chooses by scores of states in 16 bits, and sums in another order round
+  // differently. The definition accepts a choice that it finds as good as its own.
   if (SizeOf(job.problem.dtype) == 2 && ChoseOtherwise(outputs, expected)) {
     trial->ExpectMatchesDefinition(outputs);
     cpu->ExpectMatchesDefinition(expected);

@@ -1,4 +1,4 @@
-// Problems and options that cases draw.
+// Draws problems and options for cases.
 #ifndef TFB_HARNESS_CONFORMANCE_DRAWN_H_
 #define TFB_HARNESS_CONFORMANCE_DRAWN_H_
 
@@ -19,24 +19,24 @@ struct Range {
 // Parses the range "0 to 128" as two numbers.
 Range RangeOf(const OptionSpec& option);
 
-// The layers of the stacks whose lists of techniques are tried.
+// The number of layers of the stacks whose lists of techniques are tried.
 constexpr int64_t kLayersOfLists = 2;
 // Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
-// ends of its range as far as they are of the sequence's order, and numbers around the sequence's
+// ends of its range where their magnitude is that of the sequence's length, and numbers around that
 // length. With `few` it leaves out the numbers between these. Lists of numbers have none; lists of
 // techniques are for a stack with layers=kLayersOfLists.
 std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few);
 
-// Returns the number of an environment variable, or `otherwise`.
+// Returns the number in an environment variable, or `otherwise` where it is not set.
 int64_t FromEnvironment(const char* name, int64_t otherwise);
-// Returns the generator of a technique's draws. TFB_PROPERTY_SEED is added to its seed.
+// Returns the random generator of a technique. TFB_PROPERTY_SEED is added to its seed.
 std::mt19937_64 RandomOf(const TechniqueInfo& info);
 // Returns a number in [0, bound).
 int64_t Below(int64_t bound, std::mt19937_64* random);
-// Draws a problem: sizes around those of tiles and far from them, heads in groups, other keys than
-// the queries' tokens; now and then 16 bits.
+// Draws a problem, with sizes around those of tiles and far from them, grouped heads, different
+// numbers of queries and keys, and sometimes a 16-bit dtype.
 Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random);
-// Draws values of two in five options, lists of numbers not among them.
+// Draws values for two in five options, except lists of numbers.
 Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random);
 
 }  // namespace tfb::conformance

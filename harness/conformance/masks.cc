@@ -1,4 +1,4 @@
-// Rows without keys, masked tiles, and the outputs that NaN and enormous scores may affect.
+// Tests rows without keys, masked tiles, and which outputs NaN and enormous scores may affect.
 #include <cmath>
 #include <cstdint>
 #include <limits>

@@ -1,4 +1,4 @@
-// Numbers that break arithmetic: large, tiny, equal, tied; 16 bits.
+// Tests numbers that break arithmetic: large, tiny, equal, tied; 16 bits.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -150,7 +150,7 @@ void ConstantValuesComeBack(const Job& job) {
   EXPECT_GE(2 * checked, rows) << "too few rows are means of the values";
 }
 
-// The floating-point numbers of a tensor, as they are stored.
+// Returns the floating-point numbers of a tensor, as they are stored.
 std::set<double> ValuesOf(const NamedTensors& tensors) {
   std::set<double> values;
   for (const auto& [name, tensor] : tensors) {

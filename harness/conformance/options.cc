@@ -1,4 +1,4 @@
-// Options at the ends of their ranges and beyond the sequence, and refusals with their messages.
+// Tests options at the ends of their ranges and beyond the sequence, and refusals with messages.
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
@@ -142,7 +142,7 @@ void OutputsAreDeclaredAsTheyAreWritten(const Job& job) {
   }
 }
 
-// Draws problems and options together, and holds a layer of each to its definition.
+// Draws problems and options together, and compares a layer of each with its definition.
 template <class DrawProblem, class DrawOptions>
 void ExpectDrawnMatch(const Job& job, int64_t draws, const DrawProblem& draw_problem,
                       const DrawOptions& draw_options) {

@@ -35,7 +35,7 @@ std::vector<Case> AllCases() {
 
 bool IsReduced(Device device) { return device == Device::kSimulator && !IsExhaustive(); }
 
-// Returns how many of so many sets of options a case runs with on a device.
+// Returns with how many of `sets` sets of options a case runs on a device.
 size_t SetsOf(const Case& one, Device device, size_t sets) {
   const bool one_set =
       one.default_options_only || (IsReduced(device) && !one.all_options_simulated);
@@ -55,7 +55,7 @@ Problem Reduced(Problem problem, SimulatedSize size) {
   return problem;
 }
 
-// Keeps one of any two problems that differ in their mask alone: causal and not by turns.
+// Keeps one of any two problems that differ only in their mask, alternately causal and not.
 std::vector<Problem> WithOneMaskEach(const std::vector<Problem>& problems, size_t turn) {
   std::vector<Problem> kept;
   for (const Problem& problem : problems) {

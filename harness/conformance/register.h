@@ -1,4 +1,4 @@
-// Makes a GoogleTest of every case for every technique, device and set of options.
+// Registers a GoogleTest for every case, technique, device and set of options.
 #ifndef TFB_HARNESS_CONFORMANCE_REGISTER_H_
 #define TFB_HARNESS_CONFORMANCE_REGISTER_H_
 
@@ -12,14 +12,14 @@
 namespace tfb::conformance {
 
 // Returns the sets of options that the cases run with, by label: the defaults, and for a technique
-// with a budget option one small value of it that a usual problem admits, so that on short
-// sequences it differs from dense attention. In the simulator only some cases run with the latter,
-// and most on smaller problems and under one mask, unless IsExhaustive.
+// with a budget option a small value of that option which Usual() permits, so that the technique
+// differs from dense attention on short sequences. In the simulator only some cases run with the
+// latter, and most on smaller problems and under one mask, unless IsExhaustive.
 std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device);
 
-// Registers tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many. Where a
-// technique has no implementation for a device, or the machine no such device, one skipped test
-// says so; with TFB_REQUIRE_GPU set in the environment, a missing GPU fails it.
+// Registers tests named <technique>.<case>/<device>/<options>/<problem>, and returns how many.
+// Where a technique has no implementation for a device, or the machine no such device, one skipped
+// test says so; it fails where a GPU is missing and TFB_REQUIRE_GPU is set in the environment.
 int RegisterTests(const std::vector<const Technique*>& techniques,
                   const std::vector<Device>& devices);
 

@@ -1,4 +1,4 @@
-// Addresses beyond 2^31 elements, many heads, and sizes that exceed any memory.
+// Tests addresses beyond 2^31 elements, many heads, and sizes that exceed any memory.
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -37,8 +37,8 @@ constexpr int64_t kBatchStride = (int64_t{1} << 31) + 8;
 constexpr size_t kSpreadBytes =
     (2 * size_t{kBatchStride} + 2 * size_t{kHeadStride}) * sizeof(float);
 
-// Memory for one such tensor: tens of GiB of the GPU's, or else address space without memory, whose
-// pages appear where they are touched.
+// Memory for one such tensor: tens of GiB of the GPU's, or else reserved address space, whose pages
+// are allocated when they are touched.
 class Spread {
  public:
   // Returns ResourceExhausted where there is not enough memory.
@@ -64,7 +64,7 @@ class Spread {
   }
   Spread(const Spread&) = delete;
 
-  // A contiguous tensor becomes one of this kind.
+  // Lays out a contiguous tensor in this way.
   TensorView On(const ConstTensorView& tensor) const {
     return {data_, tensor.dtype, tensor.shape(), {kBatchStride, kHeadStride, tensor.dims[3], 1}};
   }
@@ -158,8 +158,8 @@ int64_t MostOf(Device device) {
   return device == Device::kCpu && !IsExhaustive() ? 2'000 : 70'000;
 }
 
-// The sizes exceed a grid's y and z. In the simulator, where each block takes its time, the limit is
-// lowered instead; on the CPU, which has no grids, a part of them is enough.
+// The sizes exceed a grid's y and z. In the simulator, where blocks are slow, the limit is lowered
+// instead; on the CPU, which has no grids, fewer are enough.
 void ManyBatchesAndHeads(Job job) {
   cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
   const cuda_simulator::Settings usual = settings;
@@ -214,7 +214,7 @@ void ImpossibleSizesAreAStatus(const Job& job) {
   std::printf("  %s: %.*s\n", job.problem.ToString().c_str(), static_cast<int>(length), text);
 }
 
-// After a call that failed the layer works as before.
+// The layer works as before after a call that failed.
 void AFailedCallDoesNotPoisonTheNext(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;

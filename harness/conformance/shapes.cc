@@ -1,4 +1,4 @@
-// Sizes at, below and above the tiles of engines; no tokens at all; heads in groups; views.
+// Tests sizes at, below and above the tiles of engines, no tokens, grouped heads, and views.
 #include <cstdint>
 #include <memory>
 #include <set>
@@ -62,7 +62,7 @@ Problem Grouped(int64_t query_heads, int64_t kv_heads) {
   return problem;
 }
 
-// Returns what the definition says to the problem without any tensors.
+// Returns the definition's status for the problem without any tensors.
 absl::Status DefinitionOf(const Job& job) {
   NamedTensors outputs;
   return job.technique->Define(job.problem, job.options, {}, {}, {}, &outputs);
@@ -108,8 +108,8 @@ void NegativeSizesAreRefused(const Job& job) {
   ExpectRefusal(On(wrong, job), "batch", -1);
 }
 
-// Keys of other tokens, shared by heads, or wider than queries, the other form, and a batch of -1:
-// what the layer refuses, the definition does not answer either.
+// Expects that the definition refuses what the layer refuses: keys of other tokens, shared by
+// heads, or wider than queries, the other form, and a batch of -1.
 void TheDefinitionRefusesTheProblemsThatTheLayerDoes(const Job& job) {
   std::vector<Job> others(5, job);
   others[0].problem.kv_tokens += 1;
@@ -149,7 +149,7 @@ void MakeEqualAlongBatchAndHeads(Tensor* tensor) {
   }
 }
 
-// Strides are not part of the arithmetic: the same numbers, to the last bit.
+// Strides do not change the arithmetic, so the bits are equal.
 void ViewsGiveWhatContiguousTensorsGive(const Job& job, Layout inputs, Layout outputs) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;

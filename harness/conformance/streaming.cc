@@ -1,5 +1,4 @@
-// Layers that read their input in segments: any split of a sequence gives the same outputs as the
-// whole.
+// Tests layers that read their input in segments: any split of a sequence gives the same outputs.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -98,7 +97,7 @@ class Stream {
     return absl::OkStatus();
   }
 
-  // Appends all tokens in segments of these sizes, over and over.
+  // Appends all tokens in segments of these sizes, which repeat.
   absl::Status AppendAll(const std::vector<int64_t>& sizes) {
     const int64_t tokens = trial_->job().problem.query_tokens;
     int64_t begin = 0;

@@ -123,7 +123,7 @@ bool SameBits(const ConstTensorView& a, const ConstTensorView& b) {
   return same;
 }
 
-// Runs a layer as RunSettings say, and checks everything about memory that can be wrong.
+// Runs a layer with RunSettings, and checks all accesses to memory.
 absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, Device device, const NamedTensors& inputs,
                                         const RunSettings& settings) {
   cuda_simulator::Settings simulated = cuda_simulator::CurrentSettings();

@@ -1,4 +1,4 @@
-// What conformance cases are made of: a case, which checks a job, and trials of the job.
+// Defines conformance cases, which check a job, and trials, in which they run the job.
 #ifndef TFB_HARNESS_CONFORMANCE_TRIAL_H_
 #define TFB_HARNESS_CONFORMANCE_TRIAL_H_
 
@@ -21,22 +21,22 @@ namespace tfb::conformance {
 
 constexpr uint64_t kSeed = 20240229;
 
-// Returns the job on another problem.
+// Returns the job with another problem.
 inline Job On(const Problem& problem, Job job) {
   job.problem = problem;
   return job;
 }
 
 // How a case's problems shrink in the simulator, where each access is slow. They do not shrink on a
-// GPU, nor where IsExhaustive. Where they shrink, two problems that differ in their mask alone
-// become one, causal and not by turns.
+// GPU, nor where IsExhaustive. Where they shrink, two problems that differ only in their mask
+// become one, which is alternately causal and not causal.
 enum class SimulatedSize {
-  kAsItIs,       // the sizes are what the case is about
-  kFewerTokens,  // 80 tokens where there are more, a whole tile of 64 and a part of one; 130 keys
-  kOneOfABatch,  // that, and one sequence; one head where head_dim is more than 40
+  kAsItIs,       // unchanged, since the case is about these sizes
+  kFewerTokens,  // at most 80 tokens, one and a quarter tiles of 64; at most 130 keys
+  kOneOfABatch,  // the same with one sequence, and one head where head_dim is more than 40
 };
 
-// Returns whether TFB_EXHAUSTIVE is set in the environment, as by --config=exhaustive.
+// Tells whether TFB_EXHAUSTIVE is set in the environment, as by --config=exhaustive.
 bool IsExhaustive();
 
 // A case makes one test for each of its problems. Its name is a sentence without spaces; `numbers`
@@ -47,13 +47,13 @@ struct Case {
   std::vector<Problem> problems;
   std::function<void(const Job&)> check;
   bool default_options_only = false;
-  // Whether all sets of options run in the simulator too, which is slow.
+  // Whether all sets of options run in the simulator, too, which is slow.
   bool all_options_simulated = false;
   SimulatedSize simulated_size = SimulatedSize::kOneOfABatch;
-  // Whether it is about GPUs and their simulator, and does not run on the CPU.
+  // Whether the case is about GPUs and their simulator, and does not run on the CPU.
   bool of_devices = false;
-  // Whether it is about which tokens see which. Any other case runs causal problems as non-causal
-  // ones, and the reverse, where the technique has only that form.
+  // Whether the case is about which tokens see which. Any other case runs causal problems as
+  // non-causal ones, and the reverse, where the technique has only that form.
   bool of_causality = false;
 };
 inline Case OfCausality(Case one) {
@@ -85,7 +85,7 @@ std::vector<Problem> UsualBoth();
 // The layout of an input or output in memory.
 enum class Layout {
   kContiguous,
-  kGaps,        // padding behind every row
+  kGaps,        // padding after every row
   kTransposed,  // the dimensions before the last in reversed order
   kBroadcast,   // stride 0 over batch and heads; the inputs must be equal along them
   kOddStrides,  // stride 12345 in dimensions of size 1
@@ -95,7 +95,7 @@ struct RunSettings {
   int threads = 2;
   Layout inputs = Layout::kContiguous;
   Layout outputs = Layout::kContiguous;
-  // Whether Setup runs; else the layer is as the last run left it.
+  // Whether Setup runs; else the layer keeps its state from the last run.
   bool setup = true;
   const NamedTensors* setup_inputs = nullptr;  // Setup's inputs, where they are not Run's
   uint64_t schedule = 1;  // the seed of the order of blocks and threads in the simulator
@@ -120,10 +120,10 @@ struct RunSettings {
 struct Tolerance {
   // Multiplies the bound of the dtype.
   double factor = 1;
-  // Adds, element by element, four times the change of the definition when its floating-point
-  // inputs change by about 16 roundings of fp32. It is for scores so large that their own roundings
-  // decide: no fp32 implementation can do better, and where the result does not depend on them the
-  // addition is 0.
+  // Whether to add, element by element, four times the change of the definition when its
+  // floating-point inputs change by about 16 roundings of fp32. This is for scores so large that
+  // their rounding errors dominate, which no fp32 implementation can avoid; where the result does
+  // not depend on them the addition is 0.
   bool conditioned = false;
   double absolute = 0;
   double log_sum_exp = 0;  // added to the bound of log_sum_exp
@@ -151,8 +151,8 @@ class Trial {
   Layer& layer() { return *layer_; }
   NamedTensors& inputs() { return inputs_; }
 
-  // Requires that q and v of the usual shapes are among the inputs, and so is k, unless the queries
-  // are the keys. Else the test is marked as skipped.
+  // Requires that q and v of the usual shapes are among the inputs, and k unless the queries are
+  // the keys. Else the test is marked as skipped.
   bool RequireQkv();
   // Requires that the technique reads a key_mask, and adds one of ones. Else the test is marked as
   // skipped.
@@ -160,16 +160,16 @@ class Trial {
   // Requires that the technique is exact attention under a mask or a bias.
   bool RequireExact();
 
-  // Sets up and runs once. All tensors lie between guards of NaN, and so does a workspace of
-  // exactly the requested size; outputs and workspace are NaN before. Checks that the guards and
-  // the inputs are unchanged and that every output was written. On a device all of this is in its
-  // memory. Returns an empty result where it failed.
+  // Sets the layer up and runs it once. All tensors, and a workspace of exactly the requested size,
+  // lie between guard bands of NaN; outputs and workspace are NaN before. Checks that the guards
+  // and the inputs are unchanged and that every output was written. On a device all of them are in
+  // device memory. Returns an empty result where the run failed.
   NamedTensors Run(const RunSettings& settings = {});
 
   // Evaluates the definition on these inputs. Returns nothing where it fails, with the test failed.
   // `computed` and `pool` are those of DefinitionRequest.
   NamedTensors Define(bool weights = false, ThreadPool* pool = nullptr);
-  // The same on other inputs and parameters.
+  // Evaluates the definition on other inputs and parameters.
   NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
                         const NamedTensors* computed = nullptr, ThreadPool* pool = nullptr);
 
@@ -192,8 +192,8 @@ class Trial {
   NamedTensors inputs_;
 };
 
-// Binds the trial's layer to its inputs, for cases that call it themselves. Memory is not guarded,
-// and outputs hold arbitrary bytes.
+// Binds the trial's layer to its inputs, for cases that call the layer themselves. Memory has no
+// guard bands, and outputs hold arbitrary bytes.
 absl::StatusOr<BoundLayer> Bind(Trial* trial, ThreadPool* pool, bool optional_outputs = true);
 
 // Marks the running test as skipped, and says why.
@@ -207,11 +207,10 @@ Tensor& KeysOf(NamedTensors& inputs);
 NamedTensors Copies(const NamedTensors& tensors);
 // Compares element by element and bit by bit; the first difference fails the running test.
 void ExpectSameBits(const NamedTensors& a, const NamedTensors& b, const std::string& what);
-// Does the same where `compare(axis-wise index of the token)` is true: for rows of the token
-// dimension.
+// Does the same for the tokens below `tokens_below`.
 void ExpectSameTokens(const NamedTensors& a, const NamedTensors& b, int64_t tokens_below,
                       const Problem& problem, const std::string& what);
-// Returns the dimension of the tokens: the last but one of three or more, else the last.
+// Returns the dimension of the tokens: the second to last of three or more, else the last.
 int TokenAxis(const ConstTensorView& view);
 
 }  // namespace tfb::conformance

@@ -21,7 +21,7 @@ const TensorSpec* FindSpec(const std::vector<TensorSpec>& specs, absl::string_vi
   return found == specs.end() ? nullptr : &*found;
 }
 
-// Returns the dimensions in which two shapes differ; nothing where they have not as many.
+// Returns the dimensions in which two shapes differ, or nothing where the ranks differ.
 std::optional<std::vector<int>> DifferentAxes(const Shape& a, const Shape& b) {
   if (a.size() != b.size()) return std::nullopt;
   std::vector<int> axes;
@@ -31,7 +31,7 @@ std::optional<std::vector<int>> DifferentAxes(const Shape& a, const Shape& b) {
   return axes;
 }
 
-// Returns the tokens begin, ... of a part of the inputs, as its specs want them.
+// Returns the part of the inputs from token `begin` on, with the shapes of its specs.
 absl::StatusOr<Inputs> Cut(const std::vector<TensorSpec>& specs, const Inputs& inputs,
                            int64_t begin) {
   Inputs part;

@@ -1,11 +1,11 @@
-// Runs that go on where an earlier run ended.
+// Continues an earlier run where it ended.
 //
 // The state of a technique that reads its input in segments can be handed over where it has
 //
-//   an optional output NAME       what the technique remembers behind the last token, and
-//   an input of the same name     what it remembers before the first one, which is there with
-//   an option that begins with    how much is given: the size of one of the tensor's dimensions, or
-//   given_                        the number of earlier tokens. 0, its default, means nothing
+//   an optional output NAME       the state after the last token,
+//   an input of the same name     the state before the first token, which exists with
+//   an option that begins with    the amount of state: the size of one of the tensor's dimensions,
+//   given_                        or the number of earlier tokens. 0, its default, means none
 //
 // An option may add several such inputs. A technique that declares them this way is tested
 // (conformance/continuation.cc) without code of its own.
@@ -39,17 +39,18 @@ struct CutSequence {
 
   // Returns the problem of the first or the second run.
   Problem Part(bool is_second) const;
-  // Returns the options of the second run, to which the first run's outputs are given. Returns
-  // FailedPrecondition where no number of the options gives inputs of the outputs' shapes.
+  // Returns the options of the second run, which reads the first run's outputs. Returns
+  // FailedPrecondition where no value of the options gives inputs of the outputs' shapes.
   absl::StatusOr<Options> SecondOptions() const;
-  // Returns the inputs of the second run: those of the sequence, which `inputs` are, from the cut
-  // on, and what the first run's `outputs` hand over.
+  // Returns the inputs of the second run: `inputs`, those of the sequence, from the cut on, and the
+  // state from the first run's `outputs`.
   absl::StatusOr<Inputs> SecondInputs(const Inputs& inputs, const NamedTensors& outputs) const;
   // Returns the inputs of the first run.
   absl::StatusOr<Inputs> FirstInputs(const Inputs& inputs) const;
-  // Returns the outputs that a run over the whole sequence has: where the second run's have the
-  // shape of the whole's, these; else, along the dimension in which the shapes differ, those of
-  // both runs. Outputs whose shapes differ in several dimensions are left out.
+  // Returns the outputs that a run over the whole sequence has. An output of the second run that
+  // has the whole sequence's shape is returned as it is; else the outputs of both runs are
+  // concatenated along the dimension in which the shapes differ. Leaves out outputs whose shapes
+  // differ in several dimensions.
   absl::StatusOr<NamedTensors> Joined(const NamedTensors& first, const NamedTensors& second) const;
 };
 

@@ -50,8 +50,8 @@ double PeakScore(int64_t keys, int64_t peaks, double ratio, int64_t head_dim) {
   return discriminant <= 0 ? d / m : d / m * (1 - std::sqrt(discriminant));
 }
 
-// Returns a key at least `gap` away from `position` among keys 0 to keys - 1, by a uniform draw;
-// any key where none is that far.
+// Draws a key at least `gap` away from `position` uniformly among keys 0 to keys - 1, or any key
+// where none is that far.
 int64_t DistantKey(int64_t keys, int64_t position, int64_t gap, double uniform) {
   const int64_t before = std::clamp<int64_t>(position - gap + 1, 0, keys);
   const int64_t behind = std::clamp<int64_t>(keys - (position + gap), 0, keys);
@@ -133,8 +133,8 @@ absl::StatusOr<NamedTensors> Draw(const std::vector<TensorSpec>& specs, uint64_t
   return tensors;
 }
 
-// Does the same where queries are the keys: each token's vector is that of those a whole number of
-// periods away, as many as there are peaks, scaled to the length that gives their score.
+// Does the same where queries are the keys: tokens that are a whole number of periods apart, as
+// many as there are peaks, have one vector, scaled to the length that gives their score.
 void RepeatQueries(const PeakShape& shape, const Problem& problem, const TensorView& q) {
   const int64_t tokens = problem.query_tokens;
   const int64_t period = std::max<int64_t>(1, (tokens + shape.peaks) / (shape.peaks + 1));
@@ -304,7 +304,7 @@ absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
 
 bool MayBeAbsent(const TensorSpec& spec) { return spec.optional || spec.noise.has_value(); }
 
-// "q, k, v, key_mask (where there is one)"
+// Returns "q, k, v, key_mask (where there is one)".
 std::string NamesRead(const std::vector<TensorSpec>& specs) {
   std::vector<std::string> read;
   for (const TensorSpec& spec : specs) {
@@ -313,8 +313,8 @@ std::string NamesRead(const std::vector<TensorSpec>& specs) {
   return absl::StrJoin(read, ", ");
 }
 
-// Returns NotFound where the layer lacks tensors that must be there, with their names and those of
-// all that `reader` reads.
+// Returns NotFound where the layer lacks required tensors, with the names of all that `reader`
+// reads.
 absl::Status CheckHasAll(const CapturedLayer& layer, const std::vector<TensorSpec>& specs,
                          absl::string_view reader) {
   std::vector<std::string> missing;
@@ -500,8 +500,8 @@ class Reading {
   Reading(const InputSource& source, const Technique& technique, const Options& options)
       : source_(source), layer_(*source.captured), technique_(technique), options_(options) {}
 
-  // Returns the specs that a problem of some sizes has, of which the names count: they depend on
-  // the direction of the mask, but on no size.
+  // Returns the specs for a problem of some sizes, for their names, which depend on the direction
+  // of the mask but on no size.
   absl::StatusOr<std::vector<TensorSpec>> Names(const Problem& wanted) const {
     Problem problem;
     problem.causal = wanted.causal;
@@ -524,13 +524,13 @@ class Reading {
     return problem;
   }
 
-  // Expects of each tensor that has a spec the shape that it has for the whole file.
+  // Checks that each tensor with a spec has the spec's shape for the whole file.
   absl::Status CheckSizes(const Problem& wanted) const {
     Problem most = wanted;
     most.batch = most.query_tokens = most.kv_tokens = kMaxTokens;
     TFB_ASSIGN_OR_RETURN(const Problem whole, Fit(most));
     const auto specs = technique_.InputSpecs(whole, options_);
-    if (!specs.ok()) return absl::OkStatus();  // creating the layer tells why
+    if (!specs.ok()) return absl::OkStatus();  // creating the layer returns this error
     for (const TensorSpec& spec : *specs) {
       const Tensor* tensor = layer_.Find(spec.name);
       if (tensor == nullptr || tensor->shape() == spec.shape) continue;
@@ -543,8 +543,8 @@ class Reading {
   }
 
  private:
-  // Returns the problem of the most tokens that all tensors of the file have enough rows for, in
-  // wanted's heads: for techniques that read neither q nor x.
+  // Returns the problem with `wanted`'s heads and the most tokens for which all tensors of the file
+  // have enough rows. This is for techniques that read neither q nor x.
   Problem FitTokens(const std::vector<TensorSpec>& names, const Problem& wanted) const {
     Problem problem = wanted;
     for (const TensorSpec& spec : names) {
@@ -572,8 +572,8 @@ class Reading {
     return problem;
   }
 
-  // "q [1, 2, 30, 8] and k [1, 2, 35, 8]": the tensors that the sizes of a problem come from, but
-  // for `name`.
+  // Returns "q [1, 2, 30, 8] and k [1, 2, 35, 8]": the tensors that give the sizes of a problem,
+  // except `name`.
   std::string SizesBeside(absl::string_view name, const std::vector<TensorSpec>& specs) const {
     std::vector<std::string> giving = {"x", "memory"};
     if (FindSpec(specs, "q") != nullptr) {

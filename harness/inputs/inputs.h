@@ -1,4 +1,4 @@
-// Inputs that techniques are run on: drawn ones, and tensors from files.
+// Makes the inputs that techniques are run on: drawn ones, and tensors from files.
 //
 //   gaussian   every element is N(0, 1)
 //   peaked     each query has three keys that hold about 80% of its softmax mass
@@ -14,8 +14,8 @@
 //
 //   q_i = c / sqrt(d) * sum of k_j over j in J_i
 //
-// for a set J_i of m keys that query i may see. With the scores s_ij = q_i . k_j / sqrt(d) its keys
-// have scores of about c, and the other n - m have about N(0, c^2 m / d), whose mean exponential is
+// for a set J_i of m keys that query i may see. The scores s_ij = q_i . k_j / sqrt(d) of these keys
+// are about c, and those of the other n - m about N(0, c^2 m / d), whose mean exponential is
 // exp(c^2 m / 2d). So the keys of J_i hold r times the mass of all others where
 //
 //   c - c^2 m / 2d = log(r n / m).
@@ -30,9 +30,8 @@
 //
 // Files. Names are q, k, v [batch, heads, tokens, channels], x [batch, tokens, model_dim] and the
 // other inputs that a technique declares, each bare or as "layer<N>.name". Sizes are the file's;
-// batch and tokens may be cut to a prefix; elements are converted to the dtype that is asked for. A
-// tensor that the file lacks is NotFound: nothing is drawn in its place, except noise, which is an
-// input that no file needs to have.
+// batch and tokens may be cut to a prefix; elements are converted to the requested dtype. A missing
+// tensor is NotFound, and is not drawn; only noise is drawn, which no file needs to have.
 #ifndef TFB_HARNESS_INPUTS_INPUTS_H_
 #define TFB_HARNESS_INPUTS_INPUTS_H_
 
@@ -101,12 +100,12 @@ absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string&
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
                                    const Problem& wanted);
 
-// The same for a technique with its options, which needs no tensors but those that it reads. Where
-// it attends from x to the rows of a tensor `memory`, the file's number of those is the problem's
-// kv_tokens; where it reads neither q nor x, the problem has as many tokens as all of its tensors
-// have rows for, and `wanted`'s heads. Returns NotFound where the file lacks tensors that the
-// technique reads, with the names of those that it reads; InvalidArgument where two tensors of the
-// file, cut or not, disagree in a size.
+// Returns the same for a technique with its options, for which the file needs only the tensors that
+// the technique reads. Where it attends from x to the rows of a tensor `memory`, the number of
+// these rows is the problem's kv_tokens; where it reads neither q nor x, the problem has as many
+// tokens as all of its tensors have rows for, and `wanted`'s heads. Returns NotFound, with the
+// names of the tensors that the technique reads, where the file lacks some of them; InvalidArgument
+// where two tensors of the file, cut or not, disagree in a size.
 absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
                                    const Options& options, const Problem& wanted);
 

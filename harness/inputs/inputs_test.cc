@@ -498,7 +498,7 @@ class Crossing : public Declaring {
   }
 };
 
-// Queries that are the keys, but where the problem is not causal.
+// A technique whose queries are the keys where the problem is causal.
 class SharedKeys : public Declaring {
  public:
   SharedKeys() : Declaring("shared_keys", InputKind::kQkv) {}

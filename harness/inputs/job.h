@@ -1,6 +1,6 @@
-// A job: a technique with its options, on a problem, a device and an input. It is what a case is on
-// its way from the flags to its record (Case in results/results.proto): plans list jobs, and
-// whatever makes, times or judges a layer is given one.
+// Defines a job: a technique with its options, on a problem, a device and an input. A case is a job
+// from the flags until its record (Case in results/results.proto): plans list jobs, and the code
+// that makes, times or judges a layer is given one.
 #ifndef TFB_HARNESS_INPUTS_JOB_H_
 #define TFB_HARNESS_INPUTS_JOB_H_
 
@@ -29,10 +29,9 @@ struct Job {
   int threads = 1;    // of the CPU pool
   uint64_t seed = 1;  // of drawn inputs and of parameters
   Case::Purpose purpose = Case::PURPOSE_SCALING;
-  bool added = false;  // a dense counterpart that the caller did not name
-  bool check = true;   // hold the outputs against float64
-  // Not OK where it is known without trying that the job cannot run: NotFound where the input
-  // lacks a tensor.
+  bool added = false;  // whether it is a dense counterpart that the caller did not name
+  bool check = true;   // whether to compare the outputs with the float64 definition
+  // Why the job cannot run, if that is known beforehand: NotFound where the input lacks a tensor.
   absl::Status obstacle;
 
   // Returns the options that differ from their defaults, or from the language model's.

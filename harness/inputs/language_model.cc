@@ -27,7 +27,7 @@ constexpr char kKeys[] = "datastore.keys";
 constexpr char kValues[] = "datastore.values";
 constexpr char kFinalNorm[] = "final_norm.gamma";
 constexpr double kNormEpsilon = 1e-5;
-constexpr int64_t kStatesAtATime = 4096;  // tokens at a time, of the layer that reads long texts
+constexpr int64_t kStatesAtATime = 4096;  // tokens per segment of the layer that reads long texts
 
 using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using ConstMap = Eigen::Map<const Matrix>;
@@ -60,7 +60,7 @@ double Surprise(const float* scores, int64_t vocabulary, uint8_t byte) {
   return std::log(sum) - static_cast<double>(scores[byte] - max);
 }
 
-// Returns the path where a datastore is kept from one run to the next.
+// Returns the path of the datastore that is kept between runs.
 std::string CachePath(const DatastoreFormat& format, int64_t entries) {
   const char* cache = std::getenv("XDG_CACHE_HOME");
   const char* home = std::getenv("HOME");

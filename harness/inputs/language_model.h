@@ -1,24 +1,24 @@
-// A small language model of bytes that was trained on text, and text that it has not seen. With
-// drawn weights a memory has no effect on quality; with these a technique is judged by how well it
-// predicts text.
+// Reads a small language model of bytes that was trained on text, and text that it has not seen.
+// With drawn weights a memory has no effect on quality; with trained ones a technique is judged by
+// how well it predicts text.
 //
 //   x_t = embedding[byte_t],   h = stack(x),   p(byte_t+1 | ...) = softmax(output LN(h_t))
 //
 // The stack is a technique, for which the model provides the parameters: a file names the technique
-// it was trained with. Any technique on hidden states whose parameters the file has can replace it,
-// and any on tokens (InputKind::kTokens) can follow it. A technique whose tokens leave after
-// different layers normalises them itself, and has "final_norm.gamma" among its parameters.
+// it was trained with. Any technique on hidden states whose parameters the file has can replace the
+// stack, and any on tokens (InputKind::kTokens) can follow it. A technique with early exits
+// normalises the states itself, and has "final_norm.gamma" among its parameters.
 //
 //   bits per byte = mean over t of -log2 p(byte_t+1)
 //
 // A folder has
 //
 //   model.safetensors  "embedding" [vocabulary, model_dim], "output" the same, "final_norm.gamma",
-//                      ".beta" [model_dim], and the parameters of techniques by their names; metadata
-//                      "technique" (the stack and its options), "heads", "data"
+//                      ".beta" [model_dim], and the parameters of techniques by their names;
+//                      metadata "technique" (the stack and its options), "heads", "data"
 //   exits.safetensors  more parameters of techniques, if there is such a file: classifiers of exits
 //   held_out.txt       bytes that the model was not trained on
-//   datastore.txt      bytes that it was trained on, for techniques that look up tokens by similar states
+//   datastore.txt      bytes that it was trained on, for techniques that retrieve similar states
 #ifndef TFB_HARNESS_INPUTS_LANGUAGE_MODEL_H_
 #define TFB_HARNESS_INPUTS_LANGUAGE_MODEL_H_
 
@@ -41,7 +41,7 @@ namespace tfb {
 // The model's states for bytes: a row for each.
 struct ModelStates {
   Tensor x;        // f32 [tokens, model_dim]: LN(h), from which the next byte is predicted
-  Tensor context;  // f32 [tokens, model_dim]: the stack's output of that name, which is looked up
+  Tensor context;  // f32 [tokens, model_dim]: the stack's output "context", the datastore's keys
 };
 
 class LanguageModel {
@@ -67,9 +67,9 @@ class LanguageModel {
   // Returns the held-out bytes that row b of a batch reads, and the next one. Returns
   // InvalidArgument where the text is too short.
   absl::StatusOr<absl::string_view> HeldOut(const Problem& problem, int64_t b) const;
-  // Makes a tensor of held-out text for each spec: techniques on hidden states read embedded bytes
-  // as "x", those on tokens states of the model as "x" and "context". Returns Unimplemented for a
-  // spec of another name.
+  // Makes a tensor of held-out text for each spec: for techniques on hidden states, "x" is the
+  // embedded bytes; for those on tokens, "x" and "context" are ModelStates. Returns Unimplemented
+  // for a spec of another name.
   absl::StatusOr<NamedTensors> MakeInputs(const std::vector<TensorSpec>& specs,
                                           const Problem& problem) const;
   // Returns the model's tensors for all parameters of a layer. "datastore.keys" [entries,

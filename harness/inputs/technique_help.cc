@@ -15,7 +15,7 @@ namespace tfb {
 namespace {
 
 constexpr int kColumns = 100;
-constexpr size_t kNamedParameters = 8;  // that a line names at most
+constexpr size_t kNamedParameters = 8;  // the most that a line names
 
 // The meanings of tensors that many techniques read or write. The technique's header explains the
 // others.
@@ -152,7 +152,7 @@ std::string Sizes(const Job& job, absl::string_view sizes_from) {
       kColumns, "  ");
 }
 
-// "dense", or in quotes where the shell would read something else into it.
+// Returns "dense", in quotes where the shell would interpret the text.
 std::string SpecText(const Job& job) {
   const TechniqueInfo& info = job.technique->info();
   TechniqueSpec spec{info.name, {}};
@@ -164,7 +164,7 @@ std::string SpecText(const Job& job) {
   return text.find_first_of("[]*") == std::string::npos ? text : absl::StrCat("'", text, "'");
 }
 
-// The flags without which --input would give another problem.
+// Returns the flags without which --input would give another problem.
 std::string ProblemFlags(const Job& job, const std::vector<NamedTensorSpec>& inputs) {
   const Problem& problem = job.problem;
   std::string flags;

@@ -1,4 +1,4 @@
-// The page that explains one technique: formula, options, tensors, and commands that run it.
+// Writes the help page of one technique: formula, options, tensors, and commands that run it.
 #ifndef TFB_HARNESS_INPUTS_TECHNIQUE_HELP_H_
 #define TFB_HARNESS_INPUTS_TECHNIQUE_HELP_H_
 
@@ -13,9 +13,8 @@
 
 namespace tfb {
 
-// Returns the page. The formula is the comment at the head of the technique's header
-// (core/header_text.h). `sizes_from` says where the problem's sizes are from. Returns the error of
-// InputSpecs or OutputSpecs.
+// Returns the page, or the error of InputSpecs or OutputSpecs. The formula is the comment at the
+// head of the technique's header (core/header_text.h). `sizes_from` says where the sizes are from.
 absl::StatusOr<std::string> TechniqueHelp(const Job& job, absl::string_view sizes_from);
 
 // Returns a line for each input that was drawn, and one for the parameters named in `drawn`, whose

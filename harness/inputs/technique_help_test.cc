@@ -1,4 +1,4 @@
-// What programs say of every technique that there is, and ask of its caller.
+// Tests the help of every technique, and the inputs that it requires.
 #include "harness/inputs/technique_help.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// A small problem, of several blocks of every default size, in each direction that there is.
+// Returns small problems of several blocks of every default size, in each supported direction.
 std::vector<Problem> Problems(const TechniqueInfo& info) {
   std::vector<Problem> problems;
   for (const bool causal : {false, true}) {
@@ -39,7 +39,7 @@ std::vector<Problem> Problems(const TechniqueInfo& info) {
   return problems;
 }
 
-// The default options, and those that differ from them in one truth or choice.
+// Returns the default options, and those that differ from them in one Boolean or choice.
 std::vector<Options> Variants(const Technique& technique) {
   std::vector<Options> variants = {technique.Canonical({}).value()};
   for (const OptionSpec& option : technique.info().options) {
@@ -61,7 +61,7 @@ struct Case {
   std::vector<TensorSpec> specs;
   NamedTensors inputs;
 
-  // In a new layer: some draw anew in each Run.
+  // Runs a new layer, since some layers draw anew in each Run.
   absl::StatusOr<NamedTensors> Run(const Inputs& views) const {
     return RunTechnique(*technique, problem, views, {options});
   }
@@ -191,7 +191,7 @@ TEST(TechniqueHelp, EveryTechniqueHasItsHeadersFormulaAndAllOptionsAndTensors) {
   }
 }
 
-// The page sends the reader there for what a tensor is.
+// The page refers to the header for the meaning of a tensor.
 TEST(TechniqueHelp, EveryHeaderNamesTheTensorsThatOthersDoNotHave) {
   const std::set<std::string> common = {"q",      "k",        "v",   "x",
                                         "memory", "key_mask", "out", "log_sum_exp"};

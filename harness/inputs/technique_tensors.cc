@@ -23,15 +23,16 @@ using Lister = std::function<absl::StatusOr<Specs>(const Problem&, const Options
 
 constexpr int64_t kLargestMultiple = 4;
 
-// What a technique answers for one problem and its options.
+// The tensors of a technique for one problem and its options.
 struct Answer {
   Problem problem;
   Options options;
   Specs specs;
-  std::string changed;  // the option that has another value than at hand, if any
+  std::string changed;  // the option whose value was varied, if any
 };
 
-// Problems that differ from `base` in one size, or in two that some techniques want to be equal.
+// Returns problems that differ from `base` in one size, or in two that some techniques require to
+// be equal.
 std::vector<Problem> Variations(const Problem& base) {
   const auto other = [](int64_t channels) { return channels <= 128 ? 2 * channels : channels / 2; };
   std::vector<Problem> all(8, base);
@@ -89,7 +90,7 @@ std::vector<Answer> AskAll(const TechniqueInfo& info, const Lister& list, const 
   return answers;
 }
 
-// Every size that a dimension may be named after, in order of preference.
+// Returns every size that a dimension may be named after, in order of preference.
 std::vector<NamedSize> Candidates(const TechniqueInfo& info, const Answer& answer) {
   std::vector<NamedSize> sizes = ProblemSizes(answer.problem);
   const size_t of_problem = sizes.size();
@@ -112,9 +113,8 @@ const TensorSpec& SpecOf(const Answer& answer, const std::string& name) {
                        [&name](const TensorSpec& spec) { return spec.name == name; });
 }
 
-// Returns the first candidate that is the dimension in all answers, and is not the same in all.
-// What another option changes is not counted: one of 0, say, may stand for a number that the sizes
-// decide.
+// Returns the first candidate that equals the dimension in all answers, and is not constant.
+// Answers with another varied option do not count, since e.g. 0 may stand for a computed size.
 std::string SymbolOf(const std::vector<Answer>& answers,
                      const std::vector<std::vector<NamedSize>>& candidates, const std::string& name,
                      size_t axis) {
@@ -169,7 +169,7 @@ bool SameBits(const Tensor& a, const Tensor& b) {
   return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
 }
 
-// The part of a name that stands for a layer: "layer" and 12 in "layer12.w_q". The digits are empty
+// The part of a name that denotes a layer: "layer" and 12 in "layer12.w_q". The digits are empty
 // where there is none.
 struct LayerName {
   absl::string_view prefix, digits, rest;

@@ -1,8 +1,8 @@
-// The tensors of a technique for a problem, with their shapes in symbols.
+// Describes the tensors of a technique for a problem, with symbolic shapes.
 //
-// A technique gives shapes in numbers. Which size decides a dimension is found out: the technique
+// A technique gives shapes in numbers. To find the size that determines a dimension, the technique
 // is asked again for problems and options in which one size differs. A dimension is named after a
-// size where it equals that size, or two to four times it, for all of them.
+// size where it equals that size, or two to four times that size, for all of them.
 #ifndef TFB_HARNESS_INPUTS_TECHNIQUE_TENSORS_H_
 #define TFB_HARNESS_INPUTS_TECHNIQUE_TENSORS_H_
 
@@ -20,17 +20,17 @@ namespace tfb {
 
 struct NamedTensorSpec {
   TensorSpec spec;
-  // One for each dimension: "query_tokens", "4 model_dim", an option's name; the number where no
-  // single size decides it.
+  // A symbol for each dimension: "query_tokens", "4 model_dim", an option's name; the number where
+  // no single size determines the dimension.
   std::vector<std::string> symbols;
-  bool drawn = false;  // of a parameter: whether it depends on the seed
+  bool drawn = false;  // whether a parameter depends on the seed
 };
 
 struct TechniqueTensors {
   std::vector<NamedTensorSpec> inputs;
   std::vector<NamedTensorSpec> outputs;
   std::vector<NamedTensorSpec> parameters;
-  absl::Status parameters_status;  // why the parameters are not known, where they are not
+  absl::Status parameters_status;  // the error where the parameters are not known
 };
 
 // The sizes that dimensions are named after.
@@ -46,15 +46,14 @@ std::vector<NamedSize> ProblemSizes(const Problem& problem);
 absl::StatusOr<TechniqueTensors> DescribeTensors(const Technique& technique, const Options& options,
                                                  const Problem& problem, uint64_t seed);
 
-// Returns those of the names of `parameters`, a layer's on `problem`, whose values depend on the
-// seed. It creates layers for a small problem, or for this one where a small one has other
-// parameters.
+// Returns the names of those `parameters` of a layer on `problem` whose values depend on the seed.
+// Creates layers for a small problem, or for this one where a small one has other parameters.
 std::vector<std::string> DrawnParameters(const Technique& technique, const Options& options,
                                          const Problem& problem, const NamedTensors& parameters,
                                          uint64_t seed);
 
-// Puts together the tensors of like layers, "layer0.w_q" and "layer1.w_q", that are equal in all
-// else: as "layer{0..1}.w_q". The order is that of the first of each.
+// Joins tensors of several layers that differ only in the layer's number, "layer0.w_q" and
+// "layer1.w_q", to one "layer{0..1}.w_q", in the place of the first.
 std::vector<NamedTensorSpec> JoinLayers(const std::vector<NamedTensorSpec>& tensors);
 
 }  // namespace tfb

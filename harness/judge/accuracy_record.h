@@ -7,10 +7,9 @@
 
 namespace tfb {
 
-// Fills the outcome's errors with their bounds, the kept share of dense attention, statistics,
-// FLOPs, bytes, workspace and parameters; status OK, or FAILED with Accuracy::failure as its
-// reason. Errors of further outputs are among the statistics, as "error_<name>". Leaves everything
-// else.
+// Sets the outcome's errors with their bounds, the kept share of dense attention, statistics,
+// FLOPs, bytes, workspace and parameters, and its status: OK, or FAILED with Accuracy::failure as
+// reason. Errors of further outputs are statistics named "error_<name>".
 void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome);
 
 }  // namespace tfb

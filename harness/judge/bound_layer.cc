@@ -17,7 +17,7 @@ absl::StatusOr<BoundLayer> Bind(Layer* layer, Device device, const Inputs& input
   TFB_ASSIGN_OR_RETURN(memory->inputs, DeviceTensors::Of(device, inputs));
   TFB_ASSIGN_OR_RETURN(memory->outputs,
                        DeviceTensors::Allocate(device, layer->outputs(), optional_too));
-  // One byte at least, so that there is an address.
+  // There is at least one byte, so that there is an address.
   const size_t bytes = std::max<size_t>(layer->workspace_bytes(pool->threads()), 1);
   TFB_ASSIGN_OR_RETURN(memory->workspace, DeviceMemory::Allocate(device, bytes));
   bound.inputs = memory->inputs.inputs();

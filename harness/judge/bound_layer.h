@@ -1,5 +1,5 @@
-// A layer with all that its calls need. Whoever calls layers (timing, judging, conformance,
-// benchmarks) binds them first.
+// Binds a layer to everything that its calls need. Code that calls layers (timing, judging,
+// conformance, benchmarks) binds them first.
 #ifndef TFB_HARNESS_JUDGE_BOUND_LAYER_H_
 #define TFB_HARNESS_JUDGE_BOUND_LAYER_H_
 
@@ -24,7 +24,7 @@ struct BoundLayer {
   Inputs inputs;
   Outputs outputs;
   Execution execution;
-  // What Bind has allocated; null where the views refer to memory that others keep.
+  // The memory that Bind has allocated; null where the views refer to memory of another owner.
   struct Memory {
     DeviceTensors inputs, outputs;
     DeviceMemory workspace;
@@ -39,9 +39,9 @@ struct BoundLayer {
   absl::StatusOr<NamedTensors> Results() const { return memory->outputs.Download(); }
 };
 
-// Binds a layer to the inputs, to outputs, with the optional ones on request, and to a workspace of
-// its own, whose contents are unspecified. The inputs are the host's; on the CPU they are not
-// copied and must outlive the result, as must the layer and the pool.
+// Binds a layer to the inputs, and to new outputs and a new workspace, whose contents are
+// unspecified. Optional outputs are included where `optional_too`. The inputs are in host memory;
+// on the CPU they are not copied and must outlive the result, as must the layer and the pool.
 absl::StatusOr<BoundLayer> Bind(Layer* layer, Device device, const Inputs& inputs, ThreadPool* pool,
                                 bool optional_too);
 

@@ -1,5 +1,5 @@
-// The error of an output against its reference, the share of dense attention that a technique
-// keeps, and the bounds of an implementation's error.
+// Computes the error of an output against its reference, the share of dense attention that a
+// technique keeps, and the bounds of an implementation's error.
 #ifndef TFB_HARNESS_JUDGE_ERRORS_H_
 #define TFB_HARNESS_JUDGE_ERRORS_H_
 
@@ -63,22 +63,21 @@ absl::StatusOr<double> MaxAbsError(const ConstTensorView& output, const ConstTen
 // Returns the largest finite |element|; 0 for an empty tensor.
 double LargestMagnitude(const ConstTensorView& view);
 
-// What a technique's weights w have of dense attention's p, both f64 [batch, heads, rows, keys]. A
-// technique attends to a key where w > 0. Means over the rows in which both see a key; absent where
-// there is none. The pool's threads share the rows; the bits are the same without it (null).
+// Compares a technique's weights w with dense attention's p, both f64 [batch, heads, rows, keys]. A
+// technique attends to a key where w > 0. The numbers are means over the rows in which both see a
+// key; absent where there is no such row. They do not depend on `pool`, which may be null.
 struct KeptAttention {
   double kept_mass = 0;      // sum of p over the keys that the technique attends to
   double kl_divergence = 0;  // sum of w log(w / p), nats; infinite where w > 0 = p
   double recall = 0;         // share of the k keys of largest p among the k of largest w
 };
-constexpr int64_t kRecallKeys = 32;  // k; or as many as dense attention sees
+constexpr int64_t kRecallKeys = 32;  // k, or the number of keys that dense attention sees
 absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,
                                                             const ConstTensorView& dense,
                                                             int64_t recall_keys = kRecallKeys,
                                                             ThreadPool* pool = nullptr);
 
-// --- Bounds. Each is a factor on max |v|, but for the log-sum-exp's, which is absolute.
-// -----------
+// --- Bounds. Each is a factor of max |v|; only the log-sum-exp's is absolute.
 
 // Returns the bound of max |y - r| of an fp32 implementation of y = sum_j p_j v_j, in units of max
 // |v|.
@@ -102,18 +101,18 @@ double HalfBound(DType dtype);
 // Returns the bound for the dtype: Fp32Bound or HalfBound.
 double AbsoluteBound(DType dtype, int64_t keys);
 
-// Returns the largest error of a 16-bit implementation where plain dense attention in the same
-// precision has `dense_error`: twice that, as FlashAttention's tests require. It is never less than
-// one rounding of the output, u max |r|: a small case may be computed exactly by chance, and an
-// output that averages fewer values than dense attention's is larger than that, and so are its
-// roundings. All in units of max |v|, `largest_output` too.
+// Returns the largest permitted error of a 16-bit implementation where plain dense attention in the
+// same precision has `dense_error`: twice that, as FlashAttention's tests require, but at least one
+// rounding of the output, u max |r|: a small case may be exact by chance, and an output that
+// averages fewer values than dense attention's has larger elements and so larger roundings. All
+// numbers, `largest_output` included, are in units of max |v|.
 double RatioBound(DType dtype, double dense_error, double largest_output);
 
-// Returns the absolute bound of log-sum-exp. It is m + log(sum) with f32 scores: the error of
-// scores below 10 and of the sum as above, Fp32Bound; larger scores add to it u sqrt(d)
-// |q||k| scale with |q||k| scale no less than the largest score, 8 u of that for d = 64; and three
-// roundings of it (of the score, of its scaled form and of the result). That score is the largest
-// |log_sum_exp| or so. In 16 bits the scores are still fp32, since q and k are used unchanged.
+// Returns the absolute bound of log-sum-exp = m + log(sum) with f32 scores. It has three parts: the
+// error of scores below 10 and of the sum, which is Fp32Bound; for larger scores u sqrt(d) |q||k|
+// scale, where |q||k| scale is at least the largest score, so 8 u of that score for d = 64; and
+// three roundings of that score (its own, its scaled form's and the result's). The largest score is
+// about the largest |log_sum_exp|. In 16 bits the scores are still fp32: q and k are not rounded.
 double LogSumExpBound(int64_t keys, double largest_log_sum_exp);
 
 }  // namespace tfb

@@ -42,7 +42,7 @@ double Scale(const NamedTensors& inputs, const Tensor& reference) {
   return std::max(values, LargestMagnitude(reference.view()));
 }
 
-// The keys that a row can have.
+// Returns the number of keys that a row can have.
 int64_t Keys(const Problem& problem) { return std::max(problem.kv_tokens, problem.query_tokens); }
 
 absl::Status Missing(absl::string_view technique, absl::string_view what) {
@@ -129,7 +129,7 @@ absl::StatusOr<Counterpart> FindCounterpart(const EvaluateRequest& request) {
   return counterpart;
 }
 
-// The parameters among `given` that a layer has, with its shapes.
+// Returns those of the parameters `given` that a layer has with the same shapes.
 NamedTensors SharedParameters(const NamedTensors& given, const Layer& layer) {
   NamedTensors shared;
   for (const auto& [name, tensor] : layer.parameters()) {
@@ -140,7 +140,7 @@ NamedTensors SharedParameters(const NamedTensors& given, const Layer& layer) {
   return shared;
 }
 
-// The counterpart's own error in the precision of the problem, in units of its scale.
+// Returns the counterpart's own error in the precision of the problem, in units of its scale.
 absl::StatusOr<OutputError> CounterpartPrecision(const EvaluateRequest& request,
                                                  const Counterpart& counterpart,
                                                  const NamedTensors& parameters) {
@@ -197,7 +197,7 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
   }
   TFB_ASSIGN_OR_RETURN(const OutputError plain,
                        CounterpartPrecision(request, counterpart, parameters));
-  if (plain.max_abs_over_max_value == 0) return absl::OkStatus();  // no ratio to nothing
+  if (plain.max_abs_over_max_value == 0) return absl::OkStatus();  // a ratio to 0 is undefined
   const double largest_output =
       LargestMagnitude(own.tensors.at("out").view()) / std::max(own.scale, 1e-300);
   accuracy->ratio_to_dense_precision = {
@@ -207,7 +207,7 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
   return absl::OkStatus();
 }
 
-// Says what is wrong with an output whose elements are not finite; empty where nothing is.
+// Describes the non-finite elements of an output; returns an empty text where there are none.
 std::string NotFiniteFailure(const OutputError& error) {
   if (error.unexpected > 0) {
     return absl::StrCat(error.unexpected, " of ", error.checked,

@@ -1,5 +1,5 @@
-// Compares a layer's outputs with float64: with the technique's own definition (a bug shows there)
-// and dense attention on the same tensors (what the approximation costs).
+// Compares a layer's outputs with two references in float64: the technique's own definition, which
+// shows bugs, and dense attention on the same tensors, which shows the cost of the approximation.
 #ifndef TFB_HARNESS_JUDGE_EVALUATE_H_
 #define TFB_HARNESS_JUDGE_EVALUATE_H_
 
@@ -24,7 +24,7 @@
 namespace tfb {
 
 struct EvaluateRequest {
-  Job job;                               // of it the technique, options, problem, device, seed
+  Job job;                               // only its technique, options, problem, device and seed
   const NamedTensors* inputs = nullptr;  // on the host, as Technique::InputSpecs says
   std::vector<int64_t> rows;             // query tokens to check, ascending; empty for all
   ThreadPool* pool = nullptr;
@@ -32,7 +32,7 @@ struct EvaluateRequest {
   const Registry* registry = &Registry::Global();
 };
 
-// A number and what it may be at most.
+// A number and its upper bound.
 struct Bounded {
   double value = 0;
   double bound = 0;
@@ -53,9 +53,9 @@ struct Accuracy {
   // output is over the counterpart's error where that is more: see RatioBound.
   std::optional<Bounded> ratio_to_dense_precision;
 
-  std::optional<OutputError> against_dense;  // it has no bound: it is what a technique costs
+  std::optional<OutputError> against_dense;  // has no bound: the cost of the approximation
   std::optional<KeptAttention> kept;  // where both sides have weights of at most kMaxWeightBytes
-  std::string no_dense_reason;        // why against_dense is absent
+  std::string no_dense_reason;        // the reason why against_dense is absent
   std::optional<Extrapolation> extrapolation;
 
   bool passed = false;
@@ -67,20 +67,20 @@ struct Accuracy {
   Cost cost;
   std::optional<size_t> workspace_bytes;  // absent where outputs alone were judged
   std::optional<size_t> parameter_bytes;
-  NamedTensors outputs;     // whole, of the problem's dtype
-  NamedTensors parameters;  // that the layer ran with
+  NamedTensors outputs;     // all rows, in the problem's dtype
+  NamedTensors parameters;  // of the layer that ran
 };
 constexpr int64_t kMaxWeightBytes = int64_t{1} << 28;
 
-// Creates the layer, runs it once with outputs and workspace full of NaN, and judges it. The status
-// is that of the step that failed: what the caller asked for (InvalidArgument), what the technique
-// does not do (Unimplemented), no memory (ResourceExhausted). An error beyond its bound is not a
-// failure of Evaluate but of Accuracy::passed.
+// Creates the layer, runs it once with outputs and workspace full of NaN, and judges it. Returns
+// the status of the step that failed: InvalidArgument for a wrong request, Unimplemented where the
+// technique does not support it, ResourceExhausted where there is no memory. An error beyond its
+// bound is not a failure of Evaluate, but clears Accuracy::passed.
 absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 
-// The parts of it, for callers that have a layer already.
+// The following functions are steps of Evaluate, for callers that already have a layer.
 
-// Evaluates a layer of the request's job with the parameters that the layer has.
+// Evaluates a layer of the request's job with the layer's parameters.
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer);
 
 struct LayerRun {
@@ -88,9 +88,9 @@ struct LayerRun {
   size_t workspace_bytes = 0;
   size_t device_bytes = 0;  // of the device's memory, for outputs and workspace; 0 on the CPU
 };
-// Sets the layer up and runs it once on `inputs`, tensors in the memory of its device, which may
-// lack optional ones. Internal where it writes beyond its outputs or its workspace, or a kernel
-// fails.
+// Sets the layer up and runs it once on `inputs`, which are in the memory of its device and may
+// lack optional tensors. Returns Internal where the layer writes beyond its outputs or its
+// workspace, or a kernel fails.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool);
 
@@ -99,8 +99,9 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
 absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensors& parameters,
                                const NamedTensors& outputs);
 
-// About `count` of `tokens` rows, ascending: the first and the last, both sides of multiples of 64,
-// and others evenly spread by a draw of the seed. All where there are no more; empty then.
+// Returns about `count` of `tokens` rows, ascending: the first and the last, both sides of
+// multiples of 64, and others evenly spread at random by the seed. Returns an empty list, which
+// means all, where there are no more than `count`.
 std::vector<int64_t> SampleRows(int64_t tokens, int64_t count, uint64_t seed);
 
 }  // namespace tfb

@@ -102,7 +102,7 @@ absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(const Evaluate
   if (tokens < kLeastTokens || problem.query_tokens != tokens) return none;
   Problem last = problem;
   last.query_tokens = last.kv_tokens = tokens / kExtrapolationGrowth;
-  // If the shorter problem is not supported, that is no failure of the longer one.
+  // An unsupported shorter problem is not a failure of the longer one.
   const auto layer = job.technique->Create(last, job.options, job.device, /*seed=*/1);
   if (!layer.ok() || !SameShapes((*layer)->parameters(), parameters)) return none;
   TFB_ASSIGN_OR_RETURN(const std::optional<Inputs> inputs, LastTokens(request, last));

@@ -1,10 +1,9 @@
-// Memory between guard bands, for finding writes beyond a tensor's ends and elements that were
-// never written.
+// Allocates memory between guard bands, which shows writes beyond a tensor's ends.
 //
-// A layer of a device gets device_bytes() and device_view(), the memory's twin in the memory of the
-// device, bands included (harness/judge/device_memory.h). Upload copies the host's bytes there
-// before a call, and Download copies them back for the checks after it. On the CPU the two are one,
-// and both do nothing.
+// A layer of a device gets device_bytes() and device_view(), a mirror of the host memory, bands
+// included, in the memory of the device (harness/judge/device_memory.h). Upload copies the host's
+// bytes there before a call, and Download copies them back for the checks after the call. On the
+// CPU host and device memory are the same, and Upload and Download do nothing.
 #ifndef TFB_HARNESS_JUDGE_GUARDED_H_
 #define TFB_HARNESS_JUDGE_GUARDED_H_
 
@@ -82,15 +81,15 @@ class GuardedTensor {
   TensorView view_;
 };
 
-// The workspace of a layer of a device between such bands, and the layer's calls. It has no twin on
-// the host: it may be larger than the host's memory.
+// The workspace of a layer of a device between guard bands. It has no mirror on the host, since it
+// may be larger than the host's memory.
 class GuardedWorkspace {
  public:
   static absl::StatusOr<GuardedWorkspace> Allocate(size_t bytes, Device device);
 
   absl::Span<std::byte> bytes() const { return bytes_; }
-  // Fills it with 0xFF, calls `body`, waits for the device, and checks the bands. `what` begins the
-  // message about a band.
+  // Fills the workspace with 0xFF, calls `body`, waits for the device, and checks the bands. `what`
+  // begins the message about a band.
   absl::Status Call(absl::string_view what, absl::FunctionRef<absl::Status()> body);
 
  private:

@@ -6,7 +6,7 @@
 namespace tfb {
 namespace {
 
-// More than a sleeping thread oversleeps on an idle machine.
+// The last milliseconds of a wait are spun: more than a thread oversleeps on an idle machine.
 constexpr double kSpinSeconds = 0.01;
 
 class SteadyClock : public Clock {

@@ -18,7 +18,7 @@
 namespace tfb {
 namespace {
 
-constexpr size_t kEvery = 4;  // one of so many techniques is slowed at a time
+constexpr size_t kEvery = 4;  // one of this many techniques is slowed at a time
 constexpr double kMostFalseAlarms = 0.01, kLeastPower = 0.95;
 
 // --- A technique whose runs last longer
@@ -132,7 +132,7 @@ class SelfTest {
   }
 
  private:
-  // All techniques, those in `slowed` with the factor.
+  // Makes a registry of all techniques, in which those in `slowed` take longer by the factor.
   std::unique_ptr<Registry> MakeRegistry(const std::set<std::string>& slowed) const {
     auto registry = std::make_unique<Registry>();
     for (const Technique* technique : registry_.All()) {
@@ -143,8 +143,8 @@ class SelfTest {
     return registry;
   }
 
-  // Finds the techniques that have times of their own and are nobody's counterpart: what is slowed
-  // must not be what others are held against.
+  // Finds the techniques that have a counterpart and are not one themselves, since slowing a
+  // counterpart would change other techniques' relative times.
   absl::Status FindTechniques() {
     const std::unique_ptr<Registry> registry = MakeRegistry({});
     TFB_ASSIGN_OR_RETURN(const std::vector<Job> cases, MakeCases(options_.cases, *registry, "."));

@@ -1,6 +1,6 @@
-// How far a comparison of two sweeps can be trusted on a machine: how often it calls something
-// slower that is the same (false alarms), and how often it finds a technique that was made slower on
-// purpose (power).
+// Measures how far a comparison of two sweeps can be trusted on a machine: how often it reports an
+// unchanged technique as slower (false positives), and how often it finds a technique that was
+// slowed on purpose (power).
 #ifndef TFB_HARNESS_MEASURE_COMPARE_SELF_TEST_H_
 #define TFB_HARNESS_MEASURE_COMPARE_SELF_TEST_H_
 
@@ -20,11 +20,11 @@ namespace tfb {
 
 struct SelfTestOptions {
   CaseFlags cases;
-  SweepOptions sweep;  // of each sweep, but for the output and the registry
+  SweepOptions sweep;  // of each sweep; its output and registry are ignored
   CompareOptions compare;
-  int runs = 20;            // pairs of sweeps, for the false alarms and for the power each
+  int runs = 20;            // pairs of sweeps, for the false positives and for the power each
   double slow_down = 1.10;  // the factor by which a run of a chosen technique is longer
-  std::string folder;       // where the result files 1.pb, 2.pb, ... go
+  std::string folder;       // of the result files 1.pb, 2.pb, ...
 };
 
 struct SelfTestCounts {
@@ -33,10 +33,10 @@ struct SelfTestCounts {
   int same_times = 0, false_alarms = 0;
   int slowed = 0, found = 0;          // techniques
   std::map<Verdict, int> verdicts;    // on times that are the same
-  std::map<std::string, int> missed;  // by technique: how often it was slowed and not found
+  std::map<std::string, int> missed;  // false negatives by technique
 };
 
-// Whether at most 1% of the times that are the same are called slower, and at least 95% of the
+// Tells whether at most 1% of unchanged times are reported as slower, and at least 95% of the
 // slowed techniques are found.
 bool Holds(const SelfTestCounts& counts);
 
@@ -44,14 +44,14 @@ bool Holds(const SelfTestCounts& counts);
 std::string SelfTestReport(const SelfTestOptions& options, const SelfTestCounts& counts);
 
 // Compares two sweeps, of which the second one has the techniques in `slowed` slowed and the others
-// the same, and adds the verdicts on their times to `counts`.
+// unchanged, and adds the verdicts on their times to `counts`.
 absl::Status CountVerdicts(const ResultSet& base, const ResultSet& now,
                            const std::set<std::string>& slowed, const CompareOptions& options,
                            SelfTestCounts* counts);
 
-// Sweeps the techniques of `registry` again and again, and in between with every fourth one slowed,
-// and compares neighbours. Slowed layers wait by the clock of the sweep. InvalidArgument where no
-// technique can be slowed, since none is held against another one.
+// Sweeps the techniques of `registry` repeatedly, alternately unchanged and with every fourth one
+// slowed, and compares consecutive sweeps. Slowed layers wait by the clock of the sweep. Returns
+// InvalidArgument where no technique can be slowed, since none is compared with another one.
 absl::StatusOr<SelfTestCounts> RunSelfTest(const SelfTestOptions& options,
                                            const Registry& registry);
 

@@ -17,8 +17,8 @@ constexpr unsigned kClockOfMultiprocessors = 1;  // NVML_CLOCK_SM
 constexpr unsigned kClockOfMemory = 2;           // NVML_CLOCK_MEM
 constexpr unsigned kTemperatureOfGpu = 0;        // NVML_TEMPERATURE_GPU
 
-// The bits of nvmlClocksEventReason* that are not deliberate: an idle GPU, application clocks that
-// a user set, and boards that are kept in step are not among them.
+// The bits of nvmlClocksEventReason* for involuntary throttling, without those for an idle GPU,
+// application clocks that a user set, and synchronised boards.
 constexpr std::pair<unsigned long long, const char*> kThrottleReasons[] = {
     {0x04, "power cap"},
     {0x08, "hardware slowdown"},

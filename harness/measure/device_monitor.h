@@ -1,4 +1,4 @@
-// The clocks, temperature and power that a GPU reports while it is measured.
+// Reads the clocks, temperature and power that a GPU reports while it is measured.
 #ifndef TFB_HARNESS_MEASURE_DEVICE_MONITOR_H_
 #define TFB_HARNESS_MEASURE_DEVICE_MONITOR_H_
 
@@ -17,8 +17,7 @@ class DeviceMonitor {
   virtual DeviceState Read() = 0;
 };
 
-// Tells whether the device was slower than it can be for reasons that are not deliberate: heat,
-// power, a fault.
+// Tells whether the device was throttled involuntarily: by heat, power or a fault.
 bool IsThrottled(const DeviceState& state);
 
 // Opens NVML, the driver's library, at run time. `pci_bus_id` is CudaDevice's. Returns Unavailable,

@@ -51,7 +51,7 @@ class PeakMeter {
   }
   // Returns B/s, read and written.
   absl::StatusOr<double> Copies() {
-    // The buffer is sixteen times the cache, so that almost none of it comes from there.
+    // The buffer is sixteen times the cache, so that almost none of it is read from the cache.
     const CudaDevice& gpu = runtime_->properties();
     const int64_t wanted = gpu.l2_cache_bytes > 0 ? 16 * gpu.l2_cache_bytes : int64_t{1} << 30;
     const size_t bytes = static_cast<size_t>(std::min(wanted, gpu.memory_bytes / 16)) / 16 * 16;

@@ -1,4 +1,4 @@
-// Whether there is a GPU, asked in a way that leaves the asking process able to fork.
+// Tells whether there is a GPU, and leaves the calling process able to fork.
 #ifndef TFB_HARNESS_MEASURE_DEVICE_PRESENCE_H_
 #define TFB_HARNESS_MEASURE_DEVICE_PRESENCE_H_
 

@@ -1,5 +1,4 @@
-// A library with NVML's functions, for the test of the code that reads it. Its GPU is at
-// 0000:01:00.0.
+// Implements NVML's functions for the test of the code that calls them. The GPU is at 0000:01:00.0.
 #include <cstring>
 
 namespace {

@@ -1,6 +1,5 @@
-// Instructions that this process retires in user mode, as the kernel counts them. They repeat to a
-// few in a million where times repeat to a few in a hundred, so that they find changes that times
-// cannot.
+// Counts the instructions that this process retires in user mode, by the kernel's counters. They
+// vary by a few in a million where times vary by a few in a hundred, so they show smaller changes.
 #ifndef TFB_HARNESS_MEASURE_INSTRUCTION_COUNTER_H_
 #define TFB_HARNESS_MEASURE_INSTRUCTION_COUNTER_H_
 
@@ -11,8 +10,8 @@
 
 namespace tfb {
 
-// Counts for the calling thread, and for those that it and its like start from then on: open it
-// before the thread pool is made.
+// Counts for the calling thread and all threads that descend from it after Open, so open the
+// counter before the thread pool is made.
 class InstructionCounter {
  public:
   // Returns Unavailable, with the reason, where the kernel grants no counter: on a virtual machine
@@ -20,14 +19,14 @@ class InstructionCounter {
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
   // Counts another event of perf_event_open(2), for tests.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);
-  // Counts what can be read from the descriptor `file`, 8 bytes at a time as from those of
-  // perf_event_open, for tests. The counter closes it.
+  // Makes a counter for tests that reads `file`, 8 bytes at a time as from perf_event_open, and
+  // closes it.
   static std::unique_ptr<InstructionCounter> OfFile(int file);
   ~InstructionCounter();
   InstructionCounter(const InstructionCounter&) = delete;
   InstructionCounter& operator=(const InstructionCounter&) = delete;
 
-  int64_t Read() const;  // since Open
+  int64_t Read() const;  // returns the count since Open
 
  private:
   explicit InstructionCounter(int file) : file_(file) {}

@@ -75,12 +75,12 @@ std::string Compiler() {
 #endif
 }
 
-// CUDA writes 12.4 as 12040.
+// Returns "12.4" for CUDA's 12040.
 std::string CudaVersion(int version) {
   return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
-// "cuBLAS 13.1.0, cuDNN 9.12.0": of what is opened at run time, that which is there.
+// Returns "cuBLAS 13.1.0, cuDNN 9.12.0": those of the libraries opened at run time that exist.
 std::string RuntimeLibraries() {
   std::vector<std::string> texts;
   int (*cublas_property)(int property, int* value) = nullptr;
@@ -165,8 +165,8 @@ double SecondsOf(Clock* clock, absl::FunctionRef<void()> work) {
   return clock->Seconds() - begin;
 }
 
-// The best of many short passes: a peak is what the machine does when nothing disturbs it, and on a
-// shared machine that may be for a few milliseconds only.
+// Returns the best of many short passes, since a peak is the undisturbed rate, and a shared machine
+// may be undisturbed only for a few milliseconds.
 constexpr double kPassSeconds = 0.002;
 constexpr double kMeasuringSeconds = 0.15;
 constexpr int kFewestPasses = 5;
@@ -189,7 +189,7 @@ double FmaRate(Clock* clock, int threads) {
                        [&](int64_t task, int) { flops[task] = kernels.fma_peak(iterations); });
     });
   };
-  // Long against starting the threads, short against a time slice.
+  // A pass is long compared with starting the threads, and short compared with a time slice.
   int64_t iterations = 1 << 12;
   while (pass(iterations) < kPassSeconds) iterations *= 2;
   return BestRate(clock, [&] {
@@ -307,8 +307,8 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
 }
 
 void MeasurePeaks(const std::vector<int>& threads, Environment* environment, Clock* clock) {
-  // Four times the last cache, so that at least three quarters come from memory; at most 256 MiB,
-  // where a server's cache is larger than one process gets of it anyway.
+  // The size is four times the last-level cache, so that at least three quarters come from memory,
+  // but at most 256 MiB, since one process gets only a part of a server's larger cache.
   const int64_t bytes = std::clamp<int64_t>(4 * LastLevelCacheBytes(), 64 << 20, 256 << 20);
   for (const int count : std::set<int>(threads.begin(), threads.end())) {
     AddPeak("f32 fma", FmaRate(clock, count), "FLOP/s", count, Peak::KIND_COMPUTE, ELEMENT_TYPE_F32,

@@ -17,7 +17,7 @@
 namespace tfb {
 namespace {
 
-// Empty where the file cannot be read.
+// Returns the file's contents; empty where it cannot be read.
 std::string Contents(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::stringstream contents;
@@ -29,7 +29,7 @@ std::vector<absl::string_view> Words(absl::string_view text) {
   return absl::StrSplit(text, absl::ByAnyChar(" \t\n"), absl::SkipEmpty());
 }
 
-// The sum of the numbers among `words` at `places`; absent where one is missing or no number.
+// Returns the sum of the numbers in `words` at `places`; nothing where one is missing or malformed.
 std::optional<double> SumAt(const std::vector<absl::string_view>& words,
                             std::initializer_list<size_t> places) {
   double sum = 0;
@@ -46,8 +46,8 @@ std::optional<double> Seconds(std::optional<double> ticks, double ticks_per_seco
   return *ticks / ticks_per_second;
 }
 
-// proc(5): "cpu user nice system idle iowait irq softirq steal guest guest_nice", of which user
-// holds guest. The line of each core is "cpu0 ...".
+// Reads "cpu user nice system idle iowait irq softirq steal guest guest_nice", of which user
+// includes guest (see proc(5)). The line of each core is "cpu0 ...".
 void ReadStat(const std::string& text, double ticks_per_second, LoadReading* reading) {
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     const std::vector<absl::string_view> words = Words(line);
@@ -61,15 +61,15 @@ void ReadStat(const std::string& text, double ticks_per_second, LoadReading* rea
   }
 }
 
-// proc(5): user and system time are fields 14 and 15; field 2 is a name in brackets, which may hold
-// anything.
+// Returns user and system time, fields 14 and 15 (see proc(5)). Field 2, a name in brackets, may
+// contain any character.
 std::optional<double> OwnTicks(const std::string& text) {
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return std::nullopt;
   return SumAt(Words(absl::string_view(text).substr(name_end + 1)), {11, 12});
 }
 
-// "some avg10=0.12 avg60=0.05 avg300=0.01 total=123456", the total in microseconds.
+// Parses "some avg10=0.12 avg60=0.05 avg300=0.01 total=123456", the total in microseconds.
 std::optional<double> StalledSeconds(const std::string& text) {
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     const std::vector<absl::string_view> words = Words(line);
@@ -84,7 +84,7 @@ std::optional<double> StalledSeconds(const std::string& text) {
   return std::nullopt;
 }
 
-// "0.20 0.18 0.12 3/264 11206": three tasks of 264 can run.
+// Returns 3 for "0.20 0.18 0.12 3/264 11206": three tasks of 264 can run.
 std::optional<int> RunnableTasks(const std::string& text) {
   const std::vector<absl::string_view> words = Words(text);
   if (words.size() < 4) return std::nullopt;
@@ -94,7 +94,7 @@ std::optional<int> RunnableTasks(const std::string& text) {
   return runnable;
 }
 
-// Absent where a counter is not known, or went back.
+// Returns nothing where a counter is unknown or decreased.
 std::optional<double> Between(std::optional<double> before, std::optional<double> after) {
   if (!before.has_value() || !after.has_value() || *after < *before) return std::nullopt;
   return *after - *before;

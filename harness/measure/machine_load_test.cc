@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-// Made-up files of one moment.
+// Synthetic files of one moment.
 class MachineLoadTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -27,8 +27,8 @@ class MachineLoadTest : public ::testing::Test {
     std::ofstream(path, std::ios::binary) << text;
   }
 
-  // Writes the files of a machine of two cores: ticks that its cores were busy and stolen, and ticks
-  // of the own process.
+  // Writes the files of a machine of two cores: ticks that its cores were busy and stolen, and
+  // ticks of the own process.
   LoadReading ReadingOf(int busy, int stolen, int own, double at_seconds) {
     const std::string user = std::to_string(busy - 6);
     Write(sources_.stat, "cpu  " + user + " 1 2 5000 70 1 2 " + std::to_string(stolen) +
@@ -176,7 +176,7 @@ TEST_F(MachineLoadTest, LoadsOfSeveralVisitsAddUp) {
   EXPECT_EQ(lacking([](MachineLoad* one) { one->clear_most_runnable(); }), "runnable runnable ");
 }
 
-// On whatever machine this runs, its own counters are there and do not go back.
+// On any machine the real counters exist and do not decrease.
 TEST(MachineLoad, ReadsThisMachine) {
   const LoadReading before = ReadMachineLoad();
   const LoadReading after = ReadMachineLoad();

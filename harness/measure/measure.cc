@@ -19,7 +19,7 @@
 namespace tfb {
 namespace {
 
-// Bytes of all tensors, infinite where the product of sizes is.
+// Returns the bytes of all tensors, infinite where the product of sizes is.
 double BytesOf(const std::vector<TensorSpec>& specs, bool optional_too) {
   double bytes = 0;
   for (const TensorSpec& spec : specs) {
@@ -55,10 +55,10 @@ int64_t HeapBytes() {
   return static_cast<int64_t>(info.uordblks + info.hblkhd);
 }
 
-// Freed chunks that the C library keeps at hand may come to so many bytes.
+// The most bytes of freed chunks that the C library may keep.
 constexpr int64_t kHeapNoise = 64 << 10;
 
-// Judge, whose float64 copies need memory of their own.
+// Calls Judge, whose float64 copies need memory of their own.
 absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
                                        const NamedTensors& parameters,
                                        const NamedTensors& outputs) {
@@ -71,15 +71,15 @@ absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
 
 }  // namespace
 
-// Follows what a layer takes of a device's memory, beside the tensors of its caller.
+// Tracks the device memory that a layer allocates, beside the tensors of its caller.
 class DeviceBytes {
  public:
-  // `runtime` null: the CPU, of which nothing is known here.
+  // `runtime` is null for the CPU, whose memory is not tracked.
   explicit DeviceBytes(CudaRuntime* runtime) : runtime_(runtime), before_(Allocated()) { Reset(); }
 
-  // The layer has been made.
+  // Notes that the layer has been made.
   void NoteLayer() { NoteRun(0); }
-  // It has been set up and run by a caller who held so much.
+  // Notes that the layer has been set up and run by a caller with this much memory.
   void NoteRun(size_t of_caller) {
     if (runtime_ == nullptr) return;
     peak_ = std::max(peak_, runtime_->peak_bytes() - before_ - static_cast<int64_t>(of_caller));
@@ -124,8 +124,8 @@ Outcome::Status OutcomeOf(const absl::Status& status) {
   }
 }
 
-// Passes on records of cases that are being timed, some at a time: a report wakes the process that
-// takes it, which may disturb the sample that follows.
+// Forwards records of cases that are being timed, several at a time: a report wakes the receiving
+// process, which may disturb the next sample.
 class InterimReports {
  public:
   InterimReports(const MeasureHooks& hooks, Clock* clock)
@@ -148,7 +148,7 @@ class InterimReports {
   std::map<size_t, CaseReport> waiting_;
 };
 
-// A case on its way: what it owns while the batch is timed, and its report so far.
+// A case in progress: the objects that it owns while the batch is timed, and its report so far.
 struct Measurer::Prepared {
   const Job* job = nullptr;
   CaseReport report;
@@ -176,7 +176,7 @@ struct Measurer::Batch {
   double held_bytes = 0;  // inputs, outputs and parameters of all
 };
 
-// Before there is a pool, whose threads it is to count.
+// The counter is opened before there is a pool, whose threads it must count.
 Measurer::Measurer(const MeasureOptions& options) : options_(options) {
   absl::StatusOr<std::unique_ptr<InstructionCounter>> counter = InstructionCounter::Open();
   if (counter.ok()) instructions_ = *std::move(counter);
@@ -228,7 +228,7 @@ bool Measurer::Measure(const std::vector<Job>& jobs, const Visit& visit,
   while (!waiting.empty() && !Stopped(hooks)) {
     Batch batch;
     std::vector<Visit::Item> later;
-    // Where time is short, what has been prepared by a third of it is timed before the rest is
+    // Where time is short, the cases prepared in the first third of it are timed before the rest is
     // prepared.
     const double prepare_until =
         options_.clock->Seconds() + (hooks.seconds_left == nullptr
@@ -293,7 +293,7 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   TFB_ASSIGN_OR_RETURN(const auto input_specs, technique.InputSpecs(job.problem, job.options));
   TFB_ASSIGN_OR_RETURN(const auto output_specs, technique.OutputSpecs(job.problem, job.options));
 
-  // Before anything is allocated. The check has outputs of its own, guarded, and a copy of them.
+  // This comes before anything is allocated. The check has guarded outputs and a copy of them.
   const auto fits = [&](double more, double workspace) -> absl::Status {
     if (options_.memory_limit <= 0) return absl::OkStatus();
     const double limit = static_cast<double>(options_.memory_limit);
@@ -345,7 +345,7 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   if (cost.bytes.has_value()) outcome->set_bytes_moved(*cost.bytes);
   auto& statistics = *outcome->mutable_statistics();
   for (const auto& [name, value] : layer.statistics()) statistics[name] = value;
-  // Schedules, tables, indices and parameters: what the layer keeps between runs.
+  // The layer keeps schedules, tables, indices and parameters between runs.
   if (heap_after > heap_before + kHeapNoise) {
     statistics["layer_heap_bytes"] = static_cast<double>(heap_after - heap_before);
   }
@@ -358,7 +358,7 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   return absl::OkStatus();
 }
 
-// Makes the inputs, and puts them into the memory of the device, unless the batch has them.
+// Makes the inputs, and copies them to the memory of the device, unless the batch has them.
 absl::Status Measurer::PlaceInputs(const std::vector<TensorSpec>& specs, Batch* batch,
                                    Prepared* prepared) {
   const Job& job = *prepared->job;
@@ -366,7 +366,7 @@ absl::Status Measurer::PlaceInputs(const std::vector<TensorSpec>& specs, Batch* 
   auto inputs = batch->inputs.find(key);
   if (inputs == batch->inputs.end()) {
     absl::StatusOr<NamedTensors> made = MakeInputs(job.input, specs, job.problem, job.seed);
-    // A file that does not fit is not the technique's fault.
+    // An input that does not fit the problem is not an error of the technique.
     if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
     if (!made.ok()) return made.status();
     TFB_ASSIGN_OR_RETURN(DeviceTensors placed, DeviceTensors::Of(job.device, ViewsOf(*made)));
@@ -379,7 +379,7 @@ absl::Status Measurer::PlaceInputs(const std::vector<TensorSpec>& specs, Batch* 
   return absl::OkStatus();
 }
 
-// Binds the layer to the memory in which the case will be timed, but for the workspace, which may
+// Binds the layer to the memory in which the case will be timed, without the workspace, which may
 // have to grow for other cases of the batch.
 absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
   const Job& job = *prepared->job;
@@ -392,7 +392,7 @@ absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
                        DeviceTensors::Allocate(job.device, bound.layer->outputs(),
                                                /*optional_too=*/false));
   bound.outputs = prepared->outputs.outputs();
-  // One byte at least, so that there is an address.
+  // There is at least one byte, so that there is an address.
   const size_t bytes = std::max<size_t>(prepared->layer->workspace_bytes(job.threads), 1);
   if (const size_t before = batch->workspace.bytes().size(); bytes > before) {
     batch->workspace = DeviceMemory();  // not both at once
@@ -416,7 +416,7 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   absl::StatusOr<LayerRun> run =
       RunOnce(prepared->layer.get(), job.device, prepared->timed.bound.inputs, Pool(job.threads));
   if (!run.ok()) {
-    // The caller's problem has been admitted, so that any other status is the technique's failure.
+    // The technique supports the problem, so any other status is its failure.
     const bool known =
         absl::IsUnimplemented(run.status()) || absl::IsResourceExhausted(run.status());
     return known ? run.status() : absl::InternalError(run.status().message());
@@ -497,12 +497,12 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   };
   const LoadReading load_before = ReadMachineLoad(options_.load);
   MeasureSideBySide(options, &timed);
-  // All cases of the batch were timed in the same stretch of time.
+  // All cases of the batch were timed in the same interval.
   const MachineLoad load =
       LoadBetween(load_before, ReadMachineLoad(options_.load), batch->threads, UsableCores());
   device_lost_ |= batch->runtime != nullptr && !batch->runtime->Synchronize().ok();
   for (size_t i = 0; i < timed.size(); ++i) {
-    // Stopped too early to say anything: as if it had not been begun.
+    // A case that was stopped too early counts as not begun.
     if (absl::IsCancelled(timed[i].status)) continue;
     CaseReport& report = batch->cases[i]->report;
     RecordTimes(timed[i], load, /*monitored=*/options.monitor != nullptr, &report);

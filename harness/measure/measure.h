@@ -34,41 +34,41 @@ struct MeasureOptions {
   double min_time = 0.01;
   double case_timeout = 60;  // seconds; 0: none
   int64_t memory_limit = 0;  // bytes of tensors, workspace and parameters together; 0: none
-  // Query tokens that the errors of a scaling case, and of an accuracy case, are measured on, where
-  // the definition can evaluate single ones; 0: all.
+  // The number of query tokens on which the errors of a scaling case, and of an accuracy case, are
+  // measured, where the definition can evaluate single ones; 0: all.
   int64_t sampled_rows = 64;
   int64_t accuracy_rows = 0;
-  bool times = true;  // false: cases are checked alone
+  bool times = true;  // false: cases are only checked
   bool cold = true;
   const Registry* registry = &Registry::Global();
   // The clock and the fixed arithmetic of TimingOptions.
   Clock* clock = RealClock();
   std::function<void()> probe = &ProbeArithmetic;
-  LoadSources load;  // where the load of the machine is read
+  LoadSources load;  // the files with the load of the machine
 };
 
 struct MeasureHooks {
-  // Called before whatever may take long, with the index of the job.
+  // Called before each step that may take long, with the index of the job.
   std::function<void(size_t index, absl::string_view what)> on_activity;
-  // No further work begins once this is true. Cases without enough samples by then are not
+  // Returns true when no further work may begin. Cases without enough samples by then are not
   // reported.
   std::function<bool()> stopped;
   // Returns the seconds until `stopped` will be true for lack of time; null means no such limit.
   std::function<double()> seconds_left;
-  // Takes the reports of each case: those of an unfinished one after its check, and while it is
-  // timed when it has enough samples to count; and that of the finished one. Cases come in any
-  // order.
+  // Called with the reports of each case, in any order of cases: after its check, as soon as it has
+  // enough samples, and when it is finished.
   std::function<void(CaseReport)> report;
 };
 
-// Keeps what outlives a visit: pools, the memory that flushes caches, how long checks took.
+// Measures cases, and keeps the state between visits: pools, the memory that flushes caches, and
+// the durations of checks.
 class Measurer {
  public:
   explicit Measurer(const MeasureOptions& options);
 
-  // The jobs that the visit names have equal GroupKeys. False where a case has lost their device to
-  // this process (DeviceStatus): that one has been reported, and those that have not are for another
-  // process.
+  // Measures the jobs that the visit names, which have equal GroupKeys. Returns false where a case
+  // made the device unusable for this process (DeviceStatus): that case has been reported, and the
+  // unreported ones need another process.
   bool Measure(const std::vector<Job>& jobs, const Visit& visit, const MeasureHooks& hooks);
 
  private:
@@ -79,7 +79,7 @@ class Measurer {
   std::function<absl::Status()> Flusher(const Batch& batch);
   DeviceMonitor* Monitor(CudaRuntime* runtime);
   bool Stopped(const MeasureHooks& hooks) const { return device_lost_ || hooks.stopped(); }
-  // False where the case waits for the next batch. Reports cases that cannot run.
+  // Returns false where the case must wait for the next batch. Reports cases that cannot run.
   bool Prepare(const Job& job, const Visit::Item& wishes, const MeasureHooks& hooks, Batch* batch);
   absl::Status Fill(const MeasureHooks& hooks, Batch* batch, Prepared* prepared);
   absl::Status PlaceInputs(const std::vector<TensorSpec>& specs, Batch* batch, Prepared* prepared);
@@ -87,7 +87,7 @@ class Measurer {
   absl::Status Check(const MeasureHooks& hooks, Prepared* prepared, DeviceBytes* device_bytes);
   absl::Status TooLong(absl::string_view what) const;
   void Time(const MeasureHooks& hooks, Batch* batch);
-  // Puts what was timed into the record of the report.
+  // Writes the times into the record of the report.
   void RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
                    CaseReport* report) const;
 

@@ -33,7 +33,7 @@ class MeasureTest : public ::testing::Test {
     options_.registry = &registry_;
   }
 
-  // The records of the cases of one problem, by display name.
+  // Returns the records of the cases of one problem, by display name.
   std::map<std::string, Case> Measure(const std::string& techniques, int64_t tokens = 16,
                                       const std::string& devices = "cpu",
                                       const std::string& inputs = "gaussian") {
@@ -116,7 +116,7 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
 
 TEST_F(MeasureTest, ARecordIsToldAfterItsCheckBeforeAnyCaseIsTimed) {
   Measure("toy_mean,toy_causal,toy_unable");
-  // The two cases that run are told in the order in which they were checked.
+  // The two cases that run are reported in the order in which they were checked.
   ASSERT_GE(so_far_.size(), 2u);
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_TRUE(so_far_[i].outcome().against_definition().passed());
@@ -141,7 +141,7 @@ TEST_F(MeasureTest, WhatCannotRunHasAStatusAndAReasonAndTheOthersRun) {
   EXPECT_EQ(outcome("toy_refuses").reason(), "the toy refuses to run");
   EXPECT_EQ(outcome("toy_wrong").status(), Outcome::STATUS_FAILED);
   EXPECT_THAT(outcome("toy_wrong").reason(), HasSubstr("bound"));
-  EXPECT_GT(outcome("toy_wrong").timing().run_ns_size(), 0);  // it ran all the same
+  EXPECT_GT(outcome("toy_wrong").timing().run_ns_size(), 0);  // it ran nevertheless
 }
 
 TEST_F(MeasureTest, MemoryIsCheckedBeforeItIsAllocated) {
@@ -290,7 +290,7 @@ TEST_F(MeasureTest, WhatTheDeviceHasNoMemoryForIsARowAndTheOthersRun) {
 
 TEST_F(MeasureTest, ALaunchThatFailsIsARowAndTheOthersRun) {
   const auto records = Measure("toy_bad_launch,toy_bad_kernel,toy_device", 16, "simulator");
-  EXPECT_TRUE(kept_device_);  // the simulator tells of a failed kernel at once
+  EXPECT_TRUE(kept_device_);  // the simulator reports a failed kernel at once
   EXPECT_EQ(records.at("toy_bad_launch").outcome().status(), Outcome::STATUS_FAILED);
   EXPECT_THAT(records.at("toy_bad_launch").outcome().reason(),
               HasSubstr("more tasks than a grid has blocks"));

@@ -9,11 +9,11 @@
 
 namespace tfb {
 
-// Kernels whose work is one limit of the device and nothing else. Each launcher enqueues on the
-// default stream, and returns null or a text that says why it could not.
+// Kernels each of which measures one peak rate of the device. Each launcher enqueues on the default
+// stream, and returns null, or a text that says why it failed.
 struct PeakKernels {
   static constexpr int kThreads = 256;  // of a block
-  static constexpr int kChains = 8;     // chains of multiply-adds that do not wait for one another
+  static constexpr int kChains = 8;     // independent chains of multiply-adds
   static constexpr int kTiles = 4;      // chains of matrix products, each of 16 x 16 by 16 x 8
 
   // Every thread of `blocks` computes x = factor x + 1 `iterations` times in each of kChains
@@ -23,7 +23,7 @@ struct PeakKernels {
   // `value`, which are bf16 or f16, and every thread writes the sum of its elements.
   const char* (*matrix_products)(int blocks, int64_t iterations, Element type, float value,
                                  float* results);
-  // `bytes` are a multiple of 16, and so are the addresses.
+  // Copies `bytes`, a multiple of 16, between addresses that are aligned to 16.
   const char* (*copy)(int blocks, void* to, const void* from, size_t bytes);
 };
 

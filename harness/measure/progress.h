@@ -1,5 +1,5 @@
-// Tells what a sweep does while it runs: a terminal shows one line that is redrawn, anything else
-// gets a line a case.
+// Prints the progress of a sweep: a terminal shows one line that is redrawn, any other output gets
+// one line per case.
 #ifndef TFB_HARNESS_MEASURE_PROGRESS_H_
 #define TFB_HARNESS_MEASURE_PROGRESS_H_
 
@@ -15,13 +15,13 @@ class Progress {
   // On a terminal, unless TERM is "dumb", lines are redrawn and cut to its width.
   Progress(std::FILE* out, size_t total);
 
-  // Shows what is going on, on a terminal alone.
+  // Shows the current activity, only on a terminal.
   void Show(absl::string_view activity, double elapsed_seconds, double left_seconds);
   // Reports a finished case. A terminal only counts it, unless it went wrong.
   void Finished(absl::string_view line, bool wrong);
-  // Counts a finished case without a word.
+  // Counts a finished case without printing.
   void Count() { ++finished_; }
-  // Prints a line that stays.
+  // Prints a line that is not erased.
   void Say(absl::string_view line);
   // Erases the redrawn line.
   void Clear();

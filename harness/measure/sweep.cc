@@ -52,7 +52,7 @@ extern "C" void NoteSignal(int number) {
   last_signal = number;
 }
 
-// While it lives, SIGINT and SIGTERM are counted instead of ending the process.
+// Counts SIGINT and SIGTERM while it exists, instead of ending the process.
 class SignalGuard {
  public:
   SignalGuard() {
@@ -90,7 +90,7 @@ class Sweep {
         begin_(clock_.Seconds()),
         visits_(cases.size()) {
     options_.rounds = std::max(options_.rounds, 1);
-    // The core time of this process is the sweep's own too.
+    // The core time of this process is also the sweep's own.
     options_.measure.load.own_stats.push_back(absl::StrCat("/proc/", getpid(), "/stat"));
   }
 
@@ -121,11 +121,11 @@ class Sweep {
     return kExitBadUsage;
   }
 
-  // The file keeps the cases that were measured. One without any case is removed, since it would
-  // only be in the next sweep's way.
+  // Keeps the cases that were measured. A file without any case is removed, since it would only
+  // prevent the next sweep from using its name.
   int FailWhileMeasuring(const absl::Status& status) {
     const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);
-    // While the file is locked: another sweep may begin it as soon as it is not.
+    // The file is removed while it is locked, since another sweep may use it afterwards.
     if (file.ok() && file->results.cases_size() == 0 && is_new_) unlink(options_.output.c_str());
     appender_.reset();
     if (!measures_ || !file.ok() || file->results.cases_size() == 0) return Fail(status);
@@ -202,8 +202,8 @@ class Sweep {
     for (const auto& [key, group] : groups) AddCounterparts(group);
   }
 
-  // The dense counterparts of what is left are measured again beside it: a ratio is of two times
-  // from one run.
+  // Adds the dense counterparts of the remaining cases, which are measured again: a ratio is of two
+  // times from one run.
   void AddCounterparts(const std::vector<size_t>& group) {
     std::set<std::string> counterparts;
     for (const size_t i : group) {
@@ -231,15 +231,15 @@ class Sweep {
     return known ? absl::OkStatus() : AppendRecord(record);
   }
 
-  // The environment is written before the first record: a sweep that is ended sooner leaves none.
+  // Appends the record. The environment is written before the first one, not when the sweep begins.
   absl::Status AppendRecord(const Case& record) {
     if (!environment_appended_) TFB_RETURN_IF_ERROR(appender_->Append(environment_));
     environment_appended_ = true;
     return appender_->Append(record);
   }
 
-  // Writes what is known of a case that is not finished, for a sweep that goes on where this one
-  // was stopped. A whole record that the file has already is worth more.
+  // Writes the record of an unfinished case, for a sweep that resumes this one. Does nothing where
+  // the file already has a complete record.
   absl::Status AppendUnfinished(size_t index, Case record) {
     if (finished_before_.count(index) > 0) return absl::OkStatus();
     record.mutable_outcome()->set_unfinished(true);
@@ -323,7 +323,7 @@ class Sweep {
     plan_ = std::make_unique<SweepPlan>(cases_, left_, how);
   }
 
-  // Goes on with the cases that an earlier sweep on this machine has checked, or timed in part.
+  // Resumes the cases that an earlier sweep on this machine has checked, or timed in part.
   absl::Status TakeUnfinished() {
     for (const auto& [index, record] : unfinished_before_) {
       const Environment* origin = FindEnvironment(appender_->existing(), record->environment_id());
@@ -364,7 +364,7 @@ class Sweep {
         absl::StrCat(options_.other.program, " ended with exit status ", exit_status));
   }
 
-  // Who goes first changes from visit to visit.
+  // Lets both sweeps measure the visit; they alternate in going first.
   absl::Status TakeTurns(const Visit& visit, int turn, OtherSweep* other) {
     const auto measure_other = [&]() -> absl::Status {
       if (other == nullptr || Stopped()) return absl::OkStatus();
@@ -392,8 +392,7 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // The groups that the leader never asked for. Where there is a time budget the leader has left
-  // them out to keep it.
+  // Measures the groups that the leader never asked for, or leaves them out under a time budget.
   absl::Status FollowToTheEnd() {
     for (size_t i = 0; i < cases_.size() && !Stopped(); ++i) {
       while (left_[i] && !Stopped()) {
@@ -457,7 +456,7 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // Cases of another machine, build or version are not taken for this one's.
+  // Cases of another machine, build or version do not count as this one's.
   absl::Status CheckOrigins() const {
     if (options_.allow_different_environment) return absl::OkStatus();
     for (const std::string& id : origins_) {
@@ -498,7 +497,7 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // Measures until each of the visit's cases has been visited, or the deadline has come.
+  // Measures until each of the visit's cases has been visited, or the deadline has passed.
   absl::Status MeasureVisit(const Visit& visit) {
     const double deadline = visit.deadline() > 0 ? begin_ + visit.deadline() : 0;
     std::set<size_t> unchecked;  // whose check has hung
@@ -527,7 +526,7 @@ class Sweep {
     for (const Visit::Item& item : visit.items()) {
       if (open_.count(item.index()) > 0) items.push_back(item);
     }
-    // Cases that were checked before come last, so that a sweep that is stopped often gets on.
+    // Cases that were checked before come last, so that a sweep often stopped makes progress.
     std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
       return records_.count(item.index()) == 0;
     });
@@ -544,8 +543,7 @@ class Sweep {
     return request;
   }
 
-  // Takes records until the group is done (true), or the worker has ended or is of no more use
-  // (false).
+  // Receives records. Returns true when the group is done, false when the worker cannot go on.
   absl::StatusOr<bool> Listen(const Visit& visit, std::set<size_t>* unchecked) {
     bool told = false, hung = false;
     int taken = 0;
@@ -560,7 +558,7 @@ class Sweep {
       if (event == Worker::Event::kMessage) {
         TFB_ASSIGN_OR_RETURN(FromWorker answer, Parsed(message));
         if (!answer.has_report()) {
-          // The case that lost the device has its record. But without any there would be no end.
+          // The case that lost the device has its record. Without any record this would never end.
           if (!answer.visit_done() && taken == 0) {
             TFB_RETURN_IF_ERROR(CountEndBetweenCases("the device was lost"));
           }
@@ -620,7 +618,7 @@ class Sweep {
     return all;
   }
 
-  // Makes what a visit has found of cases, but could not finish, part of their records.
+  // Adds the samples of an unfinished visit to the records of its cases.
   void KeepInterim() {
     for (const auto& [index, record] : interim_) {
       records_[index] = WithEarlierVisits(index, record);
@@ -629,8 +627,8 @@ class Sweep {
     interim_.clear();
   }
 
-  // The record of one visit joins those of the visits before. The case has its record after the
-  // first rounds, and once more at the end where repetitions have added samples.
+  // Adds the record of one visit to those of earlier visits. The case's record is written after the
+  // first rounds, and again at the end where repetitions have added samples.
   absl::Status TakeVisit(const CaseReport& report) {
     const size_t index = report.index();
     open_.erase(index);
@@ -661,7 +659,7 @@ class Sweep {
     return visited;
   }
 
-  // Further samples of cases that the file has already: the last record of a case counts.
+  // Writes further samples of cases that the file already has: the last record of a case counts.
   absl::Status AppendImproved() {
     for (const size_t index : improved_) {
       TFB_RETURN_IF_ERROR(AppendRecord(records_.at(index)));
@@ -670,20 +668,20 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // No case is to blame: the rest is tried once more, unless that keeps happening.
+  // Counts an end that no case caused, and fails after too many; else the rest is tried again.
   absl::Status CountEndBetweenCases(absl::string_view how) {
     if (++ends_between_cases_ <= kMostEndsBetweenCases) return absl::OkStatus();
     return absl::InternalError(absl::StrCat("the measuring process ended between cases: ", how));
   }
 
-  // The record of the case that a worker ended at.
+  // Makes the record of the case during which a worker ended.
   absl::Status RecordEnd(const Worker::Activity& at, bool hung, std::set<size_t>* unchecked) {
     if (signals_seen > 1) return absl::OkStatus();
     const size_t index = static_cast<size_t>(at.index);
     if (at.index < 0 || open_.count(index) == 0) {
       return CountEndBetweenCases(worker_->HowItEnded());
     }
-    // A case that has its record keeps it where only more samples of it could not be had.
+    // A case that has its record keeps it where only further samples failed.
     const Worker::End end = worker_->end();
     if (!left_[index] && (hung || end != Worker::End::kOther)) {
       open_.erase(index);
@@ -715,7 +713,7 @@ class Sweep {
                   absl::StrCat(" ended the process: ", worker_->HowItEnded()));
   }
 
-  // Nothing is said of a single case: there is one line for all that are left out together.
+  // Leaves out a case. It has no line of its own, but one for all that are left out together.
   absl::Status LeaveOut(size_t index, absl::string_view reason) {
     leaves_out_ = true;
     const auto held = records_.find(index);
@@ -726,7 +724,7 @@ class Sweep {
     Case record = is_checked ? held->second : MakeRecord(cases_[index]);
     Outcome* outcome = record.mutable_outcome();
     if (is_checked) {
-      // Its errors stand, and --resume takes the times.
+      // The case keeps its errors, and --resume adds the times.
       outcome->set_unfinished(true);
       outcome->set_reason(absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
                                        kNotTimed, reason));
@@ -822,9 +820,9 @@ class Sweep {
   std::vector<bool> left_;  // by case: no record yet
   Environment environment_;
   bool environment_appended_ = false;
-  bool measures_ = false;  // nothing was refused, and measuring has begun
-  // What the file had when it was opened: the reasons of skipped cases, the records of those that
-  // were not finished, and the environments of all that were tried.
+  bool measures_ = false;  // measuring has begun
+  // The contents of the file when it was opened: the reasons of skipped cases, the records of
+  // unfinished ones, and the environments of all that were tried.
   std::map<size_t, std::string> skipped_before_;
   std::map<size_t, const Case*> unfinished_before_;
   std::set<size_t> finished_before_;

@@ -69,7 +69,7 @@ class SweepWorker {
     const bool on_gpu = std::any_of(cases_.begin(), cases_.end(),
                                     [](const Job& job) { return job.device == Device::kCuda; });
     if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
-      // A failure here costs the shares of a peak alone; the cases themselves say what is wrong.
+      // A failure here only loses the shares of peaks; the cases themselves report the error.
       MeasureDevicePeaks(*gpu, &environment).IgnoreError();
     }
     return environment;

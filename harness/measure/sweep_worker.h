@@ -1,4 +1,4 @@
-// The part of a sweep that runs in a process of its own: it describes the machine and measures
+// The part of a sweep that runs in a process of its own. It describes the machine and measures
 // groups of cases, as harness/measure/worker_messages.proto says.
 #ifndef TFB_HARNESS_MEASURE_SWEEP_WORKER_H_
 #define TFB_HARNESS_MEASURE_SWEEP_WORKER_H_
@@ -11,7 +11,7 @@
 
 namespace tfb {
 
-// Answers the requests that come by `side` until none is to come or the device is lost.
+// Answers the requests from `side` until its end, or until the device is lost.
 void WorkForSweep(const SweepOptions& options, const std::vector<Job>& cases, WorkerSide& side);
 
 }  // namespace tfb

@@ -27,7 +27,7 @@ constexpr size_t kSegmentsKept = 32;  // of a stream, evenly spaced
 // some ms.
 constexpr int64_t kProbeIterations = 1 << 15;
 
-// Keeps the library from printing: a Measurement notes its samples itself.
+// Prints nothing: a Measurement records its samples itself.
 class SilentReporter : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context&) override { return true; }
@@ -59,9 +59,9 @@ class Measurement {
         device_lost_(*device_lost),
         usual_probe_(std::move(usual_probe)) {}
 
-  // Times batches of calls, each twice as long as the one before; from the fastest follow the
-  // number of calls a sample and the number of samples. Several batches, since the first call is
-  // slow and any of them may be interrupted; one that lasts as long as a sample is enough.
+  // Times batches of calls, each twice as long as the previous one; the fastest determines the
+  // calls per sample and the number of samples. There are several batches, since the first call is
+  // slow and any may be interrupted; one that lasts as long as a sample is enough.
   void Pilot() {
     if (device_lost_) {
       timed_.status = absl::CancelledError("the device was lost before");
@@ -111,7 +111,7 @@ class Measurement {
     Add("stream", plan.streams, &Measurement::StreamSample);
   }
 
-  // Instructions of single runs, where there is a counter and time for it.
+  // Counts the instructions of single runs, where there is a counter and time for it.
   void CountInstructions() {
     if (options_.instructions == nullptr || timed_.bound.runtime != nullptr || !timed_.status.ok())
       return;
@@ -127,7 +127,7 @@ class Measurement {
     }
   }
 
-  // Puts the samples into the timing, and says of the case how it ended.
+  // Writes the samples to the timing, and sets the status of the case.
   void Finish() {
     timed_.timing = TimingSoFar();
     timed_.spent_seconds = spent_;
@@ -146,8 +146,8 @@ class Measurement {
  private:
   using Body = void (Measurement::*)();
 
-  // `body` takes one sample and notes its time by the clock of the options, or of the device; the
-  // library calls it `samples` times. What the library itself takes for the time is not looked at.
+  // Registers `body`, which takes one sample and notes its time by the clock of the options, or of
+  // the device; the library calls `body` `samples` times. The library's own times are not used.
   void Add(absl::string_view what, int samples, Body body) {
     if (samples == 0) return;
     const auto sample = [this, body, what](benchmark::State& state) {
@@ -184,9 +184,9 @@ class Measurement {
     return timing;
   }
 
-  // One sample of any kind. When the case is over, its remaining repetitions do nothing; they are
-  // not skipped with an error, because the library computes statistics over repetitions and aborts
-  // where some have failed.
+  // Takes one sample of any kind. When the case is over, its remaining repetitions do nothing; they
+  // are not skipped with an error, because the library computes statistics over repetitions and
+  // aborts where some have failed.
   void Sample(absl::string_view what, Body body) {
     timed_out_ = timed_out_ || (timed_.timeout_seconds > 0 && spent_ > timed_.timeout_seconds);
     stopped_ = stopped_ || device_lost_ || (options_.stopped != nullptr && options_.stopped());
@@ -264,7 +264,7 @@ class Measurement {
 
   // --- Streams
 
-  // The views of each segment, made beforehand since making them allocates.
+  // The views of each segment are made beforehand, since making them allocates.
   struct SegmentCall {
     Segment segment;
     Inputs inputs;
@@ -326,7 +326,7 @@ class Measurement {
     if (timed_.stream_status.ok()) return;
     segments_.clear();
     NoteLoss();
-    // A stream that loses the device to all cases is the case's failure, not its own alone.
+    // A stream that loses the device is a failure of the case, not only of the stream.
     if (device_lost_) timed_.status.Update(timed_.stream_status);
   }
   absl::Status Stream() {
@@ -359,7 +359,7 @@ class Measurement {
     const size_t count = segments_.size();
     const size_t kept = std::min(count, kSegmentsKept);
     for (size_t n = 0; n < kept; ++n) {
-      // Evenly spaced, the first and the last among them.
+      // The kept segments are evenly spaced and include the first and the last.
       const SegmentCall& call = segments_[kept == 1 ? 0 : n * (count - 1) / (kept - 1)];
       if (call.append_ns.empty()) continue;
       SegmentTiming* segment = timing->add_segments();
@@ -379,8 +379,7 @@ class Measurement {
     TFB_RETURN_IF_ERROR(Run());
     return Synchronize();
   }
-  // Layers report what they foresee; what they do not is an allocation that fails inside of a
-  // container.
+  // Layers return the errors that they check for; an allocation inside a container throws instead.
   template <class Body>
   static absl::Status WithoutMemory(const Body& body) {
     try {
@@ -403,7 +402,7 @@ class Measurement {
 
   // --- Devices
 
-  // After a call that failed.
+  // Notes, after a call that failed, whether the device is lost.
   void NoteLoss() {
     if (timed_.bound.runtime != nullptr && !timed_.bound.runtime->Synchronize().ok())
       device_lost_ = true;
@@ -449,7 +448,7 @@ class Measurement {
   int samples_left_ = 0;             // of all kinds
   std::vector<double> run_seconds_;  // by sample of `run`, all of its calls together
   std::vector<double> probes_;       // likewise on the CPU: the longer of the two about the sample
-  std::vector<DeviceState> states_;  // likewise on a device: the worse of the two
+  std::vector<DeviceState> states_;  // the same on a device: the worse of the two
   DeviceEvent begin_, end_;
   StreamingLayer* stream_ = nullptr;
   std::vector<SegmentCall> segments_;
@@ -511,7 +510,7 @@ CpuCacheFlusher::CpuCacheFlusher(ThreadPool* pool) : pool_(pool), memory_(DType:
 
 absl::Status CpuCacheFlusher::operator()() {
   ++value_;
-  // Pieces of 1 MiB in any order: with as many pieces as there are, each core gets its share.
+  // Threads take pieces of 1 MiB in any order; there are enough for every core to get some.
   constexpr int64_t kPiece = 1 << 20;
   uint8_t* memory = static_cast<uint8_t*>(memory_.raw());
   pool_->ParallelForRanges(Bytes(), kPiece, [&](int64_t begin, int64_t end, int) {

@@ -27,8 +27,8 @@ using ::testing::ElementsAre;
 using ::testing::Gt;
 using ::testing::HasSubstr;
 
-// A round of the toys' work, and the probe, take so long by the simulated clock. They are powers of
-// two, so that sums of them are exact.
+// The times of a round of the toys' work, and of the probe, by the simulated clock. They are powers
+// of two, so that sums of them are exact.
 constexpr double kRoundSeconds = 1.0 / (1 << 20);
 constexpr double kProbeSeconds = 1.0 / (1 << 14);
 constexpr double kRoundNs = kRoundSeconds * 1e9;
@@ -425,7 +425,7 @@ TEST_F(TimingTest, SegmentsOfAStreamAreTimedByPosition) {
   EXPECT_EQ(cases[2].timing.segments_size(), 0);
 }
 
-// Sensors that say what they are told to.
+// Sensors with given readings.
 class FakeMonitor : public DeviceMonitor {
  public:
   explicit FakeMonitor(std::function<DeviceState(int)> state) : state_(std::move(state)) {}
@@ -464,7 +464,7 @@ TEST_F(TimingTest, OnADeviceEventsTellTheTime) {
     EXPECT_EQ(timed.timing.discarded_samples(), 0);
     EXPECT_EQ(timed.timing.cold_run_ns_size(), kIntervalSamples);
     EXPECT_EQ(timed.timing.setup_ns_size(), kIntervalSamples);
-    // Events tell milliseconds in f32.
+    // Events return milliseconds in f32.
     EXPECT_THAT(timed.timing.run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
     EXPECT_THAT(timed.timing.cold_run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
     EXPECT_EQ(timed.state_before.clock_mhz(), 1700);

@@ -94,7 +94,7 @@ absl::StatusOr<std::unique_ptr<OtherSweep>> OtherSweep::Start(
   std::vector<char*> pointers;
   for (std::string& word : words) pointers.push_back(word.data());
   pointers.push_back(nullptr);
-  // The program's data lies beside it, not beside this program.
+  // The other program's data files are beside that program, not beside this one.
   for (const char* variable : {"RUNFILES_DIR", "RUNFILES_MANIFEST_FILE", "JAVA_RUNFILES"}) {
     unsetenv(variable);
   }
@@ -120,7 +120,7 @@ absl::Status OtherSweep::Measure(absl::string_view group) {
 }
 
 absl::Status OtherSweep::Ask(absl::string_view line) {
-  // A write to a program that has ended is an error here, not the end of this process.
+  // A write to a program that has ended must be an error, not end this process (SIGPIPE).
   struct sigaction ignore = {}, before = {};
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &before);
@@ -150,7 +150,7 @@ std::string OtherSweep::HowItEnded() {
 
 absl::StatusOr<int> OtherSweep::Finish() {
   TFB_RETURN_IF_ERROR(Ask(kRest));
-  close(to_);  // says that there is no further turn
+  close(to_);  // the end of the pipe means that there is no further turn
   to_ = -1;
   int status = 0;
   while (waitpid(pid_, &status, 0) < 0) {

@@ -1,12 +1,12 @@
-// Two sweeps of two builds that take turns, so that disturbances of the machine affect both alike.
+// Lets two sweeps of two builds take turns, so that load of the machine affects both alike.
 //
-// The sweep that leads starts the other one and tells it, by one line each, which group of cases to
-// measure; nothing of the other runs while the leader measures, and the reverse. Each keeps its own
-// result file, and neither needs to know more of the other's build than these lines:
+// The leading sweep starts the other one and sends it a line for each group of cases to measure;
+// the follower is idle while the leader measures, and the reverse. Each keeps its own result file,
+// and needs to know nothing of the other's build but these lines:
 //
 //   leader    "measure <group>"   measures the remaining cases of the group, once
 //             "rest"              measures the cases that were never asked for, then ends
-//   follower  "done"              comes after each, and once before the first: it is ready
+//   follower  "done"              after each, and before the first to say that it is ready
 //
 // A follower that reads the end of the leader's pipe stops.
 #ifndef TFB_HARNESS_MEASURE_TURNS_H_
@@ -26,26 +26,27 @@
 
 namespace tfb {
 
-// Reads a line of at most some kilobytes from a pipe; returns nothing at its end. Where a signal
-// interrupts the waiting, `stopped` says whether to end; where it is null, the waiting goes on.
+// Reads a line of at most a few kilobytes from a pipe; returns nothing at its end. Where a signal
+// interrupts the wait, `stopped` says whether to end; where `stopped` is null, the wait continues.
 std::optional<std::string> ReadLine(int file, const std::function<bool()>& stopped);
 
 // The leader's end.
 class OtherSweep {
  public:
   // Starts `program` with `arguments` and the flag --turns=IN,OUT, which names its ends of the two
-  // pipes, and waits until it is ready. `stopped` is called where a signal comes while waiting.
+  // pipes, and waits until it is ready. A signal during the wait calls `stopped`.
   static absl::StatusOr<std::unique_ptr<OtherSweep>> Start(
       const std::string& program, const std::vector<std::string>& arguments,
       std::function<bool()> stopped);
-  ~OtherSweep();  // kills it, where it has not ended
+  ~OtherSweep();  // kills the process, where it has not ended
   OtherSweep(const OtherSweep&) = delete;
   OtherSweep& operator=(const OtherSweep&) = delete;
 
-  // Returns when the other has measured the group. Returns Unavailable where it has ended, with
-  // how; Cancelled where `stopped` says so.
+  // Waits until the other sweep has measured the group. Returns Unavailable, with the reason, where
+  // that sweep has ended; Cancelled where `stopped` returns true.
   absl::Status Measure(absl::string_view group);
-  // Lets it measure the rest, and waits for its end. Returns its exit status, as of a shell.
+  // Lets the other sweep measure the rest, and waits for its end. Returns its exit status, as a
+  // shell does.
   absl::StatusOr<int> Finish();
 
  private:
@@ -72,7 +73,7 @@ class Turns {
     std::string group;  // set where the turn is not the rest
   };
   // Reports that all earlier work is done, and waits for the next turn. Returns nothing where the
-  // leader is gone or `stopped`.
+  // leader has ended or `stopped` returns true.
   std::optional<Turn> Next();
 
  private:

@@ -24,8 +24,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 
-// Under a sanitizer memory has another meaning: shadows, quarantines, and an abort where an
-// allocation fails.
+// Sanitizers use memory differently: shadows, quarantines, and an abort where an allocation fails.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define TFB_SANITIZED 1
 #else
@@ -35,7 +34,7 @@
 namespace tfb {
 namespace {
 
-// A message is its length, 4 bytes as the machine has them, and its bytes.
+// A message is its length, 4 bytes in the machine's byte order, and its bytes.
 using Length = uint32_t;
 
 bool WriteAll(int fd, const char* bytes, size_t count) {
@@ -67,7 +66,7 @@ bool ReadAll(int fd, char* bytes, size_t count) {
   return true;
 }
 
-// Files of the parent that the worker has no business with, the locked result file among them.
+// Closes files of the parent that the worker must not hold, such as the locked result file.
 void CloseAllBut(int a, int b) {
   std::vector<int> open;
   if (DIR* folder = opendir("/proc/self/fd"); folder != nullptr) {
@@ -84,7 +83,7 @@ void CloseAllBut(int a, int b) {
   }
 }
 
-// Private writable memory of this process, which RLIMIT_DATA limits.
+// Returns the private writable memory of this process, which RLIMIT_DATA limits.
 int64_t DataBytes() {
   std::ifstream file("/proc/self/status");
   for (std::string line; std::getline(file, line);) {
@@ -93,7 +92,7 @@ int64_t DataBytes() {
   return 0;
 }
 
-// Programs' own needs beside tensors: stacks of 8 MiB a thread, flushed caches, the heap's slack.
+// The program's own memory beside tensors: stacks of 8 MiB per thread, flushed caches, heap slack.
 constexpr int64_t kOverheadBytes = int64_t{1} << 30;
 
 void LimitMemory(int64_t bytes) {
@@ -108,8 +107,8 @@ void LimitMemory(int64_t bytes) {
 
 constexpr int kNoMemoryExit = 77;
 
-// Ends the process where an exception is not caught; an allocation that failed is told by the exit
-// status, whichever thread it failed in.
+// Ends the process where an exception is not caught, with a special exit status where an allocation
+// failed in any thread.
 [[noreturn]] void EndForException() {
   try {
     if (const std::exception_ptr exception = std::current_exception(); exception != nullptr) {
@@ -146,7 +145,7 @@ std::optional<std::string> WorkerSide::Receive() {
 }
 
 void WorkerSide::Send(absl::string_view message) {
-  if (!WriteMessage(out_, message)) _exit(1);  // nobody listens any more
+  if (!WriteMessage(out_, message)) _exit(1);  // the parent has closed the pipe
 }
 
 void WorkerSide::Announce(int64_t index, absl::string_view activity) {
@@ -182,7 +181,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(const std::function<void(W
   if (pid < 0) return absl::ErrnoToStatus(errno, "fork");
   if (pid == 0) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (getppid() != parent) _exit(1);  // it died before the line above
+    if (getppid() != parent) _exit(1);  // the parent died before the line above
     signal(SIGINT, SIG_IGN);
     signal(SIGTERM, SIG_IGN);
     CloseAllBut(to_worker[0], to_parent[1]);
@@ -215,7 +214,7 @@ Worker::~Worker() {
 }
 
 absl::Status Worker::Send(absl::string_view message) {
-  // A worker that is gone must not end the parent.
+  // A write to a worker that has ended must not end the parent.
   struct sigaction ignore = {}, before;
   ignore.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &ignore, &before);

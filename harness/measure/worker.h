@@ -1,9 +1,9 @@
-// A forked process that does the work of a sweep, so that no crash, hang or exhausted memory of a
-// technique takes the sweep along: the parent keeps the result file, sees what the worker was at,
-// and starts another one.
+// Does the work of a sweep in a forked process, so that no crash, hang or exhausted memory of a
+// technique ends the sweep: the parent keeps the result file, sees the worker's last activity, and
+// starts another worker.
 //
-// The parent must have one thread only, and must not have touched a GPU: a forked process cannot
-// use either.
+// The parent must have only one thread, and must not have used a GPU: a forked process inherits
+// neither threads nor a GPU's context.
 #ifndef TFB_HARNESS_MEASURE_WORKER_H_
 #define TFB_HARNESS_MEASURE_WORKER_H_
 
@@ -23,11 +23,11 @@
 
 namespace tfb {
 
-// Memory that both processes see. The worker says what it is at without waking the parent, which
-// would disturb a measurement.
+// Memory that both processes share. The worker writes its activity there without waking the parent,
+// which would disturb a measurement.
 struct SharedState {
   std::atomic<bool> stopped{false};         // parent: begin nothing more
-  std::atomic<double> deadline{0};          // parent: nor after this reading of the clock; 0: none
+  std::atomic<double> deadline{0};          // parent: clock reading to stop at; 0: none
   std::atomic<int64_t> activity_index{-1};  // worker: of the case, -1 for none
   std::atomic<double> activity_since{0};    // worker: the clock's reading
   char activity[32] = "";                   // worker: may be torn when read; for people only
@@ -36,12 +36,12 @@ struct SharedState {
 // The worker's side.
 class WorkerSide {
  public:
-  // The next message of the parent; nothing when there is none to come.
+  // Waits for the next message of the parent. Returns nothing when there will be none.
   std::optional<std::string> Receive();
   void Send(absl::string_view message);
   void Announce(int64_t index, absl::string_view activity);
   bool stopped() const;
-  double SecondsLeft() const;  // until the deadline; infinite where there is none
+  double SecondsLeft() const;  // until the deadline, or infinite
 
  private:
   friend class Worker;
@@ -53,22 +53,22 @@ class WorkerSide {
 // The parent's side.
 class Worker {
  public:
-  // Forks. `body` runs in the new process, which ends when it returns. Interrupts from the terminal
-  // are the parent's affair: the worker ignores SIGINT and SIGTERM, and is killed when the parent
-  // dies. It may take `memory_limit` bytes more than the parent has (0: any number), beyond which
-  // allocations fail. Both processes read `clock`.
+  // Forks a process that runs `body` and ends when it returns. The worker ignores SIGINT and
+  // SIGTERM, which the parent handles, and is killed when the parent dies. The worker may allocate
+  // `memory_limit` bytes more than the parent has (0: any number), beyond which allocations fail.
+  // Both processes read `clock`.
   static absl::StatusOr<std::unique_ptr<Worker>> Start(const std::function<void(WorkerSide&)>& body,
                                                        int64_t memory_limit,
                                                        Clock* clock = RealClock());
-  ~Worker();  // kills it
+  ~Worker();  // kills the process
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
   absl::Status Send(absl::string_view message);
 
   enum class Event { kMessage, kNothing, kEnded };
-  // Waits for a message, the end of the worker or a signal, but no longer than so many seconds of
-  // real time, whatever the clock.
+  // Waits for a message, the end of the worker or a signal, but at most `seconds` of real time,
+  // whatever the clock.
   Event Wait(double seconds, std::string* message);
 
   void Stop() { shared_->stopped = true; }
@@ -85,9 +85,9 @@ class Worker {
   // Why the worker ended.
   enum class End {
     kOther,
-    kNoMemory,  // an allocation failed, and nothing caught that
-    kKilled,    // by SIGKILL, as the system does that runs out of memory
-    kCpuTime    // by the limit of CPU time that it runs under (ulimit -t)
+    kNoMemory,  // an allocation failed, and the exception was not caught
+    kKilled,    // by SIGKILL, as by the system's out-of-memory killer
+    kCpuTime    // by its limit of CPU time (ulimit -t)
   };
   End end() const { return end_; }
   // Returns how the worker ended, as in "signal 11 (Segmentation fault)" or "exit status 3".
@@ -101,7 +101,7 @@ class Worker {
   int in_ = -1, out_ = -1;
   SharedState* shared_ = nullptr;
   Clock* clock_ = nullptr;
-  std::string received_;  // of a message that is not whole yet
+  std::string received_;  // the beginning of an incomplete message
   int status_ = 0;
   End end_ = End::kOther;
 };

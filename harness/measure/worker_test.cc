@@ -25,7 +25,7 @@
 namespace tfb {
 namespace {
 
-// Waits for the next message, or for the worker's end, and returns the one or how it was.
+// Waits for the next message or the worker's end, and returns the message or how the worker ended.
 std::string Next(Worker& worker) {
   std::string message;
   for (;;) {

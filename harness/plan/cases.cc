@@ -20,7 +20,7 @@
 namespace tfb {
 namespace {
 
-// The values of the axes, parsed.
+// The parsed values of the axes.
 struct Axes {
   std::vector<ChosenTechnique> techniques;
   std::vector<Device> devices;
@@ -98,13 +98,13 @@ absl::StatusOr<Axes> ParseAxes(const CaseFlags& flags, const Registry& registry,
   return axes;
 }
 
-// Tokens of a captured layer for the technique's kind of input; 0 where it has no tensor of that
-// kind.
+// Returns the tokens of a captured layer for the technique's kind of input; 0 where it has no
+// tensor of that kind.
 int64_t CapturedTokens(const CapturedLayer& layer, InputKind kind) {
   return kind == InputKind::kQkv ? layer.query_tokens : layer.hidden_tokens;
 }
 
-// Collects cases and answers whether one is there already.
+// Collects cases without duplicates.
 class CaseList {
  public:
   void Add(Job job) {
@@ -118,7 +118,7 @@ class CaseList {
   std::set<std::string> keys_;
 };
 
-// The problems of the axes for one technique and input, without the direction of the mask.
+// Returns the problems of the axes for one technique and input, without the direction of the mask.
 absl::StatusOr<std::vector<Problem>> Problems(const Axes& axes, const InputSource& input,
                                               InputKind kind) {
   std::vector<Problem> problems;
@@ -160,7 +160,7 @@ bool IsCausal(std::optional<bool> asked, const TechniqueInfo& info, bool capture
   return captured ? !info.supports_noncausal : info.supports_causal;
 }
 
-// Sizes and, for a captured input or text, whether it can serve the technique.
+// Sets the sizes and, for a captured input or text, the obstacle where it lacks tensors.
 void Fit(const InputSource& input, const Problem& wanted, Job* job) {
   job->problem = wanted;
   const InputKind kind = job->technique->info().input_kind;
@@ -248,7 +248,7 @@ int64_t LengthOf(const Job& job) {
   return std::max(job.problem.query_tokens, job.problem.kv_tokens);
 }
 
-// Each case goes to the part that has the least to do so far, those of most effort first.
+// Assigns each case to the part with the least effort so far, those of most effort first.
 absl::Status KeepShard(absl::string_view shard, CaseList* list) {
   if (shard.empty()) return absl::OkStatus();
   constexpr int kMostShards = 10000;
@@ -279,7 +279,7 @@ absl::Status KeepShard(absl::string_view shard, CaseList* list) {
   return absl::OkStatus();
 }
 
-// The dense counterpart of each case beside it.
+// Adds the dense counterpart of each case.
 void AddCounterparts(const Registry& registry, CaseList* list) {
   const size_t named = list->cases().size();
   for (size_t i = 0; i < named; ++i) {
@@ -291,7 +291,7 @@ void AddCounterparts(const Registry& registry, CaseList* list) {
     if (!technique.ok()) continue;  // not linked in: the case stands alone
     const absl::StatusOr<Options> options = (*technique)->Canonical(spec->options);
     if (!options.ok() || !beside.obstacle.ok()) continue;
-    // Another kind of input is another problem: nothing to hold times against.
+    // A counterpart with another kind of input has another problem, so times are not comparable.
     if ((*technique)->info().input_kind != beside.technique->info().input_kind) continue;
     beside.technique = *technique;
     beside.options = *options;

@@ -1,4 +1,4 @@
-// The choices of command line flags: sizes, and techniques with options.
+// Parses the values of command line flags: sizes, and techniques with options.
 #ifndef TFB_HARNESS_PLAN_CHOICE_H_
 #define TFB_HARNESS_PLAN_CHOICE_H_
 
@@ -18,7 +18,7 @@ namespace tfb {
 absl::Status FlagError(absl::string_view flag, absl::string_view message);
 absl::Status FlagError(absl::string_view flag, const absl::Status& status);
 
-// Returns the words of a list with commas, each once; empty words are an error.
+// Returns the words of a comma-separated list, each once; empty words are an error.
 absl::StatusOr<std::vector<std::string>> ParseWords(absl::string_view flag, absl::string_view text);
 
 // Returns the sizes of "1,256:1024", which is 1, 256, 512, 1024: in the order given, without

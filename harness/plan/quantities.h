@@ -1,4 +1,4 @@
-// Durations and sizes as people type them.
+// Parses and formats durations and sizes.
 #ifndef TFB_HARNESS_PLAN_QUANTITIES_H_
 #define TFB_HARNESS_PLAN_QUANTITIES_H_
 
@@ -10,7 +10,8 @@
 
 namespace tfb {
 
-// Parses "90", "90s", "1.5m", "2h" or "250ms" to seconds, at least 0. `flag` begins the message.
+// Parses "90", "90s", "1.5m", "2h" or "250ms" to seconds, at least 0. Error messages begin with
+// `flag`.
 absl::StatusOr<double> ParseSeconds(absl::string_view flag, absl::string_view text);
 // Parses "1048576", "512MiB", "16G" or "1.5GB" to bytes, at least 0. K, M, G, T and KiB ... are
 // powers of 1024, KB ... of 1000.

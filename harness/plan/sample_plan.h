@@ -1,14 +1,14 @@
-// How many samples of each kind a case gets for the time that it may take.
+// Computes how many samples of each kind a case gets in its share of the time.
 #ifndef TFB_HARNESS_PLAN_SAMPLE_PLAN_H_
 #define TFB_HARNESS_PLAN_SAMPLE_PLAN_H_
 
 namespace tfb {
 
-// With six samples their range is a 95 % interval of the median, so fewer are taken only where six
-// do not fit the time. Three is the least that says anything of the spread.
+// The range of six samples is a 95 % interval of the median, so fewer are taken only where six do
+// not fit the time. Three are the fewest that show a spread.
 inline constexpr int kIntervalSamples = 6;
 inline constexpr int kFewestSamples = 3;
-// A longer call needs no untimed call before it: what warm caches give is lost in it.
+// A call longer than this needs no warm-up call, since the effect of warm caches is negligible.
 inline constexpr double kWarmedSeconds = 0.05;
 
 // The samples that a case would have if time did not matter.
@@ -18,17 +18,17 @@ struct SampleWishes {
   bool setup = true;           // also kIntervalSamples of Setup, each followed by one run
   bool cold = true;            // also kIntervalSamples of cold runs
   bool stream = false;         // also kIntervalSamples of whole streams
-  double flush_seconds = 0.0;  // that overwriting the caches takes before a cold run
+  double flush_seconds = 0.0;  // of overwriting the caches before a cold run
 };
 
 struct SamplePlan {
   int runs = 0, setups = 0, colds = 0, streams = 0;
-  double seconds = 0;  // that all of them are expected to take
+  double seconds = 0;  // expected for all of them
 };
 
 // Returns the samples that fit `share_seconds` where a call takes `call_seconds`. Warm runs get at
-// least kFewestSamples, or `repetitions` where that is less, whatever they take; the other kinds get
-// what their part of the share has room for. A share of 0 means no limit.
+// least kFewestSamples, or `repetitions` where that is less, however long they take; the other
+// kinds get as many as fit their part of the share. A share of 0 means no limit.
 SamplePlan PlanSamples(const SampleWishes& wishes, double call_seconds, double share_seconds);
 
 }  // namespace tfb

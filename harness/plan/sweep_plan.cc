@@ -17,8 +17,8 @@ namespace {
 // take the second. The last is the part of accuracy's third that the timing of its cases is meant
 // to take.
 constexpr double kAccuracyPart = 1.0 / 3, kScalingTimingPart = 0.2, kAccuracyTimingPart = 0.1;
-// A length begins only where what is left is more than its foretold time by this factor, and goes
-// on beyond the budget by this part of it where the foretelling fell short.
+// A length begins only where the rest of the budget is more than its predicted time by this factor,
+// and may exceed the budget by this part of it where the prediction was too low.
 constexpr double kCaution = 1.15, kOverrun = 0.2;
 // Samples of a run at one visit.
 constexpr int kVisitRepetitions = 11;
@@ -27,7 +27,7 @@ constexpr double kNarrow = 0.02;
 constexpr int kMostVisits = 10;
 // A repetition takes its time in fewer, longer visits, since each has to create the case anew.
 constexpr double kRepetitionShare = 2;
-// A case whose technique has not been seen yet is taken to last so long, times its relative effort.
+// The assumed time of a case whose technique has no times yet, times its relative effort.
 constexpr double kGuessSeconds = 0.2;
 
 double TokensOf(const Job& job) {
@@ -38,8 +38,8 @@ double TokensOf(const Job& job) {
 
 bool IsAccuracy(const Job& job) { return job.purpose == Case::PURPOSE_ACCURACY; }
 
-// The key of the case without its length; of a counterpart that was added also without its options,
-// which depend on the length.
+// Returns the key of the case without its length; for an added counterpart also without its
+// options, which depend on the length.
 std::string SeriesKey(const Job& job) {
   Case::Key key = MakeRecord(job).key();
   key.mutable_problem()->clear_query_tokens();
@@ -51,9 +51,9 @@ std::string SeriesKey(const Job& job) {
   return absl::StrCat(CaseKey(key), job.added ? " added" : "");
 }
 
-// The exponent with which a time grows from the last length on: the one between the last two
-// lengths where it is known, but no less than halfway from there to `growth`, since fixed costs
-// hide the growth of what lies beneath.
+// Returns the exponent with which a time grows from the last length on: the one between the last
+// two lengths where it is known, but at least halfway from there to `growth`, since fixed costs
+// hide the asymptotic growth.
 double Exponent(double growth, double tokens_before, double before, double tokens, double now) {
   if (before <= 0 || now <= 0 || tokens <= tokens_before) return growth;
   const double local = std::log(now / before) / std::log(tokens / tokens_before);
@@ -127,7 +127,7 @@ void SweepPlan::FindCounterparts() {
   }
 }
 
-// --- What things take
+// --- Estimates of times
 
 SampleWishes SweepPlan::Wishes(int repetitions) const {
   SampleWishes wishes;
@@ -200,7 +200,7 @@ double SweepPlan::Limit(const Tier& tier) const {
 
 bool SweepPlan::Fits(const Tier& tier, double elapsed_seconds) const {
   const double left = Limit(tier) - elapsed_seconds;
-  // Nothing is known of the first of its kind, and without it there would be no result at all.
+  // The first of its kind has no estimate, and without it there would be no result.
   const bool is_first = &tier == tiers_.data() || (&tier - 1)->accuracy != tier.accuracy;
   return is_first ? left > 0 : left >= kCaution * TierSeconds(tier);
 }
@@ -324,8 +324,8 @@ std::vector<LeftOut> SweepPlan::TakeLeftOut() {
 
 // --- Repetition
 
-// 0 where further samples are not wanted. A case with too few samples for an interval comes before
-// all others.
+// Returns 0 where no further samples are needed. A case with too few samples for an interval comes
+// before all others.
 double SweepPlan::Urgency(size_t index) const {
   const State& state = states_[index];
   const bool can_repeat = (!IsAccuracy(cases_[index]) || accuracy_alone_) && !state.finished &&
@@ -372,7 +372,7 @@ std::optional<Visit> SweepPlan::NextRepetition(double elapsed_seconds) {
   return std::nullopt;
 }
 
-// --- What was found
+// --- Findings of visits
 
 void SweepPlan::Note(size_t index, const Visited& visited) {
   State& state = states_[index];
@@ -396,7 +396,7 @@ int SweepPlan::Resume(size_t index, const Visited& visited) {
 void SweepPlan::Observe(size_t index, const Visited& visited) {
   std::vector<Observation>& seen = observations_[series_[index]];
   const double tokens = TokensOf(cases_[index]);
-  // Inputs and layers of one length are worth one observation, the last.
+  // Inputs and layers of one length count as one observation, the last.
   if (!seen.empty() && seen.back().tokens == tokens) seen.pop_back();
   seen.push_back({tokens, visited.preparation_seconds, visited.call_seconds});
 }

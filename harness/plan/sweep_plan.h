@@ -1,14 +1,13 @@
-// Decides what a sweep measures next, so that its result tells the whole story within a budget.
+// Decides what a sweep measures next, so that its result covers all cases within a budget.
 //
-//   1. Accuracy cases take at most a third of the budget. They come input by input (a file's
-//      layers, say). An input that would not fit is left out for all techniques. Beside scaling
-//      cases, whose times are the ones that count, a case is timed once; alone, accuracy cases are
-//      timed as those.
+//   1. Accuracy cases take at most a third of the budget. They come input by input (e.g. a file's
+//      layers). An input that would not fit is left out for all techniques. An accuracy case is
+//      timed once where there are scaling cases, which report times; else it is timed as these are.
 //   2. Breadth: scaling cases by length, the shortest first. Every case of a length gets at least
-//      three samples before the next length begins. What a length will cost is foretold from the
-//      shorter ones; one that would not fit is left out for all techniques alike, and so are those
-//      beyond it.
-//   3. Repetition: what is left of the budget buys samples where the interval of the median is
+//      three samples before the next length begins. The time of a length is extrapolated from the
+//      shorter ones; a length that would not fit is left out for all techniques, and so are longer
+//      ones.
+//   3. Repetition: the rest of the budget is spent on samples where the interval of the median is
 //      widest, each time together with the dense counterpart, since both are in the ratio.
 //
 // A plan reads no clock and runs nothing: its caller says how much time has passed, and what each
@@ -30,7 +29,7 @@
 namespace tfb {
 
 struct SweepPlanOptions {
-  double time_budget = 0;       // seconds for everything; 0: no limit, and each case is done once
+  double time_budget = 0;       // seconds for the sweep; 0: no limit, and each case is done once
   int repetitions = 11;         // samples of a run at most, over all visits
   double min_time = 0.01;       // as SampleWishes
   int rounds = 1;               // visits to each case in the breadth phase, one after the other
@@ -40,14 +39,14 @@ struct SweepPlanOptions {
 
 // The findings of a visit to a case.
 struct Visited {
-  double preparation_seconds = 0;  // creating it, its first run, and its check
-  double check_seconds = 0;        // of these, for the check
+  double preparation_seconds = 0;  // of the creation, the first run, and the check
+  double check_seconds = 0;        // of the check alone
   double call_seconds = 0;         // median of a run; 0 where there is no sample
   int samples = 0;                 // of a run, over all visits
   double half_width = 0;  // of the median's interval over all visits, relative to the median
 };
 
-// Cases that are not measured at all, and why.
+// Cases that are not measured, and why.
 struct LeftOut {
   std::vector<size_t> cases;
   std::string reason;
@@ -55,8 +54,8 @@ struct LeftOut {
 
 class SweepPlan {
  public:
-  // `left` says which of the cases are to be measured; the others have been by an earlier sweep.
-  // `cases` are in the order of MakeCases and outlive the plan.
+  // `left` says which of the cases are to be measured; an earlier sweep has measured the others.
+  // `cases` are in the order of MakeCases and must outlive the plan.
   SweepPlan(const std::vector<Job>& cases, const std::vector<bool>& left,
             const SweepPlanOptions& options);
 
@@ -67,17 +66,17 @@ class SweepPlan {
   Visit VisitGroup(const std::string& group_key);
 
   void Note(size_t index, const Visited& visited);
-  // Takes over what an earlier sweep had found of a case when it was stopped: `visited` has all
-  // samples of the case together. Returns the number of visits that they are worth.
+  // Adds the findings of an interrupted sweep on a case: `visited` has all its samples. Returns the
+  // number of visits that these count as.
   int Resume(size_t index, const Visited& visited);
-  // The case needs no further visit: it failed, or it cannot run.
+  // Notes that the case needs no further visit: it failed, or it cannot run.
   void Finish(size_t index);
   // Returns the cases that Next has decided to leave out since the last call.
   std::vector<LeftOut> TakeLeftOut();
   // Returns why cases of a visit that its deadline cut short are left out.
   std::string DeadlineReason(const Visit& visit) const;
 
-  // Returns how long the rest will take, as far as that can be foretold.
+  // Estimates the time of the remaining visits.
   double ExpectedSeconds(double elapsed_seconds) const;
 
  private:
@@ -89,12 +88,12 @@ class SweepPlan {
   };
   struct State {
     int visits = 0;
-    bool finished = false;  // nothing more is to be done
-    bool dropped = false;   // left out
+    bool finished = false;  // needs no further visit
+    bool dropped = false;   // is left out
     std::optional<Visited> last;
     std::optional<size_t> counterpart;  // in the same group
   };
-  // Cases that are taken or left out together, in groups that are measured side by side.
+  // Cases that are measured or left out together, in groups that are measured side by side.
   struct Tier {
     bool accuracy = false;
     std::string name;  // "4096 tokens", "real (minilm_512.safetensors, layer 2)"
@@ -103,7 +102,7 @@ class SweepPlan {
 
   void MakeTiers();
   void FindCounterparts();
-  // Returns whether the case still lacks visits of the breadth phase.
+  // Tells whether the case still lacks visits of the breadth phase.
   bool IsLeft(size_t index) const {
     const State& state = states_[index];
     return !state.finished && !state.dropped && state.visits < options_.rounds;
@@ -116,7 +115,7 @@ class SweepPlan {
   void LeaveOutRest(const std::string& reason);
   std::optional<Visit> NextRepetition(double elapsed_seconds);
   Visit::Item ItemFor(size_t index, bool repeats) const;
-  // Returns how many samples of a case a visit takes at most, those of a stopped visit included.
+  // Returns the most samples of a case that a visit takes, those of a stopped visit included.
   int SamplesOfVisit(size_t index) const;
   double Urgency(size_t index) const;
   double VisitSeconds(size_t index) const;
@@ -133,7 +132,7 @@ class SweepPlan {
   std::vector<std::string> group_keys_;
   std::map<std::string, std::vector<Observation>> observations_;  // by series; ascending in tokens
   std::vector<Tier> tiers_;
-  size_t tier_ = 0, group_ = 0;  // where the breadth phase is
+  size_t tier_ = 0, group_ = 0;  // the position of the breadth phase
   int round_ = 0;
   bool tier_begun_ = false;
   double accuracy_share_ = 0, scaling_share_ = 0;  // seconds for the timing of a case

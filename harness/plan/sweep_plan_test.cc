@@ -1,4 +1,4 @@
-// Carries plans out on simulated machines: no clock is read, and nothing is measured.
+// Executes plans on simulated machines, without a clock and without measurements.
 #include "harness/plan/sweep_plan.h"
 
 #include <algorithm>
@@ -42,7 +42,7 @@ bool IsAccuracy(const Job& one) { return one.purpose == Case::PURPOSE_ACCURACY; 
 class Machine {
  public:
   explicit Machine(double speed) : speed_(speed) {}
-  // Makes everything take `factor` times as long from then on.
+  // Makes the machine slower by `factor` from then on.
   void SlowDownAt(double seconds, double factor) {
     slow_from_ = seconds;
     slow_factor_ = factor;
@@ -94,7 +94,7 @@ struct Story {
   std::vector<Visit> repetitions;
 };
 
-// The half width of an interval from so many samples. Cases differ in how noisy they are.
+// Returns the half-width of an interval from `samples` samples. Cases differ in their noise.
 double HalfWidth(size_t index, int samples) {
   const double noise = 0.01 * static_cast<double>(1 + index % 10);
   return noise * std::sqrt(3.0 / samples);

@@ -1,4 +1,4 @@
-// Clocks for tests.
+// Simulates clocks for tests.
 #ifndef TFB_HARNESS_TESTING_SIMULATED_CLOCK_H_
 #define TFB_HARNESS_TESTING_SIMULATED_CLOCK_H_
 
@@ -11,8 +11,8 @@
 
 namespace tfb {
 
-// A clock that stands still until somebody waits by it or advances it. Threads share it, and so do processes that are forked while it exists: who waits in one of them
-// advances the clock of all. Waiting takes no real time.
+// A clock that stands still until a thread waits by it or advances it. All threads share it, and so
+// do processes that are forked while it exists. Waiting advances the clock, and takes no real time.
 class SimulatedClock : public Clock {
  public:
   SimulatedClock();
@@ -28,8 +28,7 @@ class SimulatedClock : public Clock {
   std::atomic<double>* seconds_;  // in shared memory
 };
 
-// A clock by which each reading is `tick` seconds later than the one before, for code under test
-// that waits for time to pass but waits by no clock.
+// A clock that advances by `tick` seconds at each reading, for code under test that polls a clock.
 class TickingClock : public Clock {
  public:
   explicit TickingClock(double tick) : tick_(tick) {}

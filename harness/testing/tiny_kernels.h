@@ -13,19 +13,19 @@ enum class TinyKernelFault : unsigned char {
   kNone,
   kWritesBehindOutput,  // one element
   kReadsUnwritten,      // adds the workspace's unwritten contents to row 0
-  kDependsOnOrder,      // sums weights by atomics, in the order in which lanes arrive
+  kDependsOnOrder,      // sums weights by atomics, in an unspecified order
 };
 
 // Attention of the queries to the keys, as harness/testing/tiny_technique.h defines it.
 struct TinyCall {
   DeviceView q, k, v, out;
-  DeviceView log_sum_exp;         // null data: not wanted
+  DeviceView log_sum_exp;         // with null data where it is not requested
   const unsigned char* key_mask;  // null where all keys are tokens
   int64_t mask_strides[2];
   const float* gain;  // by head
   float* scores;      // scratch of batch * heads * queries * (keys + 1)
   int64_t batch, heads, group, queries, keys, head_dim, value_dim;
-  int64_t first_query;  // position of query 0 among the keys
+  int64_t first_query;  // key position of query 0
   int64_t window;
   float score_factor;  // 1 where there is no fault
   bool causal;
@@ -38,7 +38,7 @@ struct TinyCopy {
   int64_t batch, heads, tokens, channels;
 };
 
-// Each launcher enqueues on the stream, and returns null or a text that says why it could not.
+// Each launcher enqueues on the stream, and returns null, or a text that says why it failed.
 struct TinyKernels {
   const char* (*attend)(const TinyCall& call, void* stream);
   const char* (*copy)(const TinyCopy& copy, void* stream);

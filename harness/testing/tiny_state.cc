@@ -1,9 +1,9 @@
-// A small technique for tests of the harness that hands its state over, and faulty forms of it:
+// Defines a small technique that hands its state over, and faulty forms of it, for tests:
 //
 //   y_t = x_t + s_t,   s_(t+1) = s_t / 2 + x_t
 //
 // s of the first token is 0, or the input `state` [batch, 1, model_dim] with given_state=1; the
-// optional output `state` is s behind the last token.
+// optional output `state` is s after the last token.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 enum class Fault {
   kNone,
   kForgets,  // what is given
-  kIsStale,  // hands over the state of the last token, not the one behind it
+  kIsStale,  // hands over the state before the last token, not the one after it
 };
 
 struct TinyStateOptions {
@@ -56,7 +56,7 @@ void RunChannel(const ConstTensorView& x, double s, Fault fault, int64_t b, int6
   if (!state.empty()) state.Set(state.Offset(b, 0, c), s);
 }
 
-// Runs all channels, or defines them.
+// Computes all channels, for the layer and the definition.
 void RunAll(const Inputs& inputs, Fault fault, const Outputs& outputs) {
   const ConstTensorView x = inputs.Get("x"), given = inputs.Get("state");
   for (int64_t b = 0; b < x.dim(0); ++b) {

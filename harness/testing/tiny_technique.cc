@@ -56,7 +56,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kWaits, "tiny_waits"},
 };
 
-// The places of the tokens of q among those of k.
+// The positions of the tokens of q among those of k.
 struct Span {
   int64_t first_query = 0;  // position of query 0
   int64_t first_key = 0;
@@ -73,7 +73,7 @@ class TinyLayer : public StreamingLayer {
     parameters_["gain"] = std::move(gain);
   }
 
-  // Allocates what has the problem's size; returns a status where there is no memory.
+  // Allocates the buffers of the problem's size; returns an error where there is no memory.
   virtual absl::Status Allocate() {
     const Problem& p = problem();
     for (Tensor* cache : {&keys_, &values_}) {

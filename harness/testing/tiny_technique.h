@@ -14,7 +14,8 @@ namespace tfb {
 //   y_i = sum_j a_ij v_j,   a_ij ~ exp(gain_h q_i . k_j / sqrt(head_dim))
 //
 // The sum is over the keys that are tokens, that are not in the future where the problem is causal,
-// and that are at most `window` tokens away. gain is a parameter [query_heads]. It can be streamed.
+// and that are at most `window` tokens away. gain is a parameter [query_heads]. The technique
+// supports streaming.
 struct TinyOptions {
   int64_t window = kMaxTokens;
 
@@ -53,7 +54,7 @@ enum class TinyFault {
   kRoundsScores,        // to bf16
   kThreadsDefine,       // the definition sums in an order that the number of threads decides
 
-  // Faults of the layer on a device; on the CPU these are right.
+  // Faults of the layer on a device; on the CPU the layer is correct.
   kKernelWritesBehindOutput,  // one element
   kKernelReadsUnwritten,      // workspace, and adds it to row 0
   kKernelDependsOnOrder,      // of the threads of a block

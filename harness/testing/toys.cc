@@ -299,7 +299,7 @@ class CopyToy : public TechniqueOf<ToyOptions> {
   CopyToy(TechniqueInfo info, bool streams, const ToyTime& time)
       : TechniqueOf(std::move(info)), streams_(streams), time_(time) {}
 
-  // The toy is its own counterpart, since nothing dense is in it.
+  // Returns the toy itself.
   absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options&) const override {
     return TechniqueSpec{info().name, {}};
   }

@@ -1,5 +1,5 @@
 // Registers the toys. With TFB_DEFER_ERRORS in the environment the simulator reports a failed
-// kernel as late as a GPU does, and is lost by it.
+// kernel as late as a GPU does, and is then lost to the process.
 #include <cstdlib>
 
 #include "core/cuda/simulator/simulator.h"

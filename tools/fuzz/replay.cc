@@ -1,6 +1,6 @@
 // Runs a fuzz target on the files of a corpus, on each truncation of the small ones, and on
-// mutations of them all: the same ones every time, so that a failure repeats. What crashes or aborts
-// is printed, in hexadecimal, by the next to last line.
+// mutations of them all, the same ones every time, so that a failure repeats. The last line but one
+// prints the input that crashes or aborts, in hexadecimal.
 //
 //   FUZZER CORPUS_FOLDER
 #include <signal.h>
@@ -66,7 +66,7 @@ std::string Mutated(const std::vector<std::string>& corpus, std::mt19937_64* ran
       case 3:
         input.erase(at, 1 + below(8));
         break;
-      default: {  // a piece of another one
+      default: {  // a piece of another input
         const std::string& other = corpus[below(corpus.size())];
         const size_t begin = below(other.size() + 1);
         input.insert(at, other.substr(begin, below(64)));

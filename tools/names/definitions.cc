@@ -39,7 +39,7 @@ class Lexer {
       line_ += source_[at_] == '\n';
     }
   }
-  // Skips what ends with `end`, that included; all the rest where it does not occur.
+  // Skips up to and including `end`, or the rest where it does not occur.
   void SkipBeyond(absl::string_view end) {
     const size_t found = source_.find(end, at_);
     Skip(found == absl::string_view::npos ? source_.size() : found + end.size() - at_);
@@ -62,7 +62,7 @@ class Lexer {
     Skip(size);
   }
 
-  // A line that ends in a backslash goes on in the next.
+  // A line that ends in a backslash continues on the next one.
   void SkipLine() {
     while (at_ < source_.size() && Peek() != '\n') Skip(Peek() == '\\' ? 2 : 1);
   }
@@ -103,7 +103,7 @@ class Lexer {
   std::vector<Token> tokens_;
 };
 
-// Tells whether the parenthesis behind such a word is not that of a function's parameters.
+// Tells whether the parenthesis after such a word is not that of a function's parameters.
 bool HasArguments(const std::string& word) {
   return word == "__attribute__" || word == "__launch_bounds__" || word == "alignas" ||
          word == "decltype";
@@ -238,7 +238,7 @@ class Parser {
     while (name + 1 < brace && HasArguments(tokens_[name].text)) name = Closing(name + 1) + 1;
     size_t end = Find(name, brace, ":");
     if (end > name && tokens_[end - 1].text == "final") --end;
-    // A type without a name, of a variable or alias, is no definition of one.
+    // An unnamed type of a variable or alias defines no name.
     if (end > name) Add(Join(tokens_, name, end), name);
   }
 
@@ -255,7 +255,7 @@ class Parser {
     Add(Join(tokens_, name, std::min(end, brace)), name);
   }
 
-  // Handles what ends with a semicolon: aliases and constants. Declarations define nothing.
+  // Handles aliases and constants, which end with a semicolon. Declarations define nothing.
   void EndDeclaration(size_t end) {
     if (is_type_) {
       is_type_ = false;

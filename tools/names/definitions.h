@@ -1,6 +1,6 @@
-// Finds what C++ sources define in namespaces, so that a test can tell where two files give one
-// name to two things. The linker does not: of two inline functions or templates of one name it
-// keeps one, and two types of one name make it merge the templates that take them as arguments.
+// Finds the definitions of C++ sources in namespaces, so that a test can find violations of the one
+// definition rule. The linker does not: of two inline functions or templates of one name it keeps
+// one, and two types of one name make it merge the templates that take them as arguments.
 #ifndef TFB_TOOLS_NAMES_DEFINITIONS_H_
 #define TFB_TOOLS_NAMES_DEFINITIONS_H_
 

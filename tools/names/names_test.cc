@@ -1,5 +1,5 @@
-// Finds no name that two of the sources define which a program of all techniques links. The
-// arguments are the sources; without a clash among them the test passes.
+// Passes where no two sources of a program of all techniques define the same name. The arguments
+// are the sources.
 #include <fstream>
 #include <iostream>
 #include <sstream>

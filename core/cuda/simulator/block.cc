@@ -62,8 +62,8 @@ bool Block::Run(const Index3& index) {
 
 void Block::ThreadMain() {
   Block& block = running_machine->block;
-  // As on a GPU for which nvcc compiles with --ftz=true. The state is the fibre's own, whatever that
-  // of the host thread that launches.
+  // Flushes denormals as a GPU does with nvcc's --ftz=true. The state is the fibre's own, whatever
+  // that of the launching host thread.
   const tfb::ScopedFlushDenormals flush;
   for (;;) {
     block.body_(block.context_);
@@ -131,8 +131,8 @@ void Block::WaitAtBarrier(const void* site) {
   SwitchAway();
 }
 
-// Every thread has finished or waits. Lets the threads at the block's barrier go on; returns false
-// where none can.
+// Resumes the threads at the block's barrier when every thread has finished or waits; returns false
+// where none can resume.
 bool Block::ReleaseBarrier() {
   if (finished_ == count_) return false;
   if (at_barrier_ + finished_ < count_) {

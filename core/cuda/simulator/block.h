@@ -1,4 +1,5 @@
-// The threads of the running block, one fibre each: which goes next, and which waits for which.
+// Schedules the threads of the running block, one fibre each: which runs, and which waits for
+// which.
 #ifndef TFB_CORE_CUDA_SIMULATOR_BLOCK_H_
 #define TFB_CORE_CUDA_SIMULATOR_BLOCK_H_
 
@@ -16,7 +17,7 @@ namespace cuda_simulator {
 
 struct Machine;
 
-// Splitmix64: a stream of numbers that is the same on every machine.
+// Splitmix64, a generator whose numbers are the same on every machine.
 class Shuffler {
  public:
   explicit Shuffler(uint64_t seed) : state_(seed) {}
@@ -34,15 +35,15 @@ class Shuffler {
   uint64_t state_;
 };
 
-// A collective operation of lanes of a warp: they meet where all that must come give the same name
-// and mask.
+// A collective operation of lanes of a warp. The lanes meet where all that must take part give the
+// same name and mask.
 struct Meeting {
   const char* name;
   unsigned mask;
   void* argument;
   Collective complete;
   const void* site;
-  // True where all 32 lanes must come; else only those of the mask that have not finished must.
+  // Whether all 32 lanes must take part, not only those of the mask that have not finished.
   bool needs_whole_warp = false;
 };
 
@@ -54,7 +55,7 @@ struct PendingCopy {
   uint64_t group;
 };
 
-// The asynchronous copies that a thread has begun and not yet waited for.
+// The asynchronous copies of a thread that it has not yet waited for.
 struct PendingCopies {
   std::vector<PendingCopy> copies;  // the oldest first
   uint64_t open_group = 0;          // the group that the next commit closes
@@ -66,8 +67,8 @@ class Block {
 
   // Prepares for blocks of this shape, each of whose threads calls body(context).
   void StartLaunch(const dim3& shape, void (*body)(void*), void* context);
-  // Runs a block from its beginning to its end. Returns false where it was abandoned; its launch
-  // then is as well.
+  // Runs a block from its beginning to its end. Returns false where the block was abandoned; its
+  // launch is then abandoned, too.
   bool Run(const Index3& index);
 
   const Stacks& stacks() const { return stacks_; }
@@ -77,7 +78,7 @@ class Block {
   // ---- The members below are for the running thread ----
   int running() const { return running_; }
   PendingCopies& running_copies() { return threads_[running_].copies; }
-  // Returns the lanes of its warp that have not finished.
+  // Returns the lanes of the running thread's warp that have not finished.
   unsigned live_lanes() const { return warps_[running_ / kWarp].live; }
   void WaitAtBarrier(const void* site);
   void MeetInWarp(const Meeting& meeting);

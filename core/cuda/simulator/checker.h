@@ -27,8 +27,8 @@ struct MemoryAccess {
 
 class Checker {
  public:
-  // The most dynamic shared memory that a block can have. Memory behind a block's own belongs to no
-  // one.
+  // The most dynamic shared memory that a block can have. Memory after a block's own is out of
+  // bounds.
   static constexpr size_t kDynamicCapacity = 512 << 10;
 
   explicit Checker(Machine* machine);
@@ -36,7 +36,7 @@ class Checker {
   // Prepares for a launch. Kernels may read their parameters' bytes.
   void StartLaunch(size_t dynamic_shared_bytes, const void* parameters, size_t parameter_bytes);
   void StartBlock() { order.StartBlock(); }
-  // Checks an access of the running thread outside its stack. Returns if the kernel is to go on.
+  // Checks an access of the running thread outside its stack. Returns if the kernel may continue.
   void Check(const MemoryAccess& access);
   // Returns true if the access is in order, as most are. Otherwise Check reports the error.
   template <AccessKind kKind, size_t kBytes>
@@ -80,7 +80,7 @@ class Checker {
   // Shadows of the variables of the program, and of each library with kernels: their __shared__
   // variables are among them, and kernels can have no others.
   std::vector<std::unique_ptr<SharedShadow>> static_;
-  SharedShadow* recent_static_;  // the one that was used last; before that dynamic_
+  SharedShadow* recent_static_;  // the one that was used last; at first dynamic_
   int64_t accesses_ = 0;
   uintptr_t parameters_ = 0;
   size_t parameter_bytes_ = 0;

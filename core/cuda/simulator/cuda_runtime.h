@@ -1,6 +1,6 @@
-// CUDA's language and the part of its runtime that kernels and their launchers use, for a host
-// compiler. It takes the place of <cuda_runtime.h>, <cuda_bf16.h> and <cuda_fp16.h>. A source
-// includes the one or the other:
+// Defines CUDA's language and the part of its runtime that kernels and their launchers use, for a
+// host compiler. This header replaces <cuda_runtime.h>, <cuda_bf16.h> and <cuda_fp16.h>. A source
+// includes one of the two:
 //
 //   #ifdef __CUDACC__
 //   #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 //   #include "core/cuda/simulator/cuda_runtime.h"
 //   #endif
 //
-// Everything has CUDA's name and meaning. It lacks <<<...>>> and `extern __shared__`, which are no
-// C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups,
+// Everything has CUDA's name and meaning. Missing are <<<...>>> and `extern __shared__`, which are
+// not C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups,
 // textures, and everything that no kernel of this project has needed yet.
 #ifndef TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 #define TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
@@ -68,8 +68,8 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// The indices of the running thread. They are constants to the thread, whose reads the compiler
-// does not report. The simulator writes them, under other names.
+// The indices of the running thread. They are constants for the thread, so the compiler does not
+// report reads of them. The simulator writes them under other names.
 extern const uint3 threadIdx __asm__("cuda_simulator_threadIdx");
 extern const uint3 blockIdx __asm__("cuda_simulator_blockIdx");
 extern const uint3 blockDim __asm__("cuda_simulator_blockDim");
@@ -81,11 +81,11 @@ constexpr int warpSize = 32;
 void __syncthreads();
 void __syncwarp(unsigned mask = ~0u);
 
-// The operation of a meeting. One of the lanes that met calls it, with the arguments of all of
-// them: arguments[lane] is null for the others. `lanes` are those that met.
+// The operation of a meeting. One of the lanes that met calls it with the arguments of all of
+// these, `lanes`; arguments[lane] is null for other lanes.
 using Collective = void (*)(void* const arguments[32], unsigned lanes);
 // Makes the running lane wait until all lanes of `mask` that have not finished have called it with
-// the same `name` and mask. All collective operations of a warp build on it.
+// the same `name` and mask. All collective operations of a warp use this function.
 void MeetInWarp(const char* name, unsigned mask, void* argument, Collective complete);
 // Returns 0 to 31.
 int LaneId();
@@ -110,7 +110,7 @@ T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize) {
   const int lane = LaneId(), source = lane ^ lane_mask;
-  // A lane of a later group gives nothing; a lane of an earlier group does.
+  // A lane of a later group gives no value; a lane of an earlier group does.
   return ShuffleFrom(mask, value, source / width > lane / width ? lane : source);
 }
 template <class T>
@@ -142,12 +142,13 @@ void __pipeline_wait_prior(size_t groups);
 
 // ---- Matrices of a warp, as PTX has them ----
 
-// ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i receives
-// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed` gives it (2
-// (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+// Executes ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i
+// receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed`
+// gives it (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 void LdMatrixX4(unsigned registers[4], const void* row);
 void LdMatrixX4Transposed(unsigned registers[4], const void* row);
-// mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the lanes.
+// Executes mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the
+// lanes.
 void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]);
 void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
 
@@ -156,7 +157,7 @@ void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
 // Reports an atomic access of the running thread to the checker.
 void NoteAtomic(void* address, size_t bytes, const void* site);
 
-// Accesses inside it are not the kernel's: NoteAtomic has reported them.
+// Accesses inside this function are not the kernel's: NoteAtomic has reported them.
 template <class T, class Change>
 __attribute__((no_sanitize("thread"), noinline)) T Atomically(T* address, T operand,
                                                               Change change) {
@@ -301,7 +302,7 @@ using cudaStream_t = CUstream_st*;
 struct CUevent_st;
 using cudaEvent_t = CUevent_st*;
 
-// Returns registered host memory that nothing has written.
+// Returns registered host memory that counts as unwritten.
 cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
@@ -310,15 +311,15 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
-// Events take the host's clock.
+// Events record times of the host's clock.
 cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventSynchronize(cudaEvent_t);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to);
 cudaError_t cudaGetLastError();
-// For cudaErrorLaunchFailure, the text says what the last failed launch found. It is valid until
-// the next launch.
+// For cudaErrorLaunchFailure, the text has the findings of the last failed launch, and is valid
+// until the next launch.
 const char* cudaGetErrorString(cudaError_t error);
 
 // ---- Launches ----

@@ -1,4 +1,4 @@
-// The functions that kernels call: barriers, shuffles, votes, asynchronous copies, atomics.
+// Implements the functions for kernels: barriers, shuffles, votes, asynchronous copies, atomics.
 #include "core/cuda/simulator/device.h"
 
 #include <cstring>

@@ -1,5 +1,4 @@
-// The simulator's data on device memory: buffers by address, and which of their bytes have been
-// written.
+// Records the buffers of device memory by address, and which of their bytes have been written.
 #ifndef TFB_CORE_CUDA_SIMULATOR_DEVICE_MEMORY_H_
 #define TFB_CORE_CUDA_SIMULATOR_DEVICE_MEMORY_H_
 
@@ -22,7 +21,7 @@ class DeviceBufferShadow {
   uintptr_t begin() const { return begin_; }
   size_t bytes() const { return bytes_; }
   bool Contains(uintptr_t address) const { return address - begin_ < bytes_; }
-  // Tells whether so many bytes from an address in the buffer are all in it.
+  // Tells whether the buffer contains all `bytes` bytes from `address`, which is in it.
   bool ContainsAll(uintptr_t address, size_t bytes) const {
     return bytes <= bytes_ - (address - begin_);
   }
@@ -30,7 +29,7 @@ class DeviceBufferShadow {
     if (written_.empty()) return true;
     const uint8_t* written = written_.data() + (address - begin_);
     if (bytes != 4) return std::memchr(written, 0, bytes) == nullptr;
-    uint32_t all;  // much the most common size
+    uint32_t all;  // by far the most common size
     std::memcpy(&all, written, 4);
     return all == 0x01010101;
   }
@@ -43,7 +42,7 @@ class DeviceBufferShadow {
 
   uintptr_t begin_ = 0;
   size_t bytes_ = 0;
-  std::vector<uint8_t> written_;  // one a byte; empty where all are written
+  std::vector<uint8_t> written_;  // one per byte; empty where all are written
 };
 
 class DeviceMemory {

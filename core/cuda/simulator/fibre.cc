@@ -18,7 +18,7 @@ namespace fcontext = boost::context::detail;
 
 namespace {
 
-// Clears what the address sanitizer knows of a stack whose functions were never left.
+// Clears the address sanitizer's marks on a stack whose functions did not return.
 void ForgetFrames(void* stack, size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__
   __asan_unpoison_memory_region(stack, bytes);
@@ -58,7 +58,7 @@ void Fibre::SwitchTo(Fibre* next) {
   Arrive(back.fctx, *static_cast<const Switch*>(back.data));
 }
 
-// Arrives on the fibre `jump.to`: the fibre that switched goes on at `from_context`.
+// Arrives on the fibre `jump.to`: the fibre that switched resumes at `from_context`.
 void Fibre::Arrive(void* from_context, const Switch& jump) {
   jump.from->context_ = from_context;
 #ifdef __SANITIZE_ADDRESS__
@@ -90,7 +90,7 @@ namespace {
 
 const OverflowTrap* armed_trap = nullptr;  // one launch runs at a time
 
-// Makes the interrupted thread go on with function(where), on an empty stack. `where` is its
+// Makes the interrupted thread continue in function(where), on an empty stack. `where` is its
 // instruction, as if that had called the function. Returns false where the processor is not
 // supported.
 bool GoOnWith(void (*function)(const void*), char* stack_top, ucontext_t* context) {

@@ -1,6 +1,5 @@
-// Fibres, on which CUDA threads run: their stacks, and the switch from one to another. This file
-// tells the address sanitizer and the operating system what they must know of fibres. (It does not
-// tell the thread sanitizer: see BUILD.)
+// Implements fibres, on which CUDA threads run: their stacks, and the switch from one to another.
+// It tells the address sanitizer of switches, but not the thread sanitizer (see BUILD).
 #ifndef TFB_CORE_CUDA_SIMULATOR_FIBRE_H_
 #define TFB_CORE_CUDA_SIMULATOR_FIBRE_H_
 
@@ -18,7 +17,7 @@ class Fibre {
   Fibre& operator=(const Fibre&) = delete;
 
   // Makes a fibre on the given stack, whose first switch calls `entry`, which must not return. A
-  // fibre may be made anew at any time when it does not run: its earlier work is forgotten.
+  // fibre that does not run may be made anew, which discards its earlier state.
   void Make(char* stack, size_t bytes, void (*entry)());
   // Switches to another fibre and returns when a fibre switches back. Call it on this fibre, or on
   // a host thread with a fibre that was not made and that stands for the thread from then on.
@@ -32,7 +31,7 @@ class Fibre {
   static void Arrive(void* from_context, const Switch& jump);
   friend struct FibreEntry;
 
-  void* context_ = nullptr;  // context where the fibre goes on
+  void* context_ = nullptr;  // context where the fibre resumes
   void (*entry_)() = nullptr;
   const void* stack_ = nullptr;
   size_t stack_bytes_ = 0;
@@ -47,8 +46,8 @@ class Stacks {
   bool Reserve(int count, size_t bytes);
 
   char* stack(int index) const { return begin_ + index * stride_ + kPageBytes; }
-  // Returns a size a little below the one asked for, different for each stack, so that the tops of
-  // all stacks do not lie in the same lines of a cache.
+  // Returns a size slightly below the requested one, different for each stack, so that the tops of
+  // the stacks do not share cache sets.
   size_t bytes(int index) const { return stride_ - kPageBytes - index % 16 * 256; }
   // Tells whether the address is in a stack, or below one.
   bool Contains(uintptr_t address) const {
@@ -68,9 +67,9 @@ class Stacks {
   size_t stride_ = 0;
 };
 
-// While it lives, a fibre that touches the page below its stack goes on with on_overflow(where),
-// which must not return, on the emptied stack. Faults elsewhere go to the previous handler, as all
-// faults do on processors other than x86-64 and AArch64.
+// While an OverflowTrap exists, a fibre that touches the page below its stack continues in
+// on_overflow(where), which must not return, on the emptied stack. Other faults go to the previous
+// handler, as all faults do on processors other than x86-64 and AArch64.
 class OverflowTrap {
  public:
   OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*));

@@ -1,4 +1,4 @@
-// The findings of a launch so far.
+// Collects the findings of a launch.
 #ifndef TFB_CORE_CUDA_SIMULATOR_FINDINGS_H_
 #define TFB_CORE_CUDA_SIMULATOR_FINDINGS_H_
 
@@ -11,13 +11,13 @@ namespace cuda_simulator {
 
 // Formats like printf.
 std::string Format(const char* format, ...) __attribute__((format(printf, 1, 2)));
-std::string Text(const Index3& index);  // "(1, 0, 0)"
+std::string Text(const Index3& index);  // returns "(1, 0, 0)"
 
 class FindingLog {
  public:
   void StartLaunch(const char* kernel, int max_findings);
-  // Tells whether to Add a finding of this kind at this place of the kernel's code. It returns
-  // false if there is one already, which is counted then, or if there are too many.
+  // Tells whether to Add a finding of this kind at this place of the kernel's code. Returns false
+  // if there already is one, which is then counted, or if there are too many.
   bool Wants(FindingKind kind, const void* site);
   void Add(FindingKind kind, const Index3& block, const Index3& thread, const void* site,
            std::string what);

@@ -1,4 +1,4 @@
-// The hooks through which the simulator sees raw accesses of unmodified kernels. Sources with
+// Declares the hooks that report raw accesses of unmodified kernels to the simulator. Sources with
 // kernels are compiled with -fsanitize=thread, which puts a call before every load and store; the
 // simulator's build renames those calls (__tsan_read4 to cuda_simulator_read4, see hooks.cc), so
 // that they reach it and never the sanitizer's own library, which may be linked into the same

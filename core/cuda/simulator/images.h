@@ -1,4 +1,4 @@
-// The program and its libraries in memory.
+// Finds the segments and variables of the program and its libraries in memory.
 #ifndef TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
 #define TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
 
@@ -17,16 +17,16 @@ struct Segment {
 };
 std::vector<Segment> LoadedSegments();
 
-// The program or library that contains an address: its file, and how far it was moved when it was
-// loaded. Empty where there is none.
+// The program or library that contains an address: its file and load address. The path is empty
+// where there is none.
 struct Image {
   std::string path;
   uintptr_t base = 0;
 };
 Image ImageOf(uintptr_t address);
 
-// A static variable, by its name in the source without namespaces and functions. Empty where the
-// program has been stripped of its symbols.
+// A static variable, with its name in the source without namespaces and functions. The name is
+// empty where the program has no symbols.
 struct Variable {
   std::string name;
   uintptr_t begin = 0;

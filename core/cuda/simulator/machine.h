@@ -1,4 +1,4 @@
-// The simulated GPU: the state that the parts of the simulator share.
+// Defines the simulated GPU: the state that the parts of the simulator share.
 #ifndef TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 #define TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 
@@ -26,7 +26,7 @@ struct Machine {
     findings.Add(kind, block.index(), block.index_of(thread), site, what());
   }
 
-  std::mutex mutex;  // held by launches, and changes of device memory
+  std::mutex mutex;  // held by launches, and by changes of device memory
   Settings settings;
   Counts counts;  // without accesses, which the checker counts
   FindingLog findings;
@@ -37,7 +37,7 @@ struct Machine {
 
 Machine& TheMachine();
 
-// TheMachine() on the host thread on which a kernel runs, while it runs; null elsewhere.
+// TheMachine() on the host thread that runs a kernel; null otherwise.
 extern __thread Machine* running_machine;
 
 }  // namespace cuda_simulator

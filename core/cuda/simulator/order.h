@@ -1,4 +1,4 @@
-// The order of a block's accesses: which earlier ones come before the current one.
+// Tracks the happens-before order of a block's accesses.
 #ifndef TFB_CORE_CUDA_SIMULATOR_ORDER_H_
 #define TFB_CORE_CUDA_SIMULATOR_ORDER_H_
 
@@ -11,21 +11,21 @@ namespace cuda_simulator {
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;  // of a block
 
-// A logical time: between two barriers that it takes part in, a thread's accesses have the same
-// stamp. 0 comes before everything.
+// A logical time. A thread's accesses between two of its barriers have the same stamp. 0 comes
+// before all others.
 using Stamp = uint32_t;
 
 // Only barriers order accesses: those of the block, and __syncwarp among the lanes of its mask. (By
 // the CUDA programming guide, shuffles and votes do not.) Where only whole warps sync, one stamp
-// for a warp is enough; for syncs of a part, each lane has a stamp for each other lane, up to which
-// it comes after that lane.
+// per warp is enough. For syncs of a part of the warp, each lane has a stamp for each other lane:
+// the other's accesses up to this stamp come before the lane's.
 class Order {
  public:
   Order() : own_(kMaxThreads), seen_(kMaxThreads * kWarp) {}
 
   void StartBlock() { block_start_ = barrier_ = ++last_; }
   void PassBarrier() { barrier_ = ++last_; }
-  // All `lanes` of the warp sync; `live_lanes` are those that have not finished.
+  // Synchronizes the `lanes` of the warp; `live_lanes` are those that have not finished.
   void SyncWarp(int warp, unsigned lanes, unsigned live_lanes);
   // Makes `thread` the running one.
   void Resume(int thread) {
@@ -52,8 +52,7 @@ class Order {
     return then < warp_[warp()] || then <= seen_[thread_ * kWarp + other % kWarp];
   }
 
-  // Tells whether the 32 bits of stamps may run out in the next launch. All stamps must then be
-  // forgotten.
+  // Tells whether stamps may overflow 32 bits in the next launch. All stamps must then be reset.
   bool NeedsReset() const { return last_ > Stamp{1} << 31; }
   void Reset() { *this = Order(); }
 

@@ -1,4 +1,4 @@
-// The host half of cuda_runtime.h: memory, events, errors.
+// Implements the host half of cuda_runtime.h: memory, events, errors.
 #include <unistd.h>
 
 #include <chrono>
@@ -18,7 +18,7 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string launch_message;
 
-// The gap behind every buffer, so that an overrun does not land in the next one.
+// The gap after every buffer, so that an overrun does not reach the next one.
 constexpr size_t kGapBytes = 4096;
 
 }  // namespace

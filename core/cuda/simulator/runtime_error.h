@@ -1,4 +1,4 @@
-// The runtime's error of the calling host thread, as CUDA keeps it.
+// Keeps the runtime's last error of each host thread, as CUDA does.
 #ifndef TFB_CORE_CUDA_SIMULATOR_RUNTIME_ERROR_H_
 #define TFB_CORE_CUDA_SIMULATOR_RUNTIME_ERROR_H_
 
@@ -8,7 +8,7 @@
 
 namespace cuda_simulator {
 
-cudaError_t SetLastError(cudaError_t error);  // returns it
+cudaError_t SetLastError(cudaError_t error);  // returns `error`
 // Sets the text that cudaGetErrorString returns for launches.
 void SetLaunchMessage(std::string message);
 

@@ -1,5 +1,5 @@
-// The shadow of a block's shared memory: for each byte, which thread wrote it, and which have read
-// it since.
+// Defines the shadow of a block's shared memory: for each byte, which thread wrote it, and which
+// threads have read it since.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 #define TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 
@@ -18,18 +18,18 @@ namespace cuda_simulator {
 // and its end.
 enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopyBegin, kCopyEnd };
 
-// A cell stands for 4 aligned bytes, until an access touches some of them only: from then on, until
-// the next launch, for one byte. So threads may use neighbouring bytes as they like.
+// A cell stands for 4 aligned bytes until an access touches only some of them; from then on, until
+// the next launch, each byte has a cell. So threads may use neighbouring bytes independently.
 //
-// A cell remembers its last write and the reads since; of several concurrent atomic writes, only
-// that there are several. Where two lanes of a warp that has synced in parts read the same cell, it
-// remembers the earlier time of both: it may then miss a race, but never invents one.
+// A cell records its last write and the reads since; of several concurrent atomic writes, only that
+// there are several. Where two lanes of a partly synced warp read the same cell, it records the
+// earlier time of both, which may miss a race but never gives a false one.
 class SharedShadow {
  public:
   SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* order);
 
-  // Forgets all accesses, and stands for the first `bytes` bytes from now on. `order` tells the
-  // blocks of the launch apart.
+  // Forgets all accesses, and covers the first `bytes` bytes from now on. `order` distinguishes the
+  // blocks of the launch.
   void StartLaunch(size_t bytes);
   // Forgets stamps, too, after a reset of `order`.
   void Reset();
@@ -41,14 +41,14 @@ class SharedShadow {
   enum class Verdict {
     kFine,
     kUnwritten,      // a read of bytes that nothing in this block has written
-    kInFlight,       // the access meets an asynchronous copy that may not have ended
+    kInFlight,       // the bytes have an asynchronous copy that may not have ended
     kRaceWithRead,   // of `*other`
     kRaceWithWrite,  // of `*other`
   };
   // Checks and records an access of the running thread, within bytes(). Returns the verdict on the
   // worst byte; `other` receives a thread, or kSeveral.
   Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other);
-  // Records one of the most usual accesses and returns true: a read of bytes that were written in
+  // Records a common access and returns true: a read of bytes that were written in
   // this block before the last barrier, or the first write since. It returns false for others;
   // Access then decides.
   template <AccessKind kKind, size_t kBytes>
@@ -81,7 +81,7 @@ class SharedShadow {
   };
   struct Granule {
     Cell cell;
-    uint32_t split = 0;  // place in splits_ of the cells of its bytes; 0 where they have none
+    uint32_t split = 0;  // index in splits_ of the cells of its bytes, or 0
   };
 
   template <AccessKind kKind>
@@ -126,7 +126,7 @@ class SharedShadow {
   Verdict Touch(Cell* cell, AccessKind kind, int* other);
   bool WriteIsBefore(const Cell& cell) const;
   void NoteWrite(Cell* cell, AccessKind kind);
-  int ReaderNotBefore(const Cell& cell) const;  // or -1
+  int ReaderNotBefore(const Cell& cell) const;  // returns -1 where there is none
   Cell* Split(size_t granule);
 
   const uintptr_t begin_;

@@ -1,8 +1,8 @@
-// A simulator of CUDA kernels on the host, as the program that launches them sees it. See
-// README.md; kernels see cuda_runtime.h.
+// Simulates CUDA kernels on the host. This header is for programs that launch kernels,
+// cuda_runtime.h for kernels; see README.md.
 //
-// Launches, and changes of device memory, wait for one another: host threads may make them at the
-// same time. The functions below are for one host thread at a time.
+// Launches, and changes of device memory, exclude one another, so host threads may make them
+// concurrently. The functions below are for one host thread at a time.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
 #define TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
 
@@ -22,7 +22,7 @@ enum class FindingKind {
   // In shared memory: two threads access it, at least one writes, without a barrier between.
   kRace,
   kDivergentBarrier,  // not all threads of a block, or lanes of a mask, reach it
-  kLaneOutsideMask,   // a shuffle by or from a lane that its mask does not name, or that is gone
+  kLaneOutsideMask,   // a shuffle by or from a lane that is not in its mask, or has finished
   kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
   kStackOverflow,     // a thread used more than Settings::stack_bytes
 };
@@ -49,29 +49,27 @@ struct Finding {
 uint64_t SeedOfEnvironment();
 
 struct Settings {
-  // Seeds the order in which blocks, and threads between two barriers, run. An order depends
-  // on this and on its shape alone.
+  // Seeds the order in which blocks, and threads between two barriers, run. An order depends only
+  // on the seed and the shape of the launch.
   uint64_t seed = SeedOfEnvironment();
-  // A launch stops at the end of the block that brings it to so many findings. It stops at once
-  // where going on would touch memory that is not the kernel's.
+  // The number of findings after which a launch stops, at the end of the block. It stops at once
+  // where continuing would access memory that is not the kernel's.
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;  // stack of one CUDA thread
   // Limit of dynamic shared memory; Hopper's by default.
   size_t max_shared_bytes_per_block = 227 << 10;
   // Limit on blocks; tests lower it to find kernels that would exceed it.
   unsigned max_grid_yz = 65535;
-  // Where true, errors are reported as on a GPU: not by the launch of the failing kernel but by the
-  // next call that waits, and by every other call from then on, until the simulator is configured
-  // anew.
+  // Whether errors are reported as on a GPU: not by the launch of the failing kernel but by the
+  // next call that waits, and by all later calls until the next Configure.
   bool errors_are_deferred = false;
-  // Called before (true) and after (false) every launch, for code that counts or times the program
-  // itself.
+  // Called before (true) and after (false) every launch, for code that counts or times the host
+  // program.
   void (*on_launch)(bool begins) = nullptr;
-  // Returns the seconds that an event records. Where it is empty events record those of the
-  // steady clock.
+  // Returns the seconds that an event records; those of the steady clock where it is empty.
   std::function<double()> event_seconds;
 };
-// Sets or returns what holds for all launches from here on.
+// Set or return the settings of all following launches.
 void Configure(const Settings& settings);
 Settings CurrentSettings();
 

@@ -1,5 +1,5 @@
-// Kernels that are right in ways that a checker may get wrong: the simulator must report nothing,
-// and compute what a GPU does.
+// Correct kernels that a checker may misjudge: the simulator must report nothing, and compute the
+// same as a GPU.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SOUND_KERNELS_H_
 #define TFB_CORE_CUDA_SIMULATOR_SOUND_KERNELS_H_
 

@@ -1,4 +1,4 @@
-// Source lines of addresses in the program's code.
+// Finds the source lines of addresses in the program's code.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SOURCE_LINE_H_
 #define TFB_CORE_CUDA_SIMULATOR_SOURCE_LINE_H_
 
@@ -8,8 +8,8 @@
 namespace cuda_simulator {
 
 // Returns for each return address the line of its call, such as "flash.cu:88", or "kernel.cuh:112
-// from flash.cu:88" for a call in an inlined function of another file. It asks binutils' addr2line,
-// once for each address; the line is empty where that is not installed or does not know it.
+// from flash.cu:88" for a call in an inlined function of another file. Calls binutils' addr2line
+// once for each address; a line is empty where that is not installed or does not know the address.
 std::vector<std::string> SourceLines(const std::vector<const void*>& return_addresses);
 
 }  // namespace cuda_simulator

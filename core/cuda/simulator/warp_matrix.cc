@@ -1,5 +1,5 @@
-// The warp's matrix instructions: PTX ISA, "Matrix multiply-accumulate operation using mma
-// instruction" (fragments of m16n8k16) and "ldmatrix".
+// Implements the warp's matrix instructions: PTX ISA, "Matrix multiply-accumulate operation using
+// mma instruction" (fragments of m16n8k16) and "ldmatrix".
 #include <cstring>
 
 #include "core/cuda/simulator/cuda_runtime.h"
