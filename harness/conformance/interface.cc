@@ -14,9 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "core/status.h"
 #include "core/thread_pool.h"
 #include "gtest/gtest.h"
@@ -86,10 +88,12 @@ std::string TensorText(const std::string& what, const TensorSpec& spec) {
   return text + "\n";
 }
 
-std::string TensorsText(const std::string& what, const std::vector<TensorSpec>& specs) {
-  std::string text;
-  for (const TensorSpec& spec : specs) text += TensorText(what, spec);
-  return text;
+// Returns a line for each input and output.
+std::vector<std::string> TensorLines(const Layer& layer) {
+  std::vector<std::string> lines;
+  for (const TensorSpec& spec : layer.inputs()) lines.push_back(TensorText("input", spec));
+  for (const TensorSpec& spec : layer.outputs()) lines.push_back(TensorText("output", spec));
+  return lines;
 }
 
 // The moments of parameters.
@@ -142,10 +146,15 @@ std::string SumOfParametersText(const Layer& layer) {
 std::string StreamText(const Layer& layer) {
   const auto* stream = dynamic_cast<const StreamingLayer*>(&layer);
   if (stream == nullptr) return "";
-  return absl::StrCat(TensorsText("segment's input", stream->segment_inputs()),
-                      TensorsText("segment's output", stream->segment_outputs()),
-                      "  segments of at most ", stream->max_segment_tokens(), " tokens, split by ",
-                      stream->split_tokens(), "\n");
+  std::string text;
+  for (const TensorSpec& spec : stream->segment_inputs()) {
+    text += TensorText("segment's input", spec);
+  }
+  for (const TensorSpec& spec : stream->segment_outputs()) {
+    text += TensorText("segment's output", spec);
+  }
+  return absl::StrCat(text, "  segments of at most ", stream->max_segment_tokens(),
+                      " tokens, split by ", stream->split_tokens(), "\n");
 }
 
 std::string NumberText(const std::optional<double>& number) {
@@ -184,8 +193,9 @@ std::string WorkspaceText(Job job, const Layer& layer) {
       on_gpu.ok() ? absl::StrCat((*on_gpu)->workspace_bytes(1)) : on_gpu.status().ToString());
 }
 
-// Returns the costs and parameters of the job in a line, or its refusal.
-std::string LineOf(const Job& job) {
+// Returns the costs and parameters of the job in a line, or its refusal; and the tensors that are
+// not among the usual ones.
+std::string LineOf(const Job& job, const std::vector<std::string>* usual_tensors = nullptr) {
   const auto layer = job.CreateLayer();
   if (!layer.ok()) return layer.status().ToString();
   const std::string of_creation =
@@ -194,8 +204,14 @@ std::string LineOf(const Job& job) {
   const absl::Status setup = SetUp(job, layer->get());
   if (!setup.ok()) return setup.ToString();
   const Cost cost = (*layer)->cost();
-  return absl::StrCat(NumberText(cost.flops), " FLOPs, ", NumberText(cost.bytes), " bytes, ",
-                      of_creation);
+  std::string text = absl::StrCat(NumberText(cost.flops), " FLOPs, ", NumberText(cost.bytes),
+                                  " bytes, ", of_creation);
+  if (usual_tensors == nullptr) return text;
+  for (const std::string& line : TensorLines(**layer)) {
+    if (absl::c_linear_search(*usual_tensors, line)) continue;
+    absl::StrAppend(&text, "\n  ", absl::StripSuffix(line, "\n"));
+  }
+  return text;
 }
 
 std::vector<std::string> ValuesOnRecord(const OptionSpec& option, int64_t tokens) {
@@ -205,7 +221,8 @@ std::vector<std::string> ValuesOnRecord(const OptionSpec& option, int64_t tokens
 
 // Returns the line of each value of the option, the others at their defaults. Values that follow
 // each other share a line where they can, which says so where it is the `usual` one, of defaults.
-std::string OptionText(const Job& job, const OptionSpec& option, const std::string& usual) {
+std::string OptionText(const Job& job, const OptionSpec& option, const std::string& usual,
+                       const std::vector<std::string>& usual_tensors) {
   std::string text, last;
   const auto end_line = [&] {
     if (!last.empty()) absl::StrAppend(&text, ": ", last == usual ? "as by default" : last, "\n");
@@ -214,7 +231,7 @@ std::string OptionText(const Job& job, const OptionSpec& option, const std::stri
     Job varied = job;
     varied.options[option.name] = value;
     if (option.type == "techniques") varied.options["layers"] = absl::StrCat(kLayersOfLists);
-    const std::string line = LineOf(varied);
+    const std::string line = LineOf(varied, &usual_tensors);
     if (line != last) end_line();
     text += line == last ? ", " : absl::StrCat("  ", option.name, "=");
     text += value;
@@ -225,11 +242,11 @@ std::string OptionText(const Job& job, const OptionSpec& option, const std::stri
 }
 
 std::string DetailsText(const Job& job, const Layer& layer, const std::string& usual) {
+  const std::vector<std::string> tensors = TensorLines(layer);
   std::string text =
-      absl::StrCat(TensorsText("input", layer.inputs()), TensorsText("output", layer.outputs()),
-                   ParametersText(layer), StreamText(layer));
+      absl::StrCat(absl::StrJoin(tensors, ""), ParametersText(layer), StreamText(layer));
   for (const OptionSpec& option : job.technique->info().options) {
-    text += OptionText(job, option, usual);
+    text += OptionText(job, option, usual, tensors);
   }
   return text;
 }
