@@ -13,6 +13,7 @@
 #include "core/technique.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/case_table.h"
+#include "harness/conformance/interface.h"
 #include "harness/conformance/register.h"
 
 ABSL_FLAG(std::string, technique, "", "the technique to test; empty for all that are linked in");
@@ -21,6 +22,26 @@ ABSL_FLAG(std::vector<std::string>, devices, {"cpu"},
 
 ABSL_FLAG(std::string, table, "",
           "write which cases each technique runs or does not admit to this file, as Markdown");
+ABSL_FLAG(std::string, interface, "",
+          "compare the interface of --technique with this file (harness/conformance/interface.h)");
+ABSL_FLAG(std::string, write_interface, "",
+          "run nothing, and write the interface of each technique to testdata/interface.txt in its "
+          "folder of this repository");
+
+namespace {
+
+// Returns the exit code.
+int WriteInterfaces(const std::vector<const tfb::Technique*>& techniques, const std::string& root) {
+  for (const tfb::Technique* technique : techniques) {
+    const absl::Status status = tfb::conformance::WriteInterface(*technique, root);
+    if (status.ok()) continue;
+    std::fprintf(stderr, "--write_interface: %s\n", std::string(status.message()).c_str());
+    return 2;
+  }
+  return 0;
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
@@ -37,6 +58,9 @@ int main(int argc, char** argv) {
     }
     techniques = {*found};
   }
+  if (const std::string root = absl::GetFlag(FLAGS_write_interface); !root.empty()) {
+    return WriteInterfaces(techniques, root);
+  }
   std::vector<tfb::Device> devices;
   for (const std::string& name : absl::GetFlag(FLAGS_devices)) {
     const auto device = tfb::ParseDevice(name);
@@ -49,6 +73,11 @@ int main(int argc, char** argv) {
   if (tfb::conformance::RegisterTests(techniques, devices) == 0) {
     std::fprintf(stderr, "no technique is linked into this binary\n");
     return 2;
+  }
+  if (const std::string file = absl::GetFlag(FLAGS_interface); !file.empty()) {
+    for (const tfb::Technique* technique : techniques) {
+      tfb::conformance::RegisterInterfaceTest(technique, file);
+    }
   }
   auto* table = new tfb::conformance::CaseTable();  // GoogleTest deletes it
   ::testing::UnitTest::GetInstance()->listeners().Append(table);

@@ -121,10 +121,13 @@ def technique(
 
     own_label = "//" + native.package_name()
     linked = [":" + name] + ([counterpart] if counterpart not in ["", own_label] else [])
+    # Written by the program itself (harness/conformance/interface.h); a new technique has none yet.
+    interface = native.glob(["testdata/interface.txt"], allow_empty = True)
     cuda_test(
         name = name + "_conformance_test",
         size = conformance_size,
-        args = ["--technique=" + name],
+        args = ["--technique=" + name] + ["--interface=$(rootpath %s)" % file for file in interface],
+        data = interface,
         deps = linked + ["//harness:conformance_main"],
     )
 

@@ -150,18 +150,7 @@ class CudnnDenseLayer : public Layer {
     return Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
   }
 
-  Cost cost() const override {
-    const Problem& p = problem();
-    double pairs = 0;  // pairs of one head and batch row
-    for (int64_t i = 0; i < p.query_tokens; ++i) {
-      pairs += static_cast<double>(p.causal ? i + p.causal_offset() + 1 : p.kv_tokens);
-    }
-    Cost cost;
-    cost.flops =
-        2.0 * static_cast<double>(p.batch * p.query_heads * (p.head_dim + p.value_dim)) * pairs;
-    cost.bytes = AttentionBytes(p);
-    return cost;
-  }
+  Cost cost() const override { return CudnnCost(problem()); }
 
   std::map<std::string, double> statistics() const override {
     return {{"cudnn_version", device_->cudnn().version()}};
@@ -230,6 +219,18 @@ class CudnnDenseLayer : public Layer {
 };
 
 }  // namespace
+
+Cost CudnnCost(const Problem& p) {
+  double pairs = 0;  // pairs of one head and batch row
+  for (int64_t i = 0; i < p.query_tokens; ++i) {
+    pairs += static_cast<double>(p.causal ? i + p.causal_offset() + 1 : p.kv_tokens);
+  }
+  Cost cost;
+  cost.flops =
+      2.0 * static_cast<double>(p.batch * p.query_heads * (p.head_dim + p.value_dim)) * pairs;
+  cost.bytes = AttentionBytes(p);
+  return cost;
+}
 
 absl::StatusOr<std::unique_ptr<Layer>> MakeCudnnDense(const Problem& problem, double scale,
                                                       Device device) {

@@ -15,6 +15,10 @@ namespace tfb::dense {
 // `cudnn` must outlive it.
 CudnnGraph CudnnAttentionGraph(const Cudnn* cudnn, const Problem& problem);
 
+// Returns the layer's cost, which is that of dense attention without padding. Causal problems have
+// no more queries than keys.
+Cost CudnnCost(const Problem& problem);
+
 // Makes a layer without a key mask, whose inputs and outputs must be contiguous. Returns
 // Unimplemented, with the reason, for other devices than a GPU, and for problems that cuDNN does
 // not support: fp32, channels that are no multiple of 8, no keys, causal problems with more queries

@@ -79,6 +79,17 @@ TEST(DenseCudnn, ProblemsThatItDoesNotDoAreRefusedWithTheReason) {
             "are 512 and 511");
 }
 
+TEST(DenseCudnn, CostsWhatTheOwnBackendCosts) {
+  for (Problem problem : Problems()) {
+    problem.batch = 3;
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 5);
+    const auto own = Dense().Create(problem, {}, Device::kCpu, 1).value();
+    ASSERT_TRUE(RunLayer(*own, ViewsOf(inputs)).ok());
+    EXPECT_EQ(CudnnCost(problem).flops, own->cost().flops) << problem.ToString();
+    EXPECT_EQ(CudnnCost(problem).bytes, own->cost().bytes) << problem.ToString();
+  }
+}
+
 // Returns whether there is no cuDNN or no GPU, or the program was built without a CUDA toolkit.
 bool IsAbsent(const absl::Status& status) {
   return absl::IsUnavailable(status) || status.message().rfind("no CUDA device: ", 0) == 0;

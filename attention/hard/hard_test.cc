@@ -261,6 +261,62 @@ TEST(Hard, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   }
 }
 
+// One query q, and key 0, which has the larger score of two. Further channels are 0.
+struct NearTie {
+  const char* sample;
+  const char* scale;
+  int64_t head_dim;
+  float q, key_0, key_1;
+  float g;  // added to both keys
+  bool may_take_1;
+};
+
+// Returns the key of the definition where a layer took key 1.
+int TakenByDefinition(const NearTie& tie) {
+  Problem problem = Problem::SelfAttention(1, 1, 1, tie.head_dim);
+  problem.kv_tokens = 2;
+  problem.value_dim = 5;
+  const Options options = {{"sample", tie.sample}, {"scale", tie.scale}};
+  NamedTensors inputs = Random(problem, options);
+  for (const char* name : {"q", "k"}) Fill(inputs[name].view(), 0);
+  inputs["q"].span<float>()[0] = tie.q;
+  inputs["k"].span<float>()[0] = tie.key_0;
+  inputs["k"].span<float>()[tie.head_dim] = tie.key_1;
+  if (inputs.count("g") > 0) Fill(inputs["g"].view(), tie.g);
+  NamedTensors computed;
+  Fill((computed["index"] = Tensor(DType::kI32, {1, 1, 1})).view(), 1);
+  DefinitionRequest request;
+  request.computed = &computed;
+  return Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}, request).value())[0];
+}
+
+// A score has head_dim + 3 roundings of the magnitude of its terms, and (1 + |k|) 2^-126 for each
+// channel where numbers are denormal. Both scores are that far off.
+TEST(Hard, TheDefinitionFollowsALayerUpToTheErrorsOfBothScores) {
+  const float u = 0x1p-24f, tiny = 0x1p-124f;
+  const NearTie ties[] = {{"none", "0", 1, 1, 1, 1 - 7 * u, 0, true},
+                          {"none", "0", 1, 1, 1, 1 - 9 * u, 0, false},
+                          {"none", "0", 1, -1, -1, -1 + 7 * u, 0, true},
+                          {"none", "0", 1, -1, -1, -1 + 9 * u, 0, false},
+                          {"none", "0", 2, 1, 1, 1 - 9 * u, 0, true},
+                          {"none", "0", 2, 1, 1, 1 - 11 * u, 0, false},
+                          // The scale is a factor of the errors, too; it is 1 by default.
+                          {"gumbel", "0.5", 1, 1, 1, 1 - 7 * u, 0, true},
+                          {"gumbel", "0.5", 1, 1, 1, 1 - 9 * u, 0, false},
+                          {"gumbel", "0", 1, 1, 1, 1 - 7 * u, 0, true},
+                          {"gumbel", "0", 1, 1, 1, 1 - 9 * u, 0, false},
+                          // The noise is a term.
+                          {"gumbel", "0", 1, 1, 1, 1 - 15 * u, -1, true},
+                          {"gumbel", "0", 1, 1, 1, 1 - 17 * u, -1, false},
+                          {"none", "0", 1, tiny, 2, 1, 0, true},
+                          {"none", "0", 1, tiny, 2.5, 1, 0, false}};
+  for (const NearTie& tie : ties) {
+    EXPECT_EQ(TakenByDefinition(tie), tie.may_take_1 ? 1 : 0)
+        << tie.sample << ", scale " << tie.scale << ", head_dim " << tie.head_dim << ", " << tie.q
+        << " on " << tie.key_0 << " and " << tie.key_1 << ", noise " << tie.g;
+  }
+}
+
 TEST(Hard, OfEqualKeysTheFirstThatIsSeenIsChosen) {
   const Problem problem = Problem::SelfAttention(2, 2, 140, 16);
   NamedTensors inputs = Random(problem);
@@ -315,6 +371,46 @@ TEST(Hard, InverseCdfPassesWeightsFromTheLeftUntilTheyExceedU) {
             expected);
   for (const Device device : kHostDevices) {
     EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), expected) << Name(device);
+  }
+}
+
+// Four keys of one weight, and u near the boundary between the first two.
+TEST(Hard, TheDefinitionFollowsALayersDrawWithin2e5OfTheSum) {
+  struct Near {
+    float u;
+    int computed, drawn;
+  };
+  const Near draws[] = {{0.250019f, 0, 0}, {0.250021f, 0, 1}, {0.249981f, 1, 1},
+                        {0.249979f, 1, 0}, {0.25f, 2, 1},     {0.25f, -1, 1}};
+  const NamedTensors scores = Scalars({1}, {0, 0, 0, 0});
+  const Problem problem = ScalarProblem(scores);
+  for (const Near& draw : draws) {
+    Inputs inputs = ViewsOf(scores);
+    Tensor u(DType::kF32, {1, 1, 1});
+    Fill(u.view(), draw.u);
+    inputs.Set("u", u.view());
+    NamedTensors computed;
+    Fill((computed["index"] = Tensor(DType::kI32, {1, 1, 1})).view(), draw.computed);
+    DefinitionRequest request;
+    request.computed = &computed;
+    const NamedTensors defined =
+        DefineTechnique(Hard(), problem, inputs, {{{"sample", "inverse_cdf"}}}, request).value();
+    EXPECT_EQ(Indices(defined), std::vector<int>{draw.drawn}) << draw.u << ", " << draw.computed;
+  }
+}
+
+// A u of 1 draws the last key of a weight above 0.
+TEST(Hard, WeightsBelowE87OfTheLargestAreZero) {
+  const Options options = {{"sample", "inverse_cdf"}};
+  for (const bool counts : {true, false}) {
+    NamedTensors inputs = Scalars({1}, {0, counts ? -87.3f : -87.4f});
+    Fill((inputs["u"] = Tensor(DType::kF32, {1, 1, 1})).view(), 1);
+    const Problem problem = ScalarProblem(inputs);
+    const std::vector<int> last = {counts ? 1 : 0};
+    EXPECT_EQ(Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}).value()), last);
+    for (const Device device : kHostDevices) {
+      EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), last) << Name(device);
+    }
   }
 }
 

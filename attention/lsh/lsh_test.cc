@@ -545,6 +545,38 @@ TEST(Lsh, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   }
 }
 
+// A product has head_dim roundings of the magnitude of its terms, and (1 + |rotation|) 2^-126 for
+// each channel where numbers are denormal. Both products are that far off.
+TEST(Lsh, TheDefinitionFollowsALayerUpToTheErrorsOfBothProducts) {
+  struct NearTie {
+    int64_t head_dim;
+    float q, rotation_0, rotation_1;  // further channels are 0
+    bool may_take_1;
+  };
+  const float u = 0x1p-24f, tiny = 0x1p-124f;
+  const NearTie ties[] = {{1, 1, 1, 1 - u, true},     {1, 1, 1, 1 - 3 * u, false},
+                          {1, -1, -1, -1 + u, true},  {1, -1, -1, -1 + 3 * u, false},
+                          {2, 1, 1, 1 - 3 * u, true}, {2, 1, 1, 1 - 5 * u, false},
+                          {1, tiny, 2, 1, true},      {1, tiny, 2.5, 1, false}};
+  for (const NearTie& tie : ties) {
+    Problem problem = Problem::SelfAttention(1, 1, 1, tie.head_dim);
+    problem.value_dim = 5;
+    NamedTensors inputs = Random(problem), parameters, computed;
+    Fill(inputs["q"].view(), 0);
+    inputs["q"].span<float>()[0] = tie.q;
+    Fill((parameters["rotations"] = Tensor(DType::kF32, {tie.head_dim, 1, 2})).view(), 0);
+    parameters["rotations"].span<float>()[0] = tie.rotation_0;
+    parameters["rotations"].span<float>()[1] = tie.rotation_1;
+    Fill((computed["buckets"] = Tensor(DType::kI32, {1, 1, 1, 1})).view(), 1);
+    DefinitionRequest request;
+    request.computed = &computed;
+    EXPECT_EQ(BucketsOf(DefineLsh(problem, inputs, {{"buckets", "4"}, {"rounds", "1"}}, &parameters,
+                                  request)),
+              std::vector<int>{tie.may_take_1 ? 1 : 0})
+        << tie.q << " on " << tie.rotation_0 << " and " << tie.rotation_1;
+  }
+}
+
 // ---- Padding and NaN ----
 
 TEST(Lsh, PaddingChangesNothingForTheTokensThereAre) {

@@ -397,6 +397,44 @@ TEST(Routing, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   EXPECT_FALSE(takes_the_word(8, 40));  // without the first of two equal tokens
 }
 
+// Two tokens compete for a cluster of one, with the scores 1 and 1 / sqrt(1 + t^2), about 1 - t^2 /
+// 2. Of two channels a score has 12 roundings; where a token is of length 2^-100, its denormals have
+// 2 2^-126 / 2^-100 more, half a rounding. Both scores are that far off.
+TEST(Routing, TheDefinitionFollowsALayerUpToTheErrorsOfBothScores) {
+  struct NearTie {
+    double length;
+    double roundings;  // t^2 / 2
+    bool may_take_1;
+  };
+  const NearTie ties[] = {
+      {1, 23.8, true}, {1, 24.2, false}, {0x1p-100, 24.8, true}, {0x1p-100, 25.2, false}};
+  Problem problem = Problem::SelfAttention(1, 1, 2, 2, /*causal=*/true);
+  problem.value_dim = 3;
+  Tensor centroids(DType::kF32, {1, 2, 2});
+  Fill(centroids.view(), 0);
+  centroids.span<float>()[0] = 1;   // of cluster 0
+  centroids.span<float>()[2] = -1;  // of cluster 1, whose nearest token is 1 by far or barely
+  const NamedTensors parameters = Parameters(std::move(centroids));
+  for (const NearTie& tie : ties) {
+    NamedTensors inputs = Random(problem), computed;
+    const double t = std::sqrt(2 * tie.roundings * 0x1p-24);
+    const double rows[] = {1, 0, 1, t};
+    for (int n = 0; n < 4; ++n) inputs["q"].view().Set(n, tie.length * rows[n]);
+    // Token 1 is the member of both clusters.
+    Tensor& members = computed["members"] = Tensor(DType::kU8, {1, 1, 2, 2});
+    for (int n = 0; n < 4; ++n) members.span<uint8_t>()[n] = n >= 2;
+    DefinitionRequest request;
+    request.computed = &computed;
+    const NamedTensors defined =
+        DefineTechnique(Routing(), problem, ViewsOf(inputs),
+                        {Clusters(2, {{"norm", "unit"}}), Device::kCpu, 1, &parameters}, request)
+            .value();
+    EXPECT_EQ(Strings(defined.at("members").CloneAs(DType::kU8)),
+              (std::vector<std::string>{tie.may_take_1 ? "01" : "10", "01"}))
+        << tie.roundings << " roundings";
+  }
+}
+
 TEST(Routing, ClustersAreOfOneSizeAndTheCoverageSumsToTheirs) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 50, 8, causal);

@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "harness/conformance/interface.h"
 
 namespace tfb::conformance {
 namespace {
@@ -31,6 +32,15 @@ std::vector<Case> AllCases() {
     all.insert(all.end(), cases.begin(), cases.end());
   }
   return all;
+}
+
+// Makes a GoogleTest of the case on the job, with the label of its options.
+void Register(const Case& one, const Job& job, const std::string& label) {
+  const std::string name =
+      absl::StrCat(one.name, "/", Name(job.device), "/", label, "/", LabelOf(job.problem));
+  ::testing::RegisterTest(job.technique->info().name.c_str(), name.c_str(), nullptr, nullptr,
+                          __FILE__, __LINE__,
+                          [=]() -> ::testing::Test* { return new CaseTest(one, job); });
 }
 
 bool IsReduced(Device device) { return device == Device::kSimulator && !IsExhaustive(); }
@@ -163,11 +173,7 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
     job.device = device;
     job.problem = problem;
     job.seed = kSeed;
-    const std::string name =
-        absl::StrCat(one.name, "/", Name(device), "/", label, "/", LabelOf(problem));
-    ::testing::RegisterTest(technique->info().name.c_str(), name.c_str(), nullptr, nullptr,
-                            __FILE__, __LINE__,
-                            [=]() -> ::testing::Test* { return new CaseTest(one, job); });
+    Register(one, job, label);
     ++count;
   };
   for (const Technique* technique : techniques) {
@@ -190,6 +196,14 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
     }
   }
   return count;
+}
+
+void RegisterInterfaceTest(const Technique* technique, const std::string& file) {
+  const Case one = InterfaceCase(file);
+  Job job;
+  job.technique = technique;
+  job.problem = one.problems.front();
+  Register(one, job, "defaults");
 }
 
 }  // namespace tfb::conformance

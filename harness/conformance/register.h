@@ -23,6 +23,9 @@ std::vector<std::pair<std::string, Options>> OptionSets(const Technique& techniq
 int RegisterTests(const std::vector<const Technique*>& techniques,
                   const std::vector<Device>& devices);
 
+// Registers the comparison of the technique's interface with the file (see interface.h).
+void RegisterInterfaceTest(const Technique* technique, const std::string& file);
+
 }  // namespace tfb::conformance
 
 #endif  // TFB_HARNESS_CONFORMANCE_REGISTER_H_

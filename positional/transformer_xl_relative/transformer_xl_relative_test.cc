@@ -277,5 +277,20 @@ TEST(TransformerXlRelative, CostCountsAProductWithThePositionBesidesThoseWithKey
   EXPECT_EQ(CostOf(TransformerXlRelative(), problem).flops, 3 * 4 * 15 * 2 * (6 + 6 + 7));
 }
 
+TEST(TransformerXlRelative, HeadsWhoseMatrixIsBeyond1GiBAreRefused) {
+  const auto refusal = [](int64_t heads, int64_t head_dim) {
+    const Problem problem = Problem::SelfAttention(1, heads, 2, head_dim);
+    return TransformerXlRelative().Create(problem, {}, Device::kCpu, 1).status();
+  };
+  EXPECT_EQ(refusal(16385, 1),
+            absl::UnimplementedError("transformer_xl_relative has a matrix of (query_heads "
+                                     "head_dim)^2 numbers: query_heads is 16385; allowed with "
+                                     "head_dim 1 are 1 to 16384"));
+  EXPECT_EQ(refusal(65, 255),
+            absl::UnimplementedError("transformer_xl_relative has a matrix of (query_heads "
+                                     "head_dim)^2 numbers: query_heads is 65; allowed with "
+                                     "head_dim 255 are 1 to 64"));
+}
+
 }  // namespace
 }  // namespace tfb::transformer_xl_relative

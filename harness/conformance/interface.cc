@@ -1,0 +1,301 @@
+#include "harness/conformance/interface.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <optional>
+#include <regex>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "absl/algorithm/container.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "core/status.h"
+#include "core/thread_pool.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/drawn.h"
+#include "harness/judge/bound_layer.h"
+
+namespace tfb::conformance {
+namespace {
+
+// Returns problems in the forms, causal or not, that the technique has: sizes of which no two are
+// equal; then what techniques of one form, of one number of heads or of one number of channels
+// admit; 16 bits; and more tokens than workspaces have tiles of.
+std::vector<Problem> ProblemsOf(const TechniqueInfo& info) {
+  const Problem usual = Problem::SelfAttention(/*batch=*/3, /*heads=*/2, /*tokens=*/200, 16);
+  std::vector<Problem> problems(6, usual);
+  for (Problem* of_groups : {&problems[0], &problems[1]}) of_groups->query_heads = 6;
+  for (int n = 0; n < 3; ++n) problems[n].value_dim = 24;
+  problems[0].kv_tokens = 330;
+  problems[1].causal = problems[3].causal = true;
+  problems[4].dtype = DType::kBF16;
+  problems[5] = Problem::SelfAttention(1, 4, 3000, 8, true);
+  for (Problem& problem : problems) {
+    problem.causal = problem.causal ? info.supports_causal : !info.supports_noncausal;
+  }
+  return problems;
+}
+
+const char* NameOf(Distribution distribution) {
+  switch (distribution) {
+    case Distribution::kNormal:
+      return "normal";
+    case Distribution::kUniform:
+      return "uniform";
+    case Distribution::kGumbel:
+      return "Gumbel";
+  }
+  return "unknown";
+}
+
+std::string Join(const std::vector<std::string>& words) { return absl::StrJoin(words, ", "); }
+
+std::string DescriptionOf(const TechniqueInfo& info) {
+  std::vector<std::string> words = {info.family, std::string(Name(info.exactness)),
+                                    absl::StrCat("reads ", Name(info.input_kind)),
+                                    absl::StrCat("growth ", info.growth)};
+  for (const Device device : info.devices) words.push_back(std::string(Name(device)));
+  if (info.supports_causal) words.push_back("causal");
+  if (info.supports_noncausal) words.push_back("not causal");
+  if (info.self_attention) words.push_back("self-attention");
+  if (!info.budget_option.empty()) words.push_back("budget " + info.budget_option);
+  if (!info.selection.empty()) words.push_back("selection " + info.selection);
+  std::string text = absl::StrCat(info.name, ": ", Join(words), "\n");
+  for (const OptionSpec& option : info.options) {
+    absl::StrAppend(&text, "  ", option.name, "=", option.default_value, ": ", option.type, ", ",
+                    option.range);
+    if (!option.sweep.empty()) absl::StrAppend(&text, ", sweeps ", Join(option.sweep));
+    text += "\n";
+  }
+  return text;
+}
+
+std::string TensorText(const std::string& what, const TensorSpec& spec) {
+  std::string text =
+      absl::StrCat("  ", what, " ", spec.name, " ", Name(spec.dtype), " ", ShapeString(spec.shape));
+  if (spec.optional) text += ", optional";
+  if (spec.noise.has_value()) absl::StrAppend(&text, ", ", NameOf(*spec.noise), " noise");
+  return text + "\n";
+}
+
+// Returns a line for each input and output.
+std::vector<std::string> TensorLines(const Layer& layer) {
+  std::vector<std::string> lines;
+  for (const TensorSpec& spec : layer.inputs()) lines.push_back(TensorText("input", spec));
+  for (const TensorSpec& spec : layer.outputs()) lines.push_back(TensorText("output", spec));
+  return lines;
+}
+
+// The moments of parameters.
+struct Moments {
+  int64_t tensors = 0;
+  double elements = 0, sum = 0, squares = 0;
+
+  void Add(const ConstTensorView& view) {
+    ++tensors;
+    elements += static_cast<double>(view.num_elements());
+    for (int64_t i = 0; i < view.num_elements(); ++i) {
+      sum += view.Get(i);
+      squares += view.Get(i) * view.Get(i);
+    }
+  }
+  // Four digits are the same for any library of mathematics.
+  std::string Text() const {
+    const double count = std::max(elements, 1.0);
+    return absl::StrFormat("mean %.4g, root mean square %.4g", sum / count,
+                           std::sqrt(squares / count));
+  }
+};
+
+// Returns a line for the parameters of each shape and name, where those of a stack's layers have
+// one name.
+std::string ParametersText(const Layer& layer) {
+  std::map<std::string, Moments> alike;
+  for (const auto& [name, tensor] : layer.parameters()) {
+    const std::string of_any_layer = std::regex_replace(name, std::regex("[0-9]+"), "#");
+    alike[absl::StrCat(of_any_layer, " ", Name(tensor.dtype()), " ", ShapeString(tensor.shape()))]
+        .Add(tensor.view());
+  }
+  std::string text;
+  for (const auto& [name, moments] : alike) {
+    absl::StrAppend(&text, "  parameter ", name, moments.tensors > 1 ? " x " : "",
+                    moments.tensors > 1 ? absl::StrCat(moments.tensors) : "", ", ", moments.Text(),
+                    "\n");
+  }
+  return text;
+}
+
+// Returns the number, mean and root mean square of all elements.
+std::string SumOfParametersText(const Layer& layer) {
+  if (layer.parameters().empty()) return "";
+  Moments all;
+  for (const auto& [name, tensor] : layer.parameters()) all.Add(tensor.view());
+  return absl::StrFormat(", %.0f parameters, %s", all.elements, all.Text());
+}
+
+std::string StreamText(const Layer& layer) {
+  const auto* stream = dynamic_cast<const StreamingLayer*>(&layer);
+  if (stream == nullptr) return "";
+  std::string text;
+  for (const TensorSpec& spec : stream->segment_inputs()) {
+    text += TensorText("segment's input", spec);
+  }
+  for (const TensorSpec& spec : stream->segment_outputs()) {
+    text += TensorText("segment's output", spec);
+  }
+  return absl::StrCat(text, "  segments of at most ", stream->max_segment_tokens(),
+                      " tokens, split by ", stream->split_tokens(), "\n");
+}
+
+std::string NumberText(const std::optional<double>& number) {
+  return number.has_value() ? absl::StrFormat("%.12g", *number) : "unknown";
+}
+
+// Returns the counterpart with the options that are not at their defaults.
+std::string CounterpartText(const Job& job) {
+  auto spec = job.technique->Counterpart(job.problem, job.options);
+  if (!spec.ok()) return spec.status().ToString();
+  const auto technique = Registry::Global().Find(spec->technique);
+  if (!technique.ok()) return technique.status().ToString();
+  for (const OptionSpec& option : (*technique)->info().options) {
+    const auto given = spec->options.find(option.name);
+    if (given == spec->options.end() || given->second != option.default_value) continue;
+    spec->options.erase(given);
+  }
+  return ToString(*spec);
+}
+
+// Sets the layer up on drawn inputs, which most costs are known after.
+absl::Status SetUp(const Job& job, Layer* layer) {
+  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs, job.LoadInputs());
+  ThreadPool pool(2);
+  TFB_ASSIGN_OR_RETURN(const BoundLayer bound, Bind(layer, job.device, ViewsOf(inputs), &pool,
+                                                    /*optional_too=*/false));
+  return bound.Setup();
+}
+
+// Returns "64, 192, 0 bytes": for 1 and 3 threads, and on a GPU.
+std::string WorkspaceText(Job job, const Layer& layer) {
+  job.device = Device::kSimulator;
+  const auto on_gpu = job.CreateLayer();
+  return absl::StrCat(
+      layer.workspace_bytes(1), ", ", layer.workspace_bytes(3), ", ",
+      on_gpu.ok() ? absl::StrCat((*on_gpu)->workspace_bytes(1)) : on_gpu.status().ToString());
+}
+
+// Returns the costs and parameters of the job in a line, or its refusal; and the tensors that are
+// not among the usual ones.
+std::string LineOf(const Job& job, const std::vector<std::string>* usual_tensors = nullptr) {
+  const auto layer = job.CreateLayer();
+  if (!layer.ok()) return layer.status().ToString();
+  const std::string of_creation =
+      absl::StrCat("workspace ", WorkspaceText(job, **layer), SumOfParametersText(**layer),
+                   ", against ", CounterpartText(job));
+  const absl::Status setup = SetUp(job, layer->get());
+  if (!setup.ok()) return setup.ToString();
+  const Cost cost = (*layer)->cost();
+  std::string text = absl::StrCat(NumberText(cost.flops), " FLOPs, ", NumberText(cost.bytes),
+                                  " bytes, ", of_creation);
+  if (usual_tensors == nullptr) return text;
+  for (const std::string& line : TensorLines(**layer)) {
+    if (absl::c_linear_search(*usual_tensors, line)) continue;
+    absl::StrAppend(&text, "\n  ", absl::StripSuffix(line, "\n"));
+  }
+  return text;
+}
+
+std::vector<std::string> ValuesOnRecord(const OptionSpec& option, int64_t tokens) {
+  if (option.type == "ints") return {"1", "2/3"};
+  return ValuesToTry(option, tokens, /*few=*/true);
+}
+
+// Returns the line of each value of the option, the others at their defaults. Values that follow
+// each other share a line where they can, which says so where it is the `usual` one, of defaults.
+std::string OptionText(const Job& job, const OptionSpec& option, const std::string& usual,
+                       const std::vector<std::string>& usual_tensors) {
+  std::string text, last;
+  const auto end_line = [&] {
+    if (!last.empty()) absl::StrAppend(&text, ": ", last == usual ? "as by default" : last, "\n");
+  };
+  for (const std::string& value : ValuesOnRecord(option, job.problem.query_tokens)) {
+    Job varied = job;
+    varied.options[option.name] = value;
+    if (option.type == "techniques") varied.options["layers"] = absl::StrCat(kLayersOfLists);
+    const std::string line = LineOf(varied, &usual_tensors);
+    if (line != last) end_line();
+    text += line == last ? ", " : absl::StrCat("  ", option.name, "=");
+    text += value;
+    last = line;
+  }
+  end_line();
+  return text;
+}
+
+std::string DetailsText(const Job& job, const Layer& layer, const std::string& usual) {
+  const std::vector<std::string> tensors = TensorLines(layer);
+  std::string text =
+      absl::StrCat(absl::StrJoin(tensors, ""), ParametersText(layer), StreamText(layer));
+  for (const OptionSpec& option : job.technique->info().options) {
+    text += OptionText(job, option, usual, tensors);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string InterfaceOf(const Technique& technique) {
+  std::string text = DescriptionOf(technique.info());
+  Job job;
+  job.technique = &technique;
+  job.seed = kSeed;
+  bool has_details = false;
+  for (const Problem& problem : ProblemsOf(technique.info())) {
+    job.problem = problem;
+    const std::string line = LineOf(job);
+    absl::StrAppend(&text, "\n", problem.ToString(), "\n  ", line, "\n");
+    const auto layer = job.CreateLayer();
+    if (has_details || !layer.ok()) continue;
+    has_details = true;
+    text += DetailsText(job, **layer, line);
+  }
+  return text;
+}
+
+Case InterfaceCase(const std::string& file) {
+  Case one;
+  one.name = "ItsInterfaceIsTheOneOnRecord";
+  one.problems = {Usual()};
+  one.default_options_only = true;
+  one.check = [file](const Job& job) {
+    std::ifstream stream(file);
+    ASSERT_TRUE(stream) << "cannot read " << file;
+    const std::string recorded{std::istreambuf_iterator<char>(stream), {}};
+    EXPECT_EQ(InterfaceOf(*job.technique), recorded)
+        << "Where the change is meant: bazel run //harness:all_conformance -- "
+           "--write_interface=$PWD";
+  };
+  return one;
+}
+
+absl::Status WriteInterface(const Technique& technique, const std::string& root) {
+  const TechniqueInfo& info = technique.info();
+  const std::filesystem::path folder =
+      std::filesystem::path(root) / info.family / info.name / "testdata";
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  std::ofstream file(folder / "interface.txt");
+  if (file << InterfaceOf(technique) << std::flush) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("cannot write ", (folder / "interface.txt").string()));
+}
+
+}  // namespace tfb::conformance
