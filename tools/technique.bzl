@@ -16,8 +16,7 @@ makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
     :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one
     :mine_benchmark                Google Benchmark over the usual problems; no source of its own, built by name alone
 
-The last three link the harness's mains, which walk the registry. technique_text_test() compares with a golden text
-what the technique tells of itself.
+The last three link the harness's mains, which walk the registry.
 """
 
 load("@rules_cc//cc:defs.bzl", "cc_library")
@@ -178,18 +177,3 @@ def technique_family(names):
         tags = ["external"],
     )
 
-def technique_text_test(name, deps = []):
-    """Tests that a technique tells of itself what testdata/NAME.txt says (core/technique_text_testing.cc).
-
-    Args:
-      name: the technique's.
-      deps: libraries of techniques that the options in the text name.
-    """
-    golden = "testdata/%s.txt" % name
-    cuda_test(
-        name = name + "_text_test",
-        size = "small",
-        args = [name, "$(rootpath %s)" % golden],
-        data = [golden],
-        deps = deps + [":" + name, "//core:technique_text_testing"],
-    )

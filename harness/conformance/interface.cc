@@ -15,9 +15,11 @@
 #include <vector>
 
 #include "absl/algorithm/container.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "core/status.h"
 #include "core/thread_pool.h"
@@ -193,8 +195,17 @@ std::string WorkspaceText(Job job, const Layer& layer) {
       on_gpu.ok() ? absl::StrCat((*on_gpu)->workspace_bytes(1)) : on_gpu.status().ToString());
 }
 
-// Returns the costs and parameters of the job in a line, or its refusal; and the tensors that are
-// not among the usual ones.
+// Returns the layer's statistics that are known before a Run.
+std::string StatisticsText(const Layer& layer) {
+  std::string text;
+  for (const auto& [name, value] : layer.statistics()) {
+    absl::StrAppend(&text, ", ", name, absl::StrFormat(" %.4g", value));
+  }
+  return text;
+}
+
+// Returns the costs, statistics and parameters of the job in a line, or its refusal; and the tensors
+// that are not among the usual ones.
 std::string LineOf(const Job& job, const std::vector<std::string>* usual_tensors = nullptr) {
   const auto layer = job.CreateLayer();
   if (!layer.ok()) return layer.status().ToString();
@@ -205,7 +216,7 @@ std::string LineOf(const Job& job, const std::vector<std::string>* usual_tensors
   if (!setup.ok()) return setup.ToString();
   const Cost cost = (*layer)->cost();
   std::string text = absl::StrCat(NumberText(cost.flops), " FLOPs, ", NumberText(cost.bytes),
-                                  " bytes, ", of_creation);
+                                  " bytes, ", of_creation, StatisticsText(**layer));
   if (usual_tensors == nullptr) return text;
   for (const std::string& line : TensorLines(**layer)) {
     if (absl::c_linear_search(*usual_tensors, line)) continue;
@@ -251,13 +262,40 @@ std::string DetailsText(const Job& job, const Layer& layer, const std::string& u
   return text;
 }
 
+constexpr char kCombination[] = "with ";
+
+// Returns the lines of each combination of options that the recorded text has, under the line that
+// names it.
+std::string CombinationsText(const Job& job, const std::string& recorded) {
+  const auto layer = job.CreateLayer();
+  if (!layer.ok()) return "";
+  const std::vector<std::string> tensors = TensorLines(**layer);
+  std::string text;
+  for (const absl::string_view line : absl::StrSplit(recorded, '\n')) {
+    if (!absl::StartsWith(line, kCombination)) continue;
+    const std::string options(absl::StripPrefix(line, kCombination));
+    const auto spec = ParseTechniqueSpec(absl::StrCat(job.technique->info().name, ":", options));
+    Job combined = job;
+    if (spec.ok()) combined.options = spec->options;
+    absl::StrAppend(&text, "\n", line, "\n  ",
+                    spec.ok() ? LineOf(combined, &tensors) : spec.status().ToString(), "\n");
+  }
+  return text;
+}
+
+std::string TextOf(const std::string& file) {
+  std::ifstream stream(file);
+  return {std::istreambuf_iterator<char>(stream), {}};
+}
+
 }  // namespace
 
-std::string InterfaceOf(const Technique& technique) {
+std::string InterfaceOf(const Technique& technique, const std::string& recorded) {
   std::string text = DescriptionOf(technique.info());
   Job job;
   job.technique = &technique;
   job.seed = kSeed;
+  std::string combinations;
   bool has_details = false;
   for (const Problem& problem : ProblemsOf(technique.info())) {
     job.problem = problem;
@@ -267,8 +305,9 @@ std::string InterfaceOf(const Technique& technique) {
     if (has_details || !layer.ok()) continue;
     has_details = true;
     text += DetailsText(job, **layer, line);
+    combinations = CombinationsText(job, recorded);
   }
-  return text;
+  return text + combinations;
 }
 
 Case InterfaceCase(const std::string& file) {
@@ -277,10 +316,9 @@ Case InterfaceCase(const std::string& file) {
   one.problems = {Usual()};
   one.default_options_only = true;
   one.check = [file](const Job& job) {
-    std::ifstream stream(file);
-    ASSERT_TRUE(stream) << "cannot read " << file;
-    const std::string recorded{std::istreambuf_iterator<char>(stream), {}};
-    EXPECT_EQ(InterfaceOf(*job.technique), recorded)
+    const std::string recorded = TextOf(file);
+    ASSERT_FALSE(recorded.empty()) << "cannot read " << file;
+    EXPECT_EQ(InterfaceOf(*job.technique, recorded), recorded)
         << "Where the change is meant: bazel run //harness:all_conformance -- "
            "--write_interface=$PWD";
   };
@@ -293,9 +331,11 @@ absl::Status WriteInterface(const Technique& technique, const std::string& root)
       std::filesystem::path(root) / info.family / info.name / "testdata";
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  std::ofstream file(folder / "interface.txt");
-  if (file << InterfaceOf(technique) << std::flush) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat("cannot write ", (folder / "interface.txt").string()));
+  const std::string path = folder / "interface.txt";
+  const std::string text = InterfaceOf(technique, TextOf(path));
+  std::ofstream file(path);
+  if (file << text << std::flush) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("cannot write ", path));
 }
 
 }  // namespace tfb::conformance

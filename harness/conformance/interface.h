@@ -1,6 +1,8 @@
 // What callers see of a technique without running it, as text: its description and options, and on
 // a few problems its tensors, parameters, costs, workspace and refusals. Every technique's folder
-// keeps that text as testdata/interface.txt, so that a change of any of them is seen and reviewed.
+// keeps that text as testdata/interface.txt, so that a change of any of them is seen and reviewed. A
+// line "with OPTION=VALUE,OPTION=VALUE" that is added there has the text of that combination below it
+// when the file is written again.
 #ifndef TFB_HARNESS_CONFORMANCE_INTERFACE_H_
 #define TFB_HARNESS_CONFORMANCE_INTERFACE_H_
 
@@ -12,8 +14,9 @@
 
 namespace tfb::conformance {
 
-// Returns the text of the technique.
-std::string InterfaceOf(const Technique& technique);
+// Returns the text of the technique, with the combinations of options that `recorded` has, the text
+// of the file.
+std::string InterfaceOf(const Technique& technique, const std::string& recorded);
 
 // Returns the case that compares it with the file.
 Case InterfaceCase(const std::string& file);
