@@ -75,9 +75,8 @@ absl::Status SetFlag(absl::CommandLineFlag& flag, absl::string_view value) {
 // that the program opens would otherwise take its place, and be written to as if it were that.
 void OpenStandardStreams() {
   for (int descriptor = 0; descriptor <= 2; ++descriptor) {
-    if (fcntl(descriptor, F_GETFD) >= 0 || errno != EBADF) continue;
     // The lowest free number is this one, since all below are open.
-    if (open("/dev/null", O_RDWR) != descriptor) return;
+    if (fcntl(descriptor, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
 }
 
@@ -103,11 +102,11 @@ int FinishOutput(absl::string_view program, int exit_status) {
 }
 
 // Replaces what a terminal would obey: control characters, C1 ones in UTF-8 among them.
-std::string WithoutControls(absl::string_view text) {
+std::string WithoutControls(const std::string& text) {
   std::string clean;
   for (size_t i = 0; i < text.size(); ++i) {
     const unsigned char c = static_cast<unsigned char>(text[i]);
-    const unsigned char next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0;
+    const unsigned char next = static_cast<unsigned char>(text[i + 1]);  // 0 at the end
     if (c == '\n') {
       clean += ' ';
     } else if (c < 0x20 || c == 0x7f) {
@@ -220,7 +219,7 @@ int RunMain(absl::string_view program, absl::string_view usage,
 }
 
 void PrintError(absl::string_view program, absl::string_view message) {
-  std::string clean = WithoutControls(message);
+  std::string clean = WithoutControls(std::string(message));
   if (clean.size() > kErrorHead + kErrorTail) {
     const std::string gap =
         absl::StrCat(" ... ", clean.size() - kErrorHead - kErrorTail, " bytes ... ");

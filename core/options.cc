@@ -1,9 +1,8 @@
 #include "core/options.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
-#include <limits>
+#include <sstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -16,13 +15,17 @@ namespace tfb {
 namespace {
 
 std::string RealText(double value) {
-  // Finds the shortest text that reads back as the same number.
+  // Finds the shortest text that reads back as the same number, which 17 digits always do.
+  std::string text;
   for (int digits = 6; digits <= 17; ++digits) {
-    char buffer[40];
-    snprintf(buffer, sizeof(buffer), "%.*g", digits, value);
-    if (std::stod(buffer) == value || std::isnan(value)) return buffer;
+    std::ostringstream stream;
+    stream.precision(digits);
+    stream << value;
+    text = stream.str();
+    double back;
+    if (absl::SimpleAtod(text, &back) && back == value) break;
   }
-  return absl::StrCat(value);
+  return text;
 }
 
 bool ParseInt(absl::string_view text, int64_t min, int64_t max, int64_t* value) {
@@ -114,7 +117,7 @@ bool ParseTechniqueList(absl::string_view text, bool in_parentheses,
     int64_t count = 1;
     std::vector<TechniqueSpec> repeated;
     const size_t star = item.find('*');
-    if (star != absl::string_view::npos && star < item.find_first_of("[(")) {
+    if (star < item.find_first_of("[(")) {
       if (!ParseInt(item.substr(0, star), 1, TechniqueList::kMaxSize, &count)) return false;
       item.remove_prefix(star + 1);
     }

@@ -1,5 +1,10 @@
 #include "core/options.h"
 
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -75,12 +80,32 @@ TEST(Options, SpecsShowDefaultsRangesAndSweeps) {
   EXPECT_EQ(ToString(binder.Values()), "base=10000,dilation=1,kind=soft,shared=true,window=512");
 }
 
-TEST(Options, CanonicalTextReadsBackAsItself) {
-  ExampleOptions options;
-  options.base = 0.1 + 1;  // needs 17 digits or a shortest representation
-  OptionBinder binder;
-  options.Describe(binder);
-  EXPECT_EQ(ParseOptions<ExampleOptions>(binder.Values()).value().base, options.base);
+TEST(Options, RealsArePrintedWithTheFewestDigitsThatReadBack) {
+  const std::vector<std::pair<double, std::string>> cases = {{1, "1"},
+                                                             {100000, "100000"},
+                                                             {1000000, "1e+06"},
+                                                             {1234567, "1234567"},
+                                                             {1.1, "1.1"},
+                                                             {1 + 1e-15, "1.000000000000001"},
+                                                             {1.1 + 2.2, "3.3000000000000003"}};
+  for (const auto& [value, text] : cases) {
+    ExampleOptions options;
+    options.base = value;
+    OptionBinder binder;
+    options.Describe(binder);
+    EXPECT_EQ(binder.Values().at("base"), text);
+    EXPECT_EQ(ParseOptions<ExampleOptions>(binder.Values()).value().base, value);
+  }
+}
+
+TEST(Options, TheEndsOfARangeAreInsideOfIt) {
+  EXPECT_EQ(ParseOptions<ExampleOptions>({{"base", "1"}})->base, 1);
+  EXPECT_EQ(ParseOptions<ExampleOptions>({{"base", "1e12"}})->base, 1e12);
+  EXPECT_EQ(ParseOptions<ExampleOptions>({{"window", "0"}})->window, 0);
+  EXPECT_EQ(ParseOptions<ExampleOptions>({{"window", "4096"}})->window, 4096);
+  EXPECT_EQ(ErrorOf({{"base", "0.999"}}), "option base is \"0.999\"; allowed are 1 to 1e+12");
+  EXPECT_EQ(ErrorOf({{"base", "1.001e12"}}), "option base is \"1.001e12\"; allowed are 1 to 1e+12");
+  EXPECT_EQ(ErrorOf({{"window", "-1"}}), "option window is \"-1\"; allowed are 0 to 4096");
 }
 
 TEST(TechniqueSpecs, ListsSplitAtCommasAndOptionsStayWithTheirTechnique) {
@@ -94,8 +119,10 @@ TEST(TechniqueSpecs, ListsSplitAtCommasAndOptionsStayWithTheirTechnique) {
 
 // The options of a technique that is made with another one, which is "near" or "far".
 struct OuterOptions {
+  int64_t depth = 1;
   TechniqueSpec inner = {"near", {}};
   void Describe(OptionBinder& bind) {
+    bind.Int("depth", &depth, 1, 9, "how many of it");
     const auto check = [](TechniqueSpec* spec) {
       if (spec->technique != "near" && spec->technique != "far") {
         return absl::NotFoundError("nearest are far, near");
@@ -109,8 +136,10 @@ struct OuterOptions {
 
 // The options of a stack that is made with techniques which are "near" or "far".
 struct StackOptions {
+  int64_t depth = 1;
   TechniqueList inner = {{{"near", {}}}};
   void Describe(OptionBinder& bind) {
+    bind.Int("depth", &depth, 1, 9, "how many of it");
     const auto check = [](TechniqueSpec* spec) {
       spec->options.erase("default");
       return spec->technique == "near" || spec->technique == "far"
@@ -136,6 +165,8 @@ TEST(Options, AListOfTechniquesHasCountsAndPatterns) {
   EXPECT_EQ(inner("2*(near/2*far[b=x[c=1],default=3])/near").specs.size(), 7u);
   EXPECT_EQ(inner("2*(near/2*far)/near").Of(4).technique, "far");
   EXPECT_EQ(inner("(near/far)").specs.size(), 2u);
+  EXPECT_EQ(inner("1000*near").specs.size(), 1000u);
+  EXPECT_EQ(inner("500*(near/far)").specs.size(), 1000u);
 }
 
 TEST(Options, AListOfTechniquesHasOneCanonicalText) {
@@ -170,6 +201,8 @@ TEST(Options, AListOfTechniquesThatIsWrongIsRefused) {
                            "2*2*near",
                            "(near",
                            "near)",
+                           "near)/(far",
+                           "near]/[far",
                            "2*(near",
                            "2*()",
                            "(near)(far)",
@@ -231,15 +264,51 @@ TEST(TechniqueSpecs, MalformedTextIsAnErrorThatQuotesIt) {
   const auto error = [](absl::string_view text) {
     return std::string(ParseTechniqueSpecs(text).status().message());
   };
-  EXPECT_THAT(error("dense,,rope"), HasSubstr("empty item"));
-  EXPECT_THAT(error("window=3"), HasSubstr("no technique before it"));
-  EXPECT_THAT(error("longformer:window"), HasSubstr("not option=value"));
-  EXPECT_THAT(error("longformer:window="), HasSubstr("not option=value"));
-  EXPECT_THAT(error("longformer:window=1,window=2"), HasSubstr("given twice"));
-  EXPECT_THAT(error("outer:inner=dense[scale=1"), HasSubstr("brackets"));
-  EXPECT_THAT(error("outer:inner=dense]"), HasSubstr("brackets"));
-  EXPECT_THAT(error("long former"), HasSubstr("not a technique's name"));
-  EXPECT_THAT(std::string(ParseTechniqueSpec("a,b").status().message()), HasSubstr("names 2"));
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"dense,,rope", "empty item in \"dense,,rope\""},
+      {"", "empty item in \"\""},
+      {"window=3", "option \"window=3\" has no technique before it: write technique:window=3"},
+      {"longformer:window", "\"window\" in the options of longformer is not option=value"},
+      {"longformer:window=", "\"window=\" in the options of longformer is not option=value"},
+      {"longformer:=1", "\"=1\" in the options of longformer is not option=value"},
+      {"longformer:window=1,=2", "\"=2\" in the options of longformer is not option=value"},
+      {"longformer:window=1,window=2", "option \"window\" of longformer is given twice"},
+      {"outer:inner=dense[scale=1", "the brackets in \"outer:inner=dense[scale=1\" do not match"},
+      {"outer:inner=dense]", "the brackets in \"outer:inner=dense]\" do not match"},
+      {"outer]:[inner", "the brackets in \"outer]:[inner\" do not match"},
+      {"outer):(inner", "the brackets in \"outer):(inner\" do not match"},
+      {"long former", "\"long former\" is not a technique's name"},
+      {":window=1", "\"\" is not a technique's name"}};
+  for (const auto& [text, message] : cases) EXPECT_EQ(error(text), message) << text;
+  EXPECT_EQ(std::string(ParseTechniqueSpec("a,b").status().message()),
+            "\"a,b\" names 2 techniques; one is asked for");
+}
+
+TEST(TechniqueSpecs, SpacesAroundAnItemDoNotCount) {
+  EXPECT_EQ(ToString(ParseTechniqueSpec(" dense:scale=2 ").value()), "dense:scale=2");
+  EXPECT_EQ(ToString(ParseTechniqueSpecs("dense, rope").value()[1]), "rope");
+}
+
+// The number of characters to insert, delete or replace, by its recursion.
+size_t Distance(const std::string& a, const std::string& b) {
+  if (a.empty() || b.empty()) return a.size() + b.size();
+  const std::string shorter_a = a.substr(1), shorter_b = b.substr(1);
+  return std::min({Distance(shorter_a, b) + 1, Distance(a, shorter_b) + 1,
+                   Distance(shorter_a, shorter_b) + (a[0] == b[0] ? 0 : 1)});
+}
+
+TEST(NearestNames, OfAllShortWordsAreThoseOfTheRecursion) {
+  std::vector<std::string> words = {""};
+  for (size_t n = 0; n < 31; ++n) {  // up to 5 letters long
+    for (const char letter : {'a', 'b'}) words.push_back(words[n] + letter);
+  }
+  for (const std::string& given : words) {
+    std::vector<std::string> expected = words;
+    std::sort(expected.begin(), expected.end(), [&](const std::string& a, const std::string& b) {
+      return std::make_pair(Distance(given, a), a) < std::make_pair(Distance(given, b), b);
+    });
+    EXPECT_EQ(NearestNames(given, words, 100), expected) << given;
+  }
 }
 
 TEST(NearestNames, AreOrderedByEditDistance) {

@@ -1,6 +1,8 @@
 #include "core/output_file.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,9 +11,12 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/file_error.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -168,6 +173,36 @@ TEST_F(OutputFileTest, WhatCannotBeWrittenIsNamed) {
   ASSERT_TRUE(WriteFile(Path("a"), "x").ok());
   EXPECT_EQ(WriteFile(Path("a/b"), "x").code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(Files(), 1);
+}
+
+TEST(FileError, HasTheCodeOfItsKindAndNamesPathActionAndReason) {
+  const std::vector<std::pair<absl::StatusCode, std::vector<int>>> kinds = {
+      {absl::StatusCode::kNotFound, {ENOENT, ENOTDIR}},
+      {absl::StatusCode::kPermissionDenied, {EACCES, EPERM, EROFS}},
+      {absl::StatusCode::kInvalidArgument, {EISDIR}},
+      {absl::StatusCode::kResourceExhausted, {ENOSPC, EDQUOT, EFBIG}},
+      {absl::StatusCode::kUnavailable, {EIO, EMFILE}}};
+  for (const auto& [code, errors] : kinds) {
+    for (const int error : errors) {
+      EXPECT_EQ(FileError("some/file", "write", error),
+                absl::Status(code, absl::StrCat("some/file: cannot write: ", strerror(error))));
+    }
+  }
+}
+
+TEST_F(OutputFileTest, NoDescriptorStaysOpen) {
+  const auto lowest_free = [] {
+    const int descriptor = open("/dev/null", O_RDONLY);
+    close(descriptor);
+    return descriptor;
+  };
+  const int before = lowest_free();
+  { EXPECT_TRUE(OutputFile::Open(Path("a")).ok()); }
+  EXPECT_EQ(lowest_free(), before);
+  EXPECT_TRUE(WriteFile(Path("a"), "text").ok());
+  EXPECT_EQ(lowest_free(), before);
+  { EXPECT_TRUE(OutputFile::Open("/dev/null").ok()); }
+  EXPECT_EQ(lowest_free(), before);
 }
 
 }  // namespace

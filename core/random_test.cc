@@ -64,5 +64,44 @@ TEST(Fill, GumbelHasItsMoments) {
   EXPECT_NEAR(square - mean * mean, variance, 4 * std::sqrt(fourth / 1e5));
 }
 
+// The hash is FNV-1a with 64 bits; that of "foobar" is published as 0x85944171f73967e8.
+TEST(RandomStream, DrawsAreThoseOfPhiloxAtTheIndexWithSeedAndHashOfTheName) {
+  const uint64_t seed = 0x123456789abcdef0;
+  const RandomStream stream(seed, "foobar");
+  for (const uint64_t index : {uint64_t{0}, uint64_t{5}, uint64_t{0xfedcba9876543210}}) {
+    const std::array<uint32_t, 4> words = Philox(
+        {static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), 0xf73967e8, 0x85944171},
+        {0x9abcdef0, 0x12345678});
+    const uint64_t first = words[0] + (uint64_t{words[1]} << 32);
+    const uint64_t second = words[2] + (uint64_t{words[3]} << 32);
+    // The middles of 2^53 intervals.
+    const double u = std::ldexp(static_cast<double>(first / 2048) + 0.5, -53);
+    const double angle = std::ldexp(static_cast<double>(second / 2048) + 0.5, -53);
+    EXPECT_EQ(stream.Bits(index), first);
+    EXPECT_EQ(stream.Uniform(index), u);
+    // Box and Muller's; the last bits are those of the functions.
+    EXPECT_NEAR(stream.Normal(index), std::sqrt(-2 * std::log(u)) * std::cos(2 * M_PI * angle),
+                1e-14);
+  }
+}
+
+TEST(Fill, ElementsAreTheDrawsOfTheirIndexInTheDistribution) {
+  const RandomStream stream(3, "name");
+  Tensor normal(DType::kF64, {2, 3}), uniform = normal.Clone();
+  FillNormal(&normal, 3, "name", 5, 0.25);
+  FillUniform(&uniform, 3, "name", 4, 7);
+  Tensor drawn[] = {normal.Clone(), normal.Clone(), normal.Clone()};
+  FillDrawn(&drawn[0], Distribution::kNormal, 3, "name");
+  FillDrawn(&drawn[1], Distribution::kUniform, 3, "name");
+  FillDrawn(&drawn[2], Distribution::kGumbel, 3, "name");
+  for (int64_t n = 0; n < 6; ++n) {
+    EXPECT_EQ(normal.view().Get(n), 5 + 0.25 * stream.Normal(n));
+    EXPECT_NEAR(uniform.view().Get(n), 4 + 3 * stream.Uniform(n), 1e-15);
+    EXPECT_EQ(drawn[0].view().Get(n), stream.Normal(n));
+    EXPECT_EQ(drawn[1].view().Get(n), stream.Uniform(n));
+    EXPECT_EQ(drawn[2].view().Get(n), -std::log(-std::log(stream.Uniform(n))));
+  }
+}
+
 }  // namespace
 }  // namespace tfb

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
@@ -98,13 +99,74 @@ TEST(Safetensors, BytesAreThoseOfTheFormat) {
   std::memcpy(tensors["b"].raw(), "xyz", 3);
   tensors["a"] = Tensor(DType::kI32, {1});
   tensors["a"].span<int32_t>()[0] = 0x01020304;
+  tensors["c"] = Tensor(DType::kI32, {1});
+  tensors["c"].span<int32_t>()[0] = 0x05060708;
   const absl::StatusOr<std::string> bytes = SerializeSafetensors(tensors, {{"k", "v"}});
   ASSERT_TRUE(bytes.ok());
   std::string header =
       R"({"__metadata__":{"k":"v"},"a":{"data_offsets":[0,4],"dtype":"I32","shape":[1]},)"
-      R"("b":{"data_offsets":[4,7],"dtype":"U8","shape":[3]}})";
+      R"("b":{"data_offsets":[8,11],"dtype":"U8","shape":[3]},)"
+      R"("c":{"data_offsets":[4,8],"dtype":"I32","shape":[1]}})";
   header.resize((header.size() + 7) / 8 * 8, ' ');
-  EXPECT_EQ(*bytes, WithLength(header, std::string("\x04\x03\x02\x01") + "xyz"));
+  EXPECT_EQ(*bytes, WithLength(header, std::string("\x04\x03\x02\x01\x08\x07\x06\x05") + "xyz"));
+}
+
+TEST(Safetensors, TensorsBeginAtTheNextMultipleOfEight) {
+  for (size_t size = 0; size < 8; ++size) {
+    const std::string bytes = *SerializeSafetensors({}, {{"k", std::string(size, 'v')}});
+    const size_t header = bytes.find_last_not_of(' ') + 1;
+    EXPECT_EQ(bytes.size() % 8, 0u);
+    EXPECT_LT(bytes.size() - header, 8u);
+  }
+}
+
+TEST(Safetensors, ALayoutIsTheHeaderWithPlacesInTheFile) {
+  NamedTensors tensors = OneOfEach();
+  const std::string bytes = *SerializeSafetensors(tensors, {{"model", "m"}});
+  const absl::StatusOr<SafetensorsLayout> layout = ParseSafetensorsLayout(bytes, "f");
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->metadata, (std::map<std::string, std::string>{{"model", "m"}}));
+  ASSERT_EQ(layout->tensors.size(), tensors.size());
+  int64_t data_begin = static_cast<int64_t>(bytes.size());
+  for (const auto& [name, entry] : layout->tensors) {
+    EXPECT_EQ(entry.dtype, tensors[name].dtype());
+    EXPECT_EQ(entry.shape, tensors[name].shape());
+    ASSERT_EQ(entry.end - entry.begin, static_cast<int64_t>(tensors[name].bytes())) << name;
+    EXPECT_EQ(std::memcmp(bytes.data() + entry.begin, tensors[name].raw(), tensors[name].bytes()),
+              0)
+        << name;
+    data_begin = std::min(data_begin, entry.begin);
+  }
+  EXPECT_EQ(*SerializeSafetensorsLayout(*layout), bytes.substr(0, data_begin));
+  EXPECT_FALSE(ParseSafetensorsLayout(bytes.substr(0, 9), "f").ok());
+}
+
+TEST(Safetensors, TheHeaderOfALayoutHasTheRoomBeforeItsFirstTensor) {
+  SafetensorsLayout layout;
+  layout.tensors["q"] = {DType::kU8, {2}, 0, 0};
+  const std::string header = R"({"q":{"data_offsets":[0,2],"dtype":"U8","shape":[2]}})";
+  const auto with_room = [&](size_t room) {
+    layout.tensors["q"].begin = static_cast<int64_t>(8 + room);
+    layout.tensors["q"].end = layout.tensors["q"].begin + 2;
+    return SerializeSafetensorsLayout(layout);
+  };
+  EXPECT_EQ(*with_room(header.size()), WithLength(header));
+  EXPECT_EQ(*with_room(header.size() + 3), WithLength(header + "   "));
+  EXPECT_EQ(with_room(header.size() - 1).status(),
+            absl::InvalidArgumentError("a header of 53 bytes for 1 tensors has room for 52"));
+  EXPECT_EQ(SerializeSafetensorsLayout({}).status(),
+            absl::InvalidArgumentError("a layout without tensors does not say where they begin"));
+  layout.metadata["k"] = "\xe9";
+  EXPECT_EQ(with_room(1000).status(), absl::InvalidArgumentError("metadata \"k\" is not UTF-8"));
+}
+
+TEST(Safetensors, AFileOfOneByteIsRead) {
+  const std::string path = Path("byte.safetensors");
+  NamedTensors tensors;
+  tensors["b"] = Tensor(DType::kU8, {1});
+  tensors["b"].span<uint8_t>()[0] = 7;
+  ASSERT_TRUE(WriteSafetensors(path, tensors).ok());
+  ExpectSameBits(ReadSafetensors(path)->tensors, tensors);
 }
 
 TEST(Safetensors, EqualContentsGiveEqualBytes) {
@@ -152,16 +214,104 @@ TEST(Safetensors, TensorsMayStandInAnyOrder) {
             "ok");
 }
 
-TEST(Safetensors, BrokenHeadersAreNamed) {
-  EXPECT_THAT(ErrorOf("{\"a\":"), HasSubstr("header is not valid JSON"));
-  EXPECT_THAT(ErrorOf("{\"a\":\xff}"), HasSubstr("header is not valid JSON"));
-  EXPECT_THAT(ErrorOf("{} x"), HasSubstr("header is not valid JSON"));
-  EXPECT_THAT(ErrorOf(" {}"), HasSubstr("does not begin with"));
-  EXPECT_THAT(ErrorOf("[]"), HasSubstr("does not begin with"));
-  EXPECT_THAT(ErrorOf(""), HasSubstr("does not begin with"));
-  EXPECT_THAT(ErrorOf("{\"__metadata__\":[]}"), HasSubstr("__metadata__ is not an object"));
-  EXPECT_THAT(ErrorOf("{\"__metadata__\":{\"n\":1}}"),
-              HasSubstr("__metadata__ of \"n\" is not a text"));
+// A header with its bytes of tensors, and the whole error.
+TEST(Safetensors, WhatIsWrongIsRefusedWithAWholeMessage) {
+  struct Case {
+    std::string header;
+    int data_bytes;
+    std::string message;
+  };
+  const auto q = [](const std::string& dtype, const std::string& shape,
+                    const std::string& offsets) {
+    return "{" + Entry("q", dtype, shape, offsets) + "}";
+  };
+  const std::string a = Entry("a", "U8", "[4]", "[0,4]");
+  const std::string long_name(81, 'n');
+  const std::vector<Case> cases = {
+      {"", 0, "header does not begin with \"{\""},
+      {" {}", 0, "header does not begin with \"{\""},
+      {"[]", 0, "header does not begin with \"{\""},
+      {"{\"a\":", 0, "header is not valid JSON"},
+      {"{\"a\":\xff}", 0, "header is not valid JSON"},
+      {"{} x", 0, "header is not valid JSON"},
+      {"{\"__metadata__\":[]}", 0, "__metadata__ is not an object"},
+      {"{\"__metadata__\":{\"n\":1}}", 0, "__metadata__ of \"n\" is not a text"},
+      {"{" + a + "," + a + "}", 4, "header has the name \"a\" twice"},
+      {R"({"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1,
+       "header has the name \"dtype\" twice"},
+      {R"({"__metadata__":{"k":"1","k":"2"}})", 0, "header has the name \"k\" twice"},
+      {R"({"b":1,"b":2,"a":3,"a":4})", 0, "header has the name \"b\" twice"},
+      {"{\"q\":3}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"q\":-3}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"q\":0.5}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"q\":true}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"q\":null}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"q\":\"U8\"}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"q\":[{}]}", 0, "tensor \"q\" is not described by an object"},
+      {"{\"" + long_name.substr(1) + "\":3}", 0,
+       "tensor \"" + long_name.substr(1) + "\" is not described by an object"},
+      {"{\"" + long_name + "\":3}", 0,
+       "tensor \"" + long_name.substr(1) + "...\" is not described by an object"},
+      {R"({"q":{"shape":[1],"data_offsets":[0,4]}})", 4, "tensor \"q\" has no dtype"},
+      {R"({"q":{"dtype":7,"shape":[1],"data_offsets":[0,4]}})", 4, "tensor \"q\" has no dtype"},
+      {q("F8_E4M3", "[1]", "[0,1]"), 1,
+       "tensor \"q\" has dtype \"F8_E4M3\"; read are F64, F32, F16, BF16, I64, I32, U8, BOOL"},
+      {R"({"q":{"dtype":"F32","data_offsets":[0,4]}})", 4, "tensor \"q\" has no shape"},
+      {q("F32", "4", "[0,4]"), 4, "tensor \"q\" has no shape"},
+      {q("U8", "[1,1,1,1,1,1]", "[0,1]"), 1, "tensor \"q\" has 6 dimensions; read are up to 5"},
+      {q("U8", "[1,1,1,1,1]", "[0,1]"), 1, "ok"},
+      {R"({"q":{"dtype":"F32","shape":[1]}})", 4, "tensor \"q\" has no data_offsets [begin, end]"},
+      {q("F32", "[1]", "4"), 4, "tensor \"q\" has no data_offsets [begin, end]"},
+      {q("F32", "[1]", "[0]"), 4, "tensor \"q\" has no data_offsets [begin, end]"},
+      {q("F32", "[1]", "[0,4,8]"), 8, "tensor \"q\" has no data_offsets [begin, end]"},
+      {q("U8", "[3]", "[-1,2]"), 2,
+       "tensor \"q\" has data_offsets \"[-1,2]\", which are not two offsets"},
+      {q("U8", "[3]", "[0,18446744073709551615]"), 2,
+       "tensor \"q\" has data_offsets \"[0,18446744073709551615]\", which are not two offsets"},
+      {q("U8", "[3]", "[0,9223372036854775807]"), 2,
+       "tensor \"q\" has data_offsets \"[0,9223372036854775807]\"; the file has only 2 bytes of "
+       "tensors"},
+      {q("U8", "[3]", "[0,3]"), 2,
+       "tensor \"q\" has data_offsets \"[0,3]\"; the file has only 2 bytes of tensors"},
+      {q("U8", "[1]", "[2,1]"), 2,
+       "tensor \"q\" has data_offsets \"[2,1]\", whose end is before their beginning"},
+      {q("F32", "[3]", "[1,9]"), 9,
+       "tensor \"q\" has data_offsets \"[1,9]\", which are 8 bytes; its f32 [3] has 12"},
+      // 2^32 * 2^32 elements wrap to 0, and 2^61 elements of 8 bytes do too.
+      {q("F64", "[4294967296,4294967296]", "[0,0]"), 0,
+       "tensor \"q\" has shape [4294967296, 4294967296], whose bytes overflow 64 bits"},
+      {q("F64", "[2305843009213693952]", "[0,0]"), 0,
+       "tensor \"q\" has shape [2305843009213693952], whose bytes overflow 64 bits"},
+      {q("F64", "[4294967296,4294967296,0]", "[0,0]"), 0,
+       "tensor \"q\" has shape [4294967296, 4294967296, 0], whose bytes overflow 64 bits"},
+      {q("F64", "[0,4294967296,4294967296]", "[0,0]"), 0,
+       "tensor \"q\" has shape [0, 4294967296, 4294967296], whose bytes overflow 64 bits"},
+      {q("F64", "[1152921504606846975,1]", "[0,0]"), 0,
+       "tensor \"q\" has data_offsets \"[0,0]\", which are 0 bytes; its f64 "
+       "[1152921504606846975, 1] has 9223372036854775800"},
+      {"{" + a + "," + Entry("b", "U8", "[4]", "[3,7]") + "}", 7,
+       "tensor \"b\" begins at byte 3 and overlaps tensor \"a\", which ends at 4"},
+      {"{" + a + "," + Entry("b", "U8", "[4]", "[0,4]") + "}", 4,
+       "tensor \"b\" begins at byte 0 and overlaps tensor \"a\", which ends at 4"},
+      {"{" + a + "," + Entry("b", "U8", "[1]", "[6,7]") + "}", 7,
+       "tensor \"b\" begins at byte 6, but bytes 4 to 6 belong to no tensor"},
+      {"{" + a + "}", 6, "has 2 bytes behind its last tensor"}};
+  for (const Case& c : cases) {
+    EXPECT_EQ(ErrorOf(c.header, c.data_bytes), c.message == "ok" ? "ok" : "some/file: " + c.message)
+        << c.header;
+  }
+  for (const char* size :
+       {"-1", "1.0", "1.5", "null", "9223372036854775808", "99999999999999999999", "[1]"}) {
+    const std::string quoted = size[0] == '9' && size[1] == '9' ? "1e+20" : size;
+    EXPECT_EQ(ErrorOf(q("U8", absl::StrCat("[1,", size, "]"), "[0,1]"), 1),
+              "some/file: tensor \"q\" has size \"" + quoted +
+                  "\" in its shape; allowed are 0 to 2^63 - 1");
+  }
+  EXPECT_EQ(ErrorOf(q("U8", "[\"\xc3\xa9\"]", "[0,1]"), 1),
+            "some/file: tensor \"q\" has size \"\\\"\\\\u00e9\\\"\" in its shape; allowed are 0 "
+            "to 2^63 - 1");
+  EXPECT_EQ(ParseSafetensors(WithLength(q("F8_E4M3", "[1]", "[0,1]"), "x"), "f").status().code(),
+            absl::StatusCode::kUnimplemented);
 }
 
 TEST(Safetensors, ADeeplyNestedHeaderIsAnErrorAndNotAnOverflowOfTheStack) {
@@ -169,14 +319,6 @@ TEST(Safetensors, ADeeplyNestedHeaderIsAnErrorAndNotAnOverflowOfTheStack) {
   EXPECT_THAT(ErrorOf("{\"a\":" + deep), HasSubstr("not valid JSON"));
   EXPECT_THAT(ErrorOf("{\"a\":" + deep + std::string(deep.size(), ']') + "}"),
               HasSubstr("tensor \"a\" is not described by an object"));
-}
-
-TEST(Safetensors, DuplicateNamesAreNamed) {
-  const std::string a = Entry("a", "U8", "[1]", "[0,1]");
-  EXPECT_THAT(ErrorOf("{" + a + "," + a + "}", 1), HasSubstr("the name \"a\" twice"));
-  EXPECT_THAT(ErrorOf(R"({"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1),
-              HasSubstr("the name \"dtype\" twice"));
-  EXPECT_THAT(ErrorOf(R"({"__metadata__":{"k":"1","k":"2"}})"), HasSubstr("the name \"k\" twice"));
 }
 
 // In time that grows with their number alone: with its square this takes a minute.
@@ -194,79 +336,6 @@ TEST(Safetensors, FortyThousandTensorsAreRead) {
   EXPECT_EQ(file->tensors.at("layer39999.q").span<uint8_t>()[0], 39'999 % 256);
 }
 
-TEST(Safetensors, MissingFieldsAreNamedWithTheirTensor) {
-  EXPECT_THAT(ErrorOf("{\"q\":3}"), HasSubstr("tensor \"q\" is not described"));
-  EXPECT_THAT(ErrorOf(R"({"q":{"shape":[1],"data_offsets":[0,4]}})", 4),
-              HasSubstr("tensor \"q\" has no dtype"));
-  EXPECT_THAT(ErrorOf(R"({"q":{"dtype":7,"shape":[1],"data_offsets":[0,4]}})", 4),
-              HasSubstr("tensor \"q\" has no dtype"));
-  EXPECT_THAT(ErrorOf(R"({"q":{"dtype":"F32","data_offsets":[0,4]}})", 4),
-              HasSubstr("tensor \"q\" has no shape"));
-  EXPECT_THAT(ErrorOf(R"({"q":{"dtype":"F32","shape":[1]}})", 4),
-              HasSubstr("tensor \"q\" has no data_offsets"));
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "F32", "[1]", "[0]") + "}", 4),
-              HasSubstr("tensor \"q\" has no data_offsets"));
-}
-
-TEST(Safetensors, OtherElementTypesAreUnimplementedWithTheListOfThoseThatAreRead) {
-  const auto file =
-      ParseSafetensors(WithLength("{" + Entry("w", "F8_E4M3", "[1]", "[0,1]") + "}", "x"), "f");
-  EXPECT_EQ(file.status().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(file.status().message()),
-              AllOf(HasSubstr("tensor \"w\" has dtype \"F8_E4M3\""), HasSubstr("BF16")));
-}
-
-TEST(Safetensors, BadShapesAreNamedWithTheirTensor) {
-  for (const char* size : {"-1", "1.0", "1.5", "\"1\"", "null", "9223372036854775808",
-                           "99999999999999999999", "[1]"}) {
-    EXPECT_THAT(ErrorOf("{" + Entry("q", "U8", absl::StrCat("[", size, "]"), "[0,1]") + "}", 1),
-                HasSubstr("tensor \"q\" has size "))
-        << size;
-  }
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "U8", "[1,1,1,1,1,1]", "[0,1]") + "}", 1),
-              HasSubstr("tensor \"q\" has 6 dimensions"));
-}
-
-TEST(Safetensors, AShapeWhoseProductOverflowsIsNamed) {
-  // 2^32 * 2^32 elements wrap to 0, and 2^61 elements of 8 bytes do too.
-  for (const char* shape : {"[4294967296,4294967296]", "[2305843009213693952]",
-                            "[4294967296,4294967296,0]", "[0,4294967296,4294967296]"}) {
-    EXPECT_THAT(ErrorOf("{" + Entry("q", "F64", shape, "[0,0]") + "}"),
-                AllOf(HasSubstr("tensor \"q\""), HasSubstr("overflow 64 bits")))
-        << shape;
-  }
-}
-
-TEST(Safetensors, OffsetsThatDoNotFitTheirShapeAreNamed) {
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "F32", "[3]", "[0,8]") + "}", 8),
-              AllOf(HasSubstr("tensor \"q\""), HasSubstr("are 8 bytes"), HasSubstr("has 12")));
-}
-
-TEST(Safetensors, ReversedOffsetsAreNamed) {
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "U8", "[1]", "[2,1]") + "}", 2),
-              AllOf(HasSubstr("tensor \"q\""), HasSubstr("end is before")));
-}
-
-TEST(Safetensors, OffsetsBeyondTheFileAreNamed) {
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "U8", "[3]", "[0,3]") + "}", 2),
-              AllOf(HasSubstr("tensor \"q\""), HasSubstr("only 2 bytes")));
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "U8", "[3]", "[-1,2]") + "}", 2),
-              AllOf(HasSubstr("tensor \"q\""), HasSubstr("not two offsets")));
-  EXPECT_THAT(ErrorOf("{" + Entry("q", "U8", "[3]", "[18446744073709551615,2]") + "}", 2),
-              AllOf(HasSubstr("tensor \"q\""), HasSubstr("not two offsets")));
-}
-
-TEST(Safetensors, OverlapsAndGapsAndTrailingBytesAreNamed) {
-  const std::string a = Entry("a", "U8", "[4]", "[0,4]");
-  EXPECT_THAT(ErrorOf("{" + a + "," + Entry("b", "U8", "[4]", "[3,7]") + "}", 7),
-              AllOf(HasSubstr("tensor \"b\""), HasSubstr("overlaps tensor \"a\"")));
-  EXPECT_THAT(ErrorOf("{" + a + "," + Entry("b", "U8", "[4]", "[0,4]") + "}", 4),
-              HasSubstr("overlaps"));
-  EXPECT_THAT(ErrorOf("{" + a + "," + Entry("b", "U8", "[1]", "[6,7]") + "}", 7),
-              AllOf(HasSubstr("tensor \"b\""), HasSubstr("bytes 4 to 6 belong to no tensor")));
-  EXPECT_THAT(ErrorOf("{" + a + "}", 6), HasSubstr("2 bytes behind its last tensor"));
-}
-
 TEST(Safetensors, AHeaderLongerThanTheFileIsNamed) {
   for (const uint64_t length : {uint64_t{11}, uint64_t{1} << 40, UINT64_MAX, uint64_t{1} << 63}) {
     std::string bytes = WithLength("{}", "12345678");
@@ -278,14 +347,16 @@ TEST(Safetensors, AHeaderLongerThanTheFileIsNamed) {
 
 TEST(Safetensors, ALongHeaderOfALongFileIsRefusedBeforeItIsRead) {
   const std::string path = Path("sparse.safetensors");
-  const uint64_t length = 200'000'000;
-  {
-    std::ofstream file(path, std::ios::binary);
-    file.write(reinterpret_cast<const char*>(&length), sizeof(length));
+  const std::vector<std::pair<uint64_t, std::string>> cases = {
+      {200'000'000, "header has 200000000 bytes; allowed are up to 100000000"},
+      {100'000'001, "header has 100000001 bytes; allowed are up to 100000000"},
+      {100'000'000, "header does not begin with \"{\""}};
+  for (const auto& [length, message] : cases) {
+    std::ofstream(path, std::ios::binary)
+        .write(reinterpret_cast<const char*>(&length), sizeof(length));
+    ASSERT_EQ(truncate(path.c_str(), 300'000'000), 0);
+    EXPECT_EQ(std::string(ReadSafetensors(path).status().message()), path + ": " + message);
   }
-  ASSERT_EQ(truncate(path.c_str(), 300'000'000), 0);
-  EXPECT_THAT(std::string(ReadSafetensors(path).status().message()),
-              HasSubstr("allowed are up to 100000000"));
   unlink(path.c_str());
 }
 

@@ -1,6 +1,7 @@
-// Tests what layers have in common: their parameters.
+// Tests what techniques and layers have in common: tensors, refusals, parameters, the registry.
 #include "core/technique.h"
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -126,6 +127,346 @@ TEST(SetParameters, AsksForANewSetup) {
     ASSERT_TRUE(layer.Setup({}, execution).ok());
     EXPECT_TRUE(layer.Run({}, {}, execution).ok());
   }
+}
+
+// Of sizes that all differ.
+Problem Uneven() {
+  Problem problem = Problem::SelfAttention(2, 6, 5, 4, /*causal=*/false, DType::kBF16);
+  problem.kv_heads = 3;
+  problem.kv_tokens = 7;
+  problem.value_dim = 8;
+  return problem;
+}
+
+void ExpectSpecs(const std::vector<TensorSpec>& specs, const std::vector<TensorSpec>& expected) {
+  ASSERT_EQ(specs.size(), expected.size());
+  for (size_t n = 0; n < specs.size(); ++n) {
+    EXPECT_EQ(specs[n].name, expected[n].name);
+    EXPECT_EQ(specs[n].shape, expected[n].shape) << specs[n].name;
+    EXPECT_EQ(specs[n].dtype, expected[n].dtype) << specs[n].name;
+    EXPECT_EQ(specs[n].optional, expected[n].optional) << specs[n].name;
+  }
+}
+
+TEST(Specs, HaveTheSizesOfTheProblem) {
+  const Problem problem = Uneven();
+  ExpectSpecs(QkvInputs(problem), {{"q", {2, 6, 5, 4}, DType::kBF16, false},
+                                   {"k", {2, 3, 7, 4}, DType::kBF16, false},
+                                   {"v", {2, 3, 7, 8}, DType::kBF16, false},
+                                   {"key_mask", {2, 7}, DType::kU8, true}});
+  ExpectSpecs(AttentionOutputs(problem), {{"out", {2, 6, 5, 8}, DType::kBF16, false},
+                                          {"log_sum_exp", {2, 6, 5}, DType::kF32, true}});
+  ExpectSpecs(HiddenInputs(problem), {{"x", {2, 5, 24}, DType::kBF16, false}});
+  ExpectSpecs(HiddenOutputs(problem), {{"out", {2, 5, 24}, DType::kBF16, false}});
+  // 60 rows of queries and outputs, 42 of keys and values, of 4 and 8 channels with 2 bytes.
+  EXPECT_EQ(AttentionBytes(problem), (60 * 4 + 60 * 8 + 42 * 4 + 42 * 8) * 2);
+}
+
+// A layer of attention's tensors, whose segments have 1 to 3 tokens, that counts its calls.
+class CountingLayer : public StreamingLayer {
+ public:
+  explicit CountingLayer(const Problem& problem)
+      : StreamingLayer(problem, QkvInputs(problem), AttentionOutputs(problem),
+                       {{"x", {2, kSegmentTokens, 4}}}, {{"y", {kSegmentTokens}}},
+                       /*max_segment_tokens=*/3) {
+    parameters_["w"] = Filled(DType::kF32, {2, 3}, 1);
+    parameters_["b"] = Filled(DType::kF16, {5}, 1);
+  }
+  size_t workspace_bytes(int threads) const override { return 64 * threads; }
+  Cost cost() const override { return {0, TensorBytes()}; }
+  absl::Status Reset() override { return absl::OkStatus(); }
+  int setups = 0, runs = 0;
+  std::vector<int64_t> appended;
+
+ private:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    return ++setups, absl::OkStatus();
+  }
+  absl::Status DoRun(const Inputs&, const Outputs&, const Execution&) override {
+    return ++runs, absl::OkStatus();
+  }
+  absl::Status DoAppend(int64_t tokens, const Inputs&, const Outputs&, const Execution&) override {
+    return appended.push_back(tokens), absl::OkStatus();
+  }
+};
+
+TEST(Layer, TensorBytesAreThoseOfWhatMustBeThereAndTheParameters) {
+  // q 240, k 168, v 336 and out 480 elements of 2 bytes; w has 6 of 4, b 5 of 2.
+  EXPECT_EQ(CountingLayer(Uneven()).cost().bytes, (240 + 168 + 336 + 480) * 2 + 6 * 4 + 5 * 2);
+}
+
+// Tensors and memory that fit the layer, for a test to spoil.
+struct Fitting {
+  NamedTensors inputs, outputs;
+  Tensor memory = Tensor(DType::kU8, {1000});
+  ThreadPool pool = ThreadPool(2);
+  Execution execution;
+
+  Fitting() {
+    for (const TensorSpec& spec : QkvInputs(Uneven())) {
+      if (!spec.optional) inputs[spec.name] = Tensor(spec.dtype, spec.shape);
+    }
+    for (const TensorSpec& spec : AttentionOutputs(Uneven())) {
+      if (!spec.optional) outputs[spec.name] = Tensor(spec.dtype, spec.shape);
+    }
+    execution.pool = &pool;
+    UseMemory(0, 128);
+  }
+  void UseMemory(int64_t offset, size_t bytes) {
+    execution.workspace = absl::MakeSpan(static_cast<std::byte*>(memory.raw()) + offset, bytes);
+  }
+};
+
+TEST(Layer, CallsThatDoNotFitAreRefusedAndDoNothing) {
+  struct Case {
+    std::string message;
+    bool of_setup;  // or of Run alone
+    void (*spoil)(Fitting*);
+  };
+  const Case cases[] = {
+      {"execution has no thread pool", true, [](Fitting* f) { f->execution.pool = nullptr; }},
+      {"workspace has 127 bytes; the layer needs 128", true,
+       [](Fitting* f) { f->UseMemory(0, 127); }},
+      {"workspace is not aligned to 64 bytes", true, [](Fitting* f) { f->UseMemory(32, 128); }},
+      {"workspace is not aligned to 64 bytes", true, [](Fitting* f) { f->UseMemory(63, 128); }},
+      {"input k [2, 3, 7, 4] is missing", true, [](Fitting* f) { f->inputs.erase("k"); }},
+      {"input v is f32; expected is bf16", true,
+       [](Fitting* f) {
+         f->inputs["v"] = Tensor(DType::kF32, {2, 3, 7, 8});
+       }},
+      {"input q has shape [2, 6, 4, 5]; expected is [2, 6, 5, 4]", true,
+       [](Fitting* f) {
+         f->inputs["q"] = Tensor(DType::kBF16, {2, 6, 4, 5});
+       }},
+      {"input key_mask has shape [2, 5]; expected is [2, 7]", true,
+       [](Fitting* f) {
+         f->inputs["key_mask"] = Tensor(DType::kU8, {2, 5});
+       }},
+      {"there is no input \"kk\"", true,
+       [](Fitting* f) { f->inputs["kk"] = Tensor(DType::kBF16, {1}); }},
+      {"output out [2, 6, 5, 8] is missing", false, [](Fitting* f) { f->outputs.clear(); }},
+      {"there is no output \"weights\"", false,
+       [](Fitting* f) { f->outputs["weights"] = Tensor(DType::kF32, {1}); }}};
+  for (const Case& c : cases) {
+    for (const bool in_setup : {true, false}) {
+      if (in_setup && !c.of_setup) continue;
+      CountingLayer layer(Uneven());
+      Fitting fitting;
+      if (!in_setup) {
+        ASSERT_TRUE(layer.Setup(ViewsOf(fitting.inputs), fitting.execution).ok());
+      }
+      c.spoil(&fitting);
+      const absl::Status status =
+          in_setup ? layer.Setup(ViewsOf(fitting.inputs), fitting.execution)
+                   : layer.Run(ViewsOf(fitting.inputs), MutableViewsOf(fitting.outputs),
+                               fitting.execution);
+      EXPECT_EQ(status, absl::InvalidArgumentError(c.message));
+      EXPECT_EQ(layer.setups, in_setup ? 0 : 1);
+      EXPECT_EQ(layer.runs, 0);
+    }
+  }
+  CountingLayer layer(Uneven());
+  Fitting fitting;
+  fitting.UseMemory(64, 128);
+  fitting.inputs["key_mask"] = Tensor(DType::kU8, {2, 7});
+  ASSERT_TRUE(layer.Setup(ViewsOf(fitting.inputs), fitting.execution).ok());
+  Inputs inputs = ViewsOf(fitting.inputs);
+  inputs.Set("key_mask", ConstTensorView());  // as if it were not there
+  inputs.Set("other", ConstTensorView());
+  ASSERT_TRUE(layer.Run(inputs, MutableViewsOf(fitting.outputs), fitting.execution).ok());
+  EXPECT_EQ(layer.runs, 1);
+}
+
+TEST(StreamingLayer, SegmentsHaveOneToTheMostTokensAndTensorsToMatch) {
+  CountingLayer layer(Uneven());
+  Fitting fitting;
+  const auto append = [&](const Shape& x, const Shape& y) {
+    Tensor input(DType::kF32, x), output(DType::kF32, y);
+    return layer.Append({{"x", input.view()}}, {{"y", output.view()}}, fitting.execution);
+  };
+  EXPECT_EQ(append({2, 1, 4}, {1}),
+            absl::FailedPreconditionError("Setup must be called before Append"));
+  ASSERT_TRUE(layer.Setup(ViewsOf(fitting.inputs), fitting.execution).ok());
+  const auto refused = [](absl::string_view message) {
+    return absl::InvalidArgumentError(message);
+  };
+  EXPECT_EQ(append({2, 0, 4}, {1}), refused("segment has 0 tokens; allowed are 1 to 3"));
+  EXPECT_EQ(append({2, 4, 4}, {4}), refused("segment has 4 tokens; allowed are 1 to 3"));
+  EXPECT_EQ(append({2}, {1}), refused("segment has 0 tokens; allowed are 1 to 3"));
+  EXPECT_EQ(append({2, 3, 5}, {3}), refused("input x has shape [2, 3, 5]; expected is [2, 3, 4]"));
+  EXPECT_EQ(append({2, 3, 4}, {2}), refused("output y has shape [2]; expected is [3]"));
+  EXPECT_EQ(layer.Append({}, {}, fitting.execution),
+            refused("segment has 0 tokens; allowed are 1 to 3"));
+  fitting.execution.workspace = {};
+  EXPECT_EQ(append({2, 1, 4}, {1}), refused("workspace has 0 bytes; the layer needs 128"));
+  EXPECT_TRUE(layer.appended.empty());
+  fitting.UseMemory(0, 128);
+  EXPECT_TRUE(append({2, 1, 4}, {1}).ok());
+  EXPECT_TRUE(append({2, 3, 4}, {3}).ok());
+  EXPECT_EQ(layer.appended, (std::vector<int64_t>{1, 3}));
+}
+
+TEST(CheckSupported, NamesWhatATechniqueLacks) {
+  TechniqueInfo info;
+  info.name = "this";
+  Problem causal = Uneven();
+  causal.causal = true;
+  const auto unimplemented = [](absl::string_view message) {
+    return absl::UnimplementedError(message);
+  };
+  for (const Device device : {Device::kCpu, Device::kCuda, Device::kSimulator}) {
+    EXPECT_TRUE(CheckSupported(info, causal, device).ok());
+    EXPECT_TRUE(CheckSupported(info, Uneven(), device).ok());
+  }
+  info.devices = {Device::kCpu};
+  EXPECT_TRUE(CheckSupported(info, Uneven(), Device::kCpu).ok());
+  EXPECT_EQ(CheckSupported(info, Uneven(), Device::kSimulator),
+            unimplemented("this has no implementation for device simulator"));
+  EXPECT_EQ(CheckSupported(info, Uneven(), Device::kCuda),
+            unimplemented("this has no implementation for device cuda"));
+  info.devices = {Device::kCuda};
+  EXPECT_EQ(CheckSupported(info, Uneven(), Device::kCpu),
+            unimplemented("this has no implementation for device cpu"));
+  info.supports_causal = false;
+  EXPECT_TRUE(CheckForm(info, Uneven()).ok());
+  EXPECT_EQ(CheckForm(info, causal), unimplemented("this has no causal form"));
+  info.supports_causal = true;
+  info.supports_noncausal = false;
+  EXPECT_TRUE(CheckForm(info, causal).ok());
+  EXPECT_EQ(CheckForm(info, Uneven()), unimplemented("this is causal only"));
+  info.self_attention = true;
+  EXPECT_EQ(CheckForm(info, causal),
+            unimplemented("this is self-attention: query_tokens is 5, kv_tokens is 7"));
+  causal.kv_tokens = 5;
+  EXPECT_TRUE(CheckForm(info, causal).ok());
+  causal.batch = -1;
+  EXPECT_EQ(CheckSupported(info, causal, Device::kCuda).code(), absl::StatusCode::kInvalidArgument);
+}
+
+struct NoOptions {
+  void Describe(OptionBinder&) {}
+};
+class NamedTechnique : public TechniqueOf<NoOptions> {
+ public:
+  explicit NamedTechnique(const std::string& name) : TechniqueOf({name, "attention", "", ""}) {}
+
+ private:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem, const NoOptions&, Device,
+                                                   uint64_t) const override {
+    return std::make_unique<CountingLayer>(problem);
+  }
+  absl::Status Definition(const Problem&, const NoOptions&, const NamedTensors&, const Inputs&,
+                          const DefinitionRequest&, NamedTensors*) const override {
+    return absl::OkStatus();
+  }
+};
+
+TEST(Registry, FindsByNameAndNamesTheNearest) {
+  Registry registry;
+  for (const char* name : {"far", "near"}) registry.Add(std::make_unique<NamedTechnique>(name));
+  ASSERT_EQ(registry.All().size(), 2u);
+  EXPECT_EQ(registry.All()[0]->info().name, "far");
+  EXPECT_EQ(registry.All()[1]->info().name, "near");
+  EXPECT_EQ(*registry.Find("near"), registry.All()[1]);
+  EXPECT_EQ(registry.Find("nearer").status(),
+            absl::NotFoundError("there is no technique \"nearer\"; nearest are near, far"));
+  EXPECT_DEATH(registry.Add(std::make_unique<NamedTechnique>("far")),
+               "technique far is registered twice");
+}
+
+TEST(Problem, IsPrintedWithWhatDiffersAndComparedByAll) {
+  EXPECT_EQ(Problem::SelfAttention(1, 8, 512, 64, true).ToString(),
+            "batch 1, 8 heads of 64, 512 tokens, causal, f32");
+  EXPECT_EQ(
+      Uneven().ToString(),
+      "batch 2, 6 heads of 4 (values of 8) over 3 key-value heads, 5 tokens over 7 keys, bf16");
+  EXPECT_EQ(Problem::SelfAttention(2, 6, 5, 4, true, DType::kF16).ToString(),
+            "batch 2, 6 heads of 4, 5 tokens, causal, f16");
+  EXPECT_TRUE(Uneven() == Uneven());
+  for (int64_t Problem::*size :
+       {&Problem::batch, &Problem::query_heads, &Problem::kv_heads, &Problem::query_tokens,
+        &Problem::kv_tokens, &Problem::head_dim, &Problem::value_dim}) {
+    Problem other = Uneven();
+    ++(other.*size);
+    EXPECT_FALSE(other == Uneven());
+  }
+  Problem causal = Uneven(), half = Uneven();
+  causal.causal = true;
+  half.dtype = DType::kF16;
+  EXPECT_FALSE(causal == Uneven());
+  EXPECT_FALSE(half == Uneven());
+}
+
+TEST(Problem, EachSizeHasItsRange) {
+  struct Case {
+    int64_t Problem::*size;
+    std::string name;
+    int64_t least, most;
+  };
+  const int64_t many = int64_t{1} << 40;
+  const Case cases[] = {{&Problem::batch, "batch", 0, many},
+                        {&Problem::query_heads, "query_heads", 1, many},
+                        {&Problem::kv_heads, "kv_heads", 1, many},
+                        {&Problem::query_tokens, "query_tokens", 0, many},
+                        {&Problem::kv_tokens, "kv_tokens", 0, many},
+                        {&Problem::head_dim, "head_dim", 1, 256},
+                        {&Problem::value_dim, "value_dim", 1, 256}};
+  for (const Case& c : cases) {
+    const auto with = [&c](int64_t value) {
+      Problem problem = Problem::SelfAttention(1, 1, 1, 1);
+      problem.*c.size = value;
+      return Validate(problem);
+    };
+    const auto refused = [&](int64_t value) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(c.name, " is ", value, "; allowed are ", c.least, " to ", c.most));
+    };
+    EXPECT_EQ(with(c.least), absl::OkStatus());
+    EXPECT_EQ(with(c.least - 1), refused(c.least - 1));
+    // A problem of one query head has no more key-value heads.
+    EXPECT_EQ(with(c.most).ok(), c.name != "kv_heads");
+    EXPECT_EQ(with(c.most + 1), refused(c.most + 1));
+  }
+}
+
+TEST(Problem, HeadsDivideElementsAreFewAndTypesAreFloating) {
+  Problem problem = Uneven();
+  EXPECT_TRUE(Validate(problem).ok());
+  problem.kv_heads = 4;
+  EXPECT_EQ(Validate(problem),
+            absl::InvalidArgumentError("query_heads is 6, which kv_heads (4) does not divide"));
+  // 2^46 elements are the most: 2 x 4 x 2^40 x 8, by the tokens or the channels of either side.
+  problem = Problem::SelfAttention(2, 4, 1, 1);
+  problem.kv_tokens = int64_t{1} << 40;
+  problem.value_dim = 8;
+  EXPECT_TRUE(Validate(problem).ok());
+  problem.value_dim = 9;
+  EXPECT_EQ(Validate(problem),
+            absl::InvalidArgumentError(
+                "the tensors of batch 2, 4 heads of 1 (values of 9), 1 tokens over 1099511627776 "
+                "keys, f32 have 7.91648e+13 elements; allowed are 7.03687e+13"));
+  std::swap(problem.head_dim, problem.value_dim);
+  EXPECT_FALSE(Validate(problem).ok());
+  std::swap(problem.query_tokens, problem.kv_tokens);
+  EXPECT_FALSE(Validate(problem).ok());
+  // No tokens count as one, which has 2^40 x 2^6 elements here.
+  problem = Problem::SelfAttention(1, int64_t{1} << 40, 0, 64);
+  EXPECT_TRUE(Validate(problem).ok());
+  problem.batch = 2;
+  EXPECT_FALSE(Validate(problem).ok());
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    EXPECT_TRUE(Validate(Problem::SelfAttention(1, 1, 1, 1, false, dtype)).ok());
+  }
+  EXPECT_EQ(Validate(Problem::SelfAttention(1, 1, 1, 1, false, DType::kF64)),
+            absl::InvalidArgumentError("dtype is f64; allowed are f32, bf16, f16"));
+}
+
+TEST(Device, NamesReadBack) {
+  for (const Device device : {Device::kCpu, Device::kCuda, Device::kSimulator}) {
+    EXPECT_EQ(*ParseDevice(Name(device)), device);
+  }
+  EXPECT_EQ(ParseDevice("gpu").status(),
+            absl::InvalidArgumentError("unknown device \"gpu\"; known are cpu, cuda, simulator"));
 }
 
 }  // namespace

@@ -190,7 +190,6 @@ void Fill(const TensorView& view, double value) {
 
 Tensor::Tensor(DType dtype, absl::Span<const int64_t> shape) {
   absl::StatusOr<Tensor> tensor = Allocate(dtype, shape);
-  assert(tensor.ok());
   if (!tensor.ok()) std::abort();
   *this = *std::move(tensor);
 }

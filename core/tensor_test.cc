@@ -105,5 +105,83 @@ TEST(CopyElements, ReadsAndWritesThroughStrides) {
   EXPECT_EQ(*to.view().At<double>(0, 1), 3);
 }
 
+TEST(TensorView, AnyAxisSplitsIntoAnOuterAndAnInnerOne) {
+  const Tensor tensor = Counting({4, 6, 10});
+  const int64_t sizes[] = {4, 6, 10}, strides[] = {60, 10, 1};
+  for (int axis = 0; axis < 3; ++axis) {
+    const ConstTensorView split = SplitAxis(tensor.view(), axis, 2);
+    ASSERT_EQ(split.rank, 4);
+    for (int i = 0; i < 4; ++i) {
+      const int from = i <= axis ? i : i - 1;
+      const int64_t inner = sizes[axis] / 2;
+      EXPECT_EQ(split.dim(i), i == axis ? 2 : i == axis + 1 ? inner : sizes[from]);
+      EXPECT_EQ(split.stride(i), i == axis ? inner * strides[from] : strides[from]);
+    }
+  }
+}
+
+TEST(DType, NamesReadBackAndRoundingsAreHalfAnUnitInTheLastPlace) {
+  struct Case {
+    DType dtype;
+    const char* name;
+    double roundoff;  // 2^-p for p bits of precision; 0 for whole numbers
+  };
+  for (const Case& c :
+       {Case{DType::kF64, "f64", 0x1p-53}, Case{DType::kF32, "f32", 0x1p-24},
+        Case{DType::kF16, "f16", 0x1p-11}, Case{DType::kBF16, "bf16", 0x1p-8},
+        Case{DType::kI32, "i32", 0}, Case{DType::kI64, "i64", 0}, Case{DType::kU8, "u8", 0}}) {
+    EXPECT_EQ(Name(c.dtype), c.name);
+    EXPECT_EQ(*ParseDType(c.name), c.dtype);
+    EXPECT_EQ(UnitRoundoff(c.dtype), c.roundoff) << c.name;
+  }
+  EXPECT_EQ(ParseDType("f8").status(),
+            absl::InvalidArgumentError(
+                "unknown dtype \"f8\"; known are f32, f64, f16, bf16, i32, i64, u8"));
+}
+
+TEST(CanConvert, TellsWhetherEveryElementIsAWholeNumberOfTheRange) {
+  const auto can = [](double value, DType dtype) {
+    Tensor tensor(DType::kF64, {3});
+    Fill(tensor.view(), 1);
+    tensor.view().Set(1, value);
+    return CanConvert(tensor.view(), dtype);
+  };
+  struct Range {
+    DType dtype;
+    double least, most;
+  };
+  for (const Range& range : {Range{DType::kU8, 0, 255}, Range{DType::kI32, -2147483648, 2147483647},
+                             Range{DType::kI64, -0x1p53, 0x1p53}}) {
+    EXPECT_TRUE(can(range.least, range.dtype));
+    EXPECT_TRUE(can(range.most, range.dtype));
+    EXPECT_FALSE(can(std::nextafter(range.least, -INFINITY), range.dtype));
+    EXPECT_FALSE(can(std::nextafter(range.most, INFINITY), range.dtype));
+    EXPECT_FALSE(can(range.least - 2, range.dtype));
+    EXPECT_FALSE(can(range.most + 2, range.dtype));
+    EXPECT_FALSE(can(0.5, range.dtype));
+    EXPECT_FALSE(can(NAN, range.dtype));
+  }
+  for (const DType dtype : {DType::kF64, DType::kF32, DType::kF16, DType::kBF16}) {
+    EXPECT_TRUE(can(0.1, dtype));
+  }
+  Tensor same(DType::kI64, {1});
+  same.view().Set(0, 0x1p60);
+  EXPECT_TRUE(CanConvert(same.view(), DType::kI64));
+}
+
+TEST(Tensor, EveryShapeOfUpToFiveDimensionsIsAlignedAndContiguous) {
+  for (const Shape& shape : {Shape{}, Shape{0}, Shape{3, 0, 2}, Shape{16}, Shape{1, 2, 3, 4, 5}}) {
+    const absl::StatusOr<Tensor> tensor = Tensor::Allocate(DType::kF32, shape);
+    ASSERT_TRUE(tensor.ok()) << tensor.status();
+    EXPECT_EQ(tensor->shape(), shape);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(tensor->raw()) % 64, 0u);
+    EXPECT_TRUE(tensor->view().is_contiguous());
+  }
+  EXPECT_EQ(Tensor::Allocate(DType::kF32, {1, 1, 1, 1, 1, 1}).status(),
+            absl::InvalidArgumentError("shape [1, 1, 1, 1, 1, 1] has more than 5 dimensions"));
+  EXPECT_EQ(Tensor::Allocate(DType::kF32, {2, -1}).status(),
+            absl::InvalidArgumentError("shape [2, -1] is negative or overflows 64 bits"));
+}
+
 }  // namespace
 }  // namespace tfb

@@ -32,10 +32,10 @@ class Axis {
     int cell;
     std::string label;
   };
-  // At the multiples of 1, 2 or 5 times a power of ten, `most` of them or fewer; or at the only value.
-  std::vector<Tick> Ticks(int most) const {
+  // At the multiples of 1, 2 or 5 times a power of ten, with at most `gaps` gaps; or at the only value.
+  std::vector<Tick> Ticks(int gaps) const {
     if (largest_ == least_) return {{0, absl::StrFormat("%.4g", least_)}};
-    const double apart = (largest_ - least_) / most;
+    const double apart = (largest_ - least_) / gaps;
     double step = std::pow(10, std::floor(std::log10(apart)));
     for (const double factor : {2.0, 2.5, 2.0}) {
       if (step >= apart) break;
@@ -44,7 +44,9 @@ class Axis {
     // As many places as the step has.
     const int places = std::max(0, static_cast<int>(-std::floor(std::log10(step) + 1e-9)));
     std::vector<Tick> ticks;
-    for (double n = std::ceil(least_ / step - 1e-9); n * step <= largest_ + 1e-9 * step; ++n) {
+    // Adding 0 makes the -0 that the slack leads to a 0.
+    for (double n = std::ceil(least_ / step - 1e-9) + 0.0; n * step <= largest_ + 1e-9 * step;
+         ++n) {
       ticks.push_back({CellOf(n * step), absl::StrFormat("%.*f", places, n * step)});
     }
     return ticks;
@@ -62,7 +64,7 @@ bool IsFinite(const std::pair<double, double>& point) {
 
 // The line below the plane, and its labels, each centred under its tick where there is room.
 void AppendXAxis(const Axis& x, const TextPlot& plot, std::string* text) {
-  std::string line(plot.columns, '-'), labels(kLabelWidth + 2, ' ');
+  std::string line(plot.columns, '-'), labels;
   for (const Axis::Tick& tick : x.Ticks(6)) {
     line[tick.cell] = '+';
     const size_t begin =

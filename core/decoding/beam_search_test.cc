@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <map>
 #include <vector>
@@ -393,6 +394,53 @@ TEST(BeamSearch, TheRulesOfBothPackagesFindTheSame) {
       }
     }
   }
+}
+
+// Writes the same log-probabilities after each hypothesis, of which there is one at least.
+std::function<absl::Status(absl::Span<const Hypothesis>, absl::Span<double>)> Always(
+    const std::vector<double>& log_probabilities) {
+  return [log_probabilities](absl::Span<const Hypothesis> alive, absl::Span<double> next) {
+    EXPECT_FALSE(alive.empty());
+    for (size_t n = 0; n < next.size(); ++n) {
+      next[n] = log_probabilities[n % log_probabilities.size()];
+    }
+    return absl::OkStatus();
+  };
+}
+constexpr double kNever = -std::numeric_limits<double>::infinity();
+
+TEST(BeamSearch, IsOverWhereAllHypothesesHaveEnded) {
+  for (const Finishing finishing : {Finishing::kTensor2Tensor, Finishing::kFairseq}) {
+    for (const bool early_stopping : {false, true}) {
+      BeamSearchOptions options;
+      options.beam = 2;
+      options.max_length = 5;
+      options.finishing = finishing;
+      options.early_stopping = early_stopping;
+      const std::vector<Hypothesis> found = SearchWith(options, Always({0, kNever, kNever}));
+      ASSERT_EQ(found.size(), 1u);
+      EXPECT_EQ(found[0].symbols, Symbols{0});
+    }
+  }
+}
+
+TEST(BeamSearch, AForcedEndLeavesNoOtherSymbolPossible) {
+  BeamSearchOptions options;
+  options.beam = 3;
+  options.max_length = 1;
+  options.end_symbol = 1;
+  options.force_end = true;
+  const std::vector<Hypothesis> found =
+      SearchWith(options, Always({std::log(0.6), std::log(0.3), std::log(0.1)}));
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_EQ(found[0].symbols, Symbols{1});
+}
+
+TEST(BeamSearch, AProbabilityMayBeRoundedALittleAboveOne) {
+  BeamSearchOptions options;
+  options.max_length = 2;
+  EXPECT_TRUE(BeamSearch(options, 3, Always({1e-4, kNever, kNever})).ok());
+  EXPECT_FALSE(BeamSearch(options, 3, Always({std::nextafter(1e-4, 1), kNever, kNever})).ok());
 }
 
 TEST(BeamSearch, WrongOptionsAndProbabilitiesAreRefusedWithTheRange) {

@@ -251,18 +251,20 @@ TEST_P(Gather, TheLargestAreInOrderAndTiesAreTheFirst) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   constexpr int64_t kStride = 704;
   std::vector<std::vector<float>> rows;
-  std::vector<float> drawn, coarse, special;
+  std::vector<float> drawn, coarse, special, close;
   const RandomStream random(1, "scores");
   for (int64_t n = 0; n < 700; ++n) {
     drawn.push_back(static_cast<float>(random.Normal(n)));
     coarse.push_back(std::floor(drawn.back()));
+    close.push_back(1 + std::ldexp(static_cast<float>(n * 7 % 50), -23));  // neighbouring floats
     special.push_back(n % 5 == 0   ? kNan
                       : n % 7 == 0 ? -kInfinity
                       : n % 9 == 0 ? kInfinity
                       : n % 2 == 0 ? 0.0f
                                    : -0.0f);
   }
-  rows = {drawn, coarse, special, std::vector<float>(700, 1.5f), std::vector<float>(700, kNan)};
+  rows = {
+      drawn, coarse, special, close, std::vector<float>(700, 1.5f), std::vector<float>(700, kNan)};
   std::vector<float> scores;
   for (const auto& row : rows) {
     scores.insert(scores.end(), row.begin(), row.end());
@@ -270,7 +272,7 @@ TEST_P(Gather, TheLargestAreInOrderAndTiesAreTheFirst) {
   }
   const DeviceArray<float> on_device = Upload(scores);
   const int64_t count_of_rows = static_cast<int64_t>(rows.size());
-  for (const int64_t count : {0, 1, 64, 333, 699, 700}) {
+  for (const int64_t count : {0, 1, 14, 64, 333, 699, 700}) {
     const DeviceArray<int32_t> members =
         Upload(std::vector<int32_t>(std::max<int64_t>(count_of_rows * count, 1), -1));
     const LargestCall call = {on_device.data(), count_of_rows, 700,

@@ -43,20 +43,20 @@ absl::StatusOr<Shares> SharesOf(const LabelSmoothing& options, int64_t classes) 
   return Shares{all ? 1 - e + share : 1 - e, share};
 }
 
-// Returns log(sum_k exp(logit_k)) of a row of logits.
-double LogSumExp(const ConstTensorView& row) {
-  double largest = row.Get(0), sum = 0;
-  for (int64_t k = 1; k < row.dim(0); ++k) largest = std::max(largest, row.Get(row.Offset(k)));
-  for (int64_t k = 0; k < row.dim(0); ++k) sum += std::exp(row.Get(row.Offset(k)) - largest);
+// Returns log(sum_k exp(logit_k)) of a row.
+double LogSumExp(const std::vector<double>& logits) {
+  const double largest = *std::max_element(logits.begin(), logits.end());
+  double sum = 0;
+  for (const double logit : logits) sum += std::exp(logit - largest);
   return largest + std::log(sum);
 }
 
-// Returns the cross-entropy of a row of logits.
-double CrossEntropy(const std::vector<double>& q, const ConstTensorView& row) {
-  const double log_sum_exp = LogSumExp(row);
+// Returns the cross-entropy of a row.
+double CrossEntropy(const std::vector<double>& q, const std::vector<double>& logits) {
+  const double log_sum_exp = LogSumExp(logits);
   double loss = 0;
-  for (int64_t k = 0; k < row.dim(0); ++k) {
-    if (q[k] > 0) loss += q[k] * (log_sum_exp - row.Get(row.Offset(k)));
+  for (size_t k = 0; k < q.size(); ++k) {
+    if (q[k] > 0) loss += q[k] * (log_sum_exp - logits[k]);
   }
   return loss;
 }
@@ -105,12 +105,8 @@ absl::StatusOr<SmoothedLoss> SmoothedCrossEntropy(const LabelSmoothing& options,
   for (int64_t t = 0; t < tokens; ++t) {
     if (options.padding == labels[t]) continue;
     TFB_ASSIGN_OR_RETURN(const std::vector<double> q, SmoothedLabel(options, classes, labels[t]));
-    ConstTensorView row = logits;
-    row.data = static_cast<const std::byte*>(logits.data) +
-               static_cast<int64_t>(SizeOf(logits.dtype)) * logits.Offset(t);
-    row.dims = {classes};
-    row.strides = {logits.stride(1)};
-    row.rank = 1;
+    std::vector<double> row;
+    for (int64_t k = 0; k < classes; ++k) row.push_back(logits.Get(logits.Offset(t, k)));
     loss.of_token[t] = CrossEntropy(q, row) - (options.subtract_entropy ? Entropy(q) : 0);
     ++loss.tokens;
   }

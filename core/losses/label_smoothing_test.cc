@@ -49,6 +49,12 @@ TEST(LabelSmoothing, SharesAreThoseOfEachSpread) {
   EXPECT_THAT(SmoothedLabel(Make(0, Spread::kWrongClasses), 1, 0).value(), ElementsAre(1));
 }
 
+TEST(LabelSmoothing, OneClassIsEnoughToSpreadOver) {
+  EXPECT_THAT(SmoothedLabel(Make(0.25, Spread::kWrongClasses), 2, 1).value(),
+              ElementsAre(0.25, 0.75));
+  EXPECT_THAT(SmoothedLabel(Make(0.25, Spread::kAllClasses), 1, 0).value(), ElementsAre(1));
+}
+
 TEST(LabelSmoothing, PaddingThatIsLeftOutHasNoShare) {
   LabelSmoothing options = Make(0.2, Spread::kWrongClasses);
   options.padding = 0;

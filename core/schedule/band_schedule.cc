@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace tfb {
 namespace {
@@ -45,7 +46,7 @@ const BlockSchedule& BandSchedule::Build(int64_t query_tokens, int64_t kv_tokens
   schedule_.order.resize(work_.size());
   std::iota(schedule_.order.begin(), schedule_.order.end(), 0);
   std::sort(schedule_.order.begin(), schedule_.order.end(), [this](int32_t a, int32_t b) {
-    return work_[a] != work_[b] ? work_[a] > work_[b] : a < b;
+    return std::make_pair(work_[b], a) < std::make_pair(work_[a], b);
   });
   return schedule_;
 }

@@ -61,10 +61,14 @@ TEST(BandSchedule, EqualsTheScheduleOfThePredicateForShapesThatStraddleTiles) {
     SCOPED_TRACE(testing::Message()
                  << c.queries << " queries, " << c.keys << " keys, from " << c.band.first_key
                  << ", " << c.band.low << " to " << c.band.high);
+    ASSERT_EQ(schedule.query_tokens, c.queries);
+    ASSERT_EQ(schedule.kv_tokens, c.keys);
+    ASSERT_EQ(schedule.heads, 1);
     ASSERT_EQ(schedule.pairs, expected.pairs);
     ASSERT_EQ(schedule.row_begin, expected.row_begin);
     ASSERT_EQ(schedule.order, expected.order);
     ASSERT_EQ(schedule.masks, expected.masks);
+    ASSERT_EQ(schedule.runs.size(), expected.runs.size());
     for (size_t n = 0; n < schedule.runs.size(); ++n) {
       ASSERT_EQ(schedule.runs[n].first_tile, expected.runs[n].first_tile);
       ASSERT_EQ(schedule.runs[n].tiles, expected.runs[n].tiles);

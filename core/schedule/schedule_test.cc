@@ -1,12 +1,17 @@
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <memory>
+#include <numeric>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "core/random.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/long_rows.h"
 #include "core/schedule/pattern.h"
+#include "core/schedule/residue_order.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -29,30 +34,61 @@ bool Visible(const BlockSchedule& schedule, int64_t head, int64_t i, int64_t j) 
   return false;
 }
 
+// Tells of each key whether query i sees it.
+std::vector<bool> SeenKeys(const Pattern& pattern, int64_t head, int64_t i, int64_t kv_tokens) {
+  KeyList list;
+  pattern.AddKeys(head, i, &list);
+  std::vector<bool> seen(kv_tokens);
+  for (const KeyRange& range : list.ranges()) {
+    const int64_t end = std::min(range.end, kv_tokens);
+    for (int64_t j = std::max<int64_t>(range.begin, 0); j < end; ++j) seen[j] = true;
+  }
+  return seen;
+}
+
 // Checks the property that every schedule must have: it agrees with the predicate, pair by pair,
-// and counts the pairs.
-void ExpectMatches(const Problem& problem, const Pattern& pattern) {
-  const BlockSchedule schedule = BuildSchedule(problem, pattern);
+// and counts the pairs; its runs are ascending and as few as they can be, and no mask is there twice.
+void ExpectMatches(const Problem& problem, const Pattern& pattern, int64_t query_tile = 64) {
+  const BlockSchedule schedule = BuildSchedule(problem, pattern, query_tile);
+  ASSERT_EQ(schedule.query_tiles(), (problem.query_tokens + query_tile - 1) / query_tile);
+  int64_t all_pairs = 0, all_visited = 0;
   for (int64_t head = 0; head < pattern.heads(); ++head) {
     int64_t pairs = 0;
     for (int64_t i = 0; i < problem.query_tokens; ++i) {
+      const std::vector<bool> sees = SeenKeys(pattern, head, i, problem.kv_tokens);
       for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-        const bool expected =
-            pattern.Sees(head, i, j) && (!problem.causal || j <= i + problem.causal_offset());
+        const bool expected = sees[j] && (!problem.causal || j <= i + problem.causal_offset());
         ASSERT_EQ(Visible(schedule, head, i, j), expected)
             << problem.ToString() << " head " << head << " query " << i << " key " << j;
         pairs += expected;
       }
     }
     EXPECT_EQ(schedule.pairs[head], pairs);
-  }
-  for (int64_t tile = 0; tile < schedule.query_tiles(); ++tile) {
-    int64_t next = 0;
-    for (const TileRun& run : schedule.Row(0, tile)) {
-      EXPECT_GE(run.first_tile, next) << "runs are ascending and disjoint";
-      next = run.first_tile + run.tiles;
+    all_pairs += pairs;
+    for (int64_t i = 0; i < problem.query_tokens; ++i) {
+      for (const TileRun& run : schedule.Row(head, i / query_tile)) {
+        for (int64_t tile = run.first_tile; tile < run.first_tile + run.tiles; ++tile) {
+          all_visited += std::min(schedule.key_tile, problem.kv_tokens - tile * schedule.key_tile);
+        }
+      }
     }
-    EXPECT_LE(next, schedule.key_tiles());
+    for (int64_t tile = 0; tile < schedule.query_tiles(); ++tile) {
+      int64_t next = 0;
+      int32_t mask = -2;
+      for (const TileRun& run : schedule.Row(head, tile)) {
+        EXPECT_GT(run.tiles, 0);
+        EXPECT_GE(run.first_tile, next + (run.mask == mask ? 1 : 0));
+        next = run.first_tile + run.tiles;
+        mask = run.mask;
+      }
+      EXPECT_LE(next, schedule.key_tiles());
+    }
+  }
+  EXPECT_EQ(schedule.KeptPairs(pattern.heads()), all_pairs);
+  EXPECT_EQ(schedule.VisitedPairs(pattern.heads()), all_visited);
+  std::set<std::vector<uint64_t>> masks;
+  for (size_t n = 0; n < schedule.masks.size(); n += query_tile) {
+    EXPECT_TRUE(masks.emplace(&schedule.masks[n], &schedule.masks[n] + query_tile).second);
   }
 }
 
@@ -117,7 +153,9 @@ TEST(BlockSchedule, ShowsWhatAScatteredPatternSaysPerHead) {
 TEST(BlockSchedule, ShowsWhatPiecesSayWhereTheyMeetTilesAndTheCausalMask) {
   for (const bool causal : {false, true}) {
     for (const int64_t keys : {63, 256, 330, 577}) {
-      ExpectMatches(Sizes(330, keys, causal), PiecewisePattern());
+      for (const int64_t query_tile : {16, 64, 100}) {
+        ExpectMatches(Sizes(330, keys, causal), PiecewisePattern(), query_tile);
+      }
     }
   }
 }
@@ -132,6 +170,26 @@ TEST(BlockSchedule, OneRowThatSeesAllAmongOthersHasOneMaskOfMostTiles) {
   const BlockSchedule schedule = BuildSchedule(Sizes(70, 6401), pattern);
   // The tile of the own keys, the 99 others, and the one key of the last.
   EXPECT_EQ(schedule.Row(0, 0).size(), 3u);
+}
+
+TEST(BlockSchedule, NeighboursWithOneMaskAreOneRun) {
+  const FunctionPattern pattern([](int64_t, int64_t i, KeyList* keys) {
+    for (const int64_t tile : {0, 1, 2, 4, 5}) keys->Add(64 * tile, 64 * tile + 32);
+    return i + 1;
+  });
+  ExpectMatches(Sizes(130, 400), pattern);
+  const BlockSchedule schedule = BuildSchedule(Sizes(128, 400), pattern);
+  ASSERT_EQ(schedule.runs.size(), 4u);  // tiles 0 to 2, and 4 and 5, for each tile of queries
+  EXPECT_EQ(schedule.Row(0, 1)[0].tiles, 3);
+  EXPECT_EQ(schedule.Row(0, 1)[1].tiles, 2);
+}
+
+TEST(BlockSchedule, HeadsBeyondThePatternsBeginAgainWithTheFirst) {
+  const Problem problem = Sizes(130, 190);
+  const BlockSchedule schedule = BuildSchedule(problem, PiecewisePattern());
+  EXPECT_NE(schedule.pairs[0], schedule.pairs[1]);
+  EXPECT_EQ(schedule.KeptPairs(5), 3 * schedule.pairs[0] + 2 * schedule.pairs[1]);
+  EXPECT_EQ(schedule.VisitedPairs(3) - schedule.VisitedPairs(2), schedule.VisitedPairs(1));
 }
 
 TEST(BlockSchedule, EmptySequencesHaveNoRuns) {
@@ -192,6 +250,42 @@ TEST(LongRows, AreThoseWithManyTimesTheKeysOfMostAndArePartedFromThem) {
   EXPECT_TRUE(others->Sees(0, 72, 70));
 }
 
+// The long rows where `keys` has how many keys a query sees, and each other query sees `others`.
+std::vector<int32_t> LongRowsAmong(const Problem& problem, const std::map<int64_t, int64_t>& keys,
+                                   int64_t others = 1) {
+  const FunctionPattern pattern([&](int64_t, int64_t i, KeyList* list) {
+    const auto found = keys.find(i);
+    list->Add(0, found == keys.end() ? others : found->second);
+    return i + 1;
+  });
+  return LongRows(pattern, BuildSchedule(problem, pattern));
+}
+
+TEST(LongRows, HaveSixteenTilesOrFourTimesThoseOfTheMiddle) {
+  const Problem problem = Sizes(640, 2000);
+  using Places = std::vector<int32_t>;
+  // Tiles have 64 keys: 960 keys are 15 tiles, 961 keys are 16.
+  EXPECT_EQ(LongRowsAmong(problem, {{100, 960}}), Places());
+  EXPECT_EQ(LongRowsAmong(problem, {{100, 961}}), Places({100}));
+  EXPECT_EQ(LongRowsAmong(problem, {{100, 1216}}, 320), Places());  // 19 tiles and 5
+  EXPECT_EQ(LongRowsAmong(problem, {{100, 1217}}, 320), Places({100}));
+}
+
+TEST(LongRows, HaveHalfTheKeysOfThoseTilesAndLieInARowOfSoManyTiles) {
+  const Problem problem = Sizes(640, 2000);
+  using Places = std::vector<int32_t>;
+  EXPECT_EQ(LongRowsAmong(problem, {{70, 2000}, {71, 512}, {72, 511}}), Places({70, 71}));
+  EXPECT_EQ(LongRowsAmong(problem, {{5, 640}, {70, 2000}, {300, 640}}), Places({70}));
+}
+
+TEST(LongRows, AreAQuarterOfAllAtMost) {
+  std::map<int64_t, int64_t> keys;
+  for (int64_t i = 0; i < 160; ++i) keys[i] = 2000;
+  EXPECT_EQ(LongRowsAmong(Sizes(640, 2000), keys).size(), 160u);
+  keys[160] = 2000;
+  EXPECT_EQ(LongRowsAmong(Sizes(640, 2000), keys).size(), 0u);
+}
+
 TEST(LongRows, AreNoneWhereRowsAreAlikeOrShort) {
   const auto rows = [](int64_t tokens, const Pattern& pattern) {
     return LongRows(pattern, BuildSchedule(Sizes(tokens, tokens), pattern)).size();
@@ -204,6 +298,49 @@ TEST(LongRows, AreNoneWhereRowsAreAlikeOrShort) {
   });
   EXPECT_EQ(rows(500, one_long), 0u) << "eight tiles are no work for blocks of their own";
   EXPECT_EQ(rows(1100, one_long), 1u);
+}
+
+TEST(Pattern, ABandIsWhatItsTwoEndsSayAndAListHasItsKeysOnce) {
+  for (const int64_t low : {-3, 0, 2}) {
+    for (const int64_t high : {-1, 0, 4}) {
+      for (int64_t i = 0; i < 8; ++i) {
+        for (int64_t j = 0; j < 8; ++j) {
+          EXPECT_EQ(BandPattern(low, high).Sees(0, i, j), low <= j - i && j - i <= high);
+        }
+      }
+    }
+  }
+  KeyList keys;
+  for (const auto& [begin, end] : std::vector<std::pair<int64_t, int64_t>>{
+           {7, 9}, {-5, 2}, {2, 3}, {4, 4}, {8, 8}, {0, 1}, {5, 6}, {20, 30}, {9, 21}}) {
+    keys.Add(begin, end);
+  }
+  keys.Normalize(22);
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (const KeyRange& range : keys.ranges()) ranges.emplace_back(range.begin, range.end);
+  EXPECT_EQ(ranges, (std::vector<std::pair<int64_t, int64_t>>{{0, 3}, {5, 6}, {7, 22}}));
+}
+
+TEST(ResidueOrder, TokensAreSortedByTheirResidueAndThenByPlace) {
+  for (const int64_t tokens : {0, 1, 2, 7, 12}) {
+    for (const int64_t stride : {1, 2, 3, 7, 12, 13}) {
+      const ResidueOrder order(tokens, stride);
+      std::vector<int32_t> expected(tokens);
+      std::iota(expected.begin(), expected.end(), 0);
+      std::stable_sort(expected.begin(), expected.end(),
+                       [&](int32_t a, int32_t b) { return a % stride < b % stride; });
+      EXPECT_EQ(order.tokens(), expected);
+      for (int64_t place = 0; place < tokens; ++place) {
+        EXPECT_EQ(order.Token(place), expected[place]);
+        EXPECT_EQ(order.Place(expected[place]), place);
+        const auto same = [&](int32_t token) { return token % stride == expected[place] % stride; };
+        const auto first = std::find_if(expected.begin(), expected.end(), same);
+        const auto [begin, end] = order.Residue(place);
+        EXPECT_EQ(begin, first - expected.begin());
+        EXPECT_EQ(end - begin, std::count_if(expected.begin(), expected.end(), same));
+      }
+    }
+  }
 }
 
 }  // namespace

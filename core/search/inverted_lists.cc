@@ -202,7 +202,7 @@ absl::Status InvertedLists::Search(const Call& call, const Execution& execution)
   coarse.keys = centroids_.view();
   coarse.queries = WithHead(call.queries);
   coarse.entries = lists();
-  coarse.k = std::max<int64_t>(probes, 1);
+  coarse.k = probes;
   coarse.metric = metric_;
   coarse.slots = probed.lists;
   coarse.scores = probed.scores;

@@ -109,10 +109,85 @@ TEST(InvertedLists, ProbingAllListsIsExactSearch) {
           const Found found = Approximate(index, asked, k, probes);
           EXPECT_EQ(found.slots, exact.slots);
           EXPECT_EQ(found.scores, exact.scores);
+          EXPECT_EQ(index.WorkspaceBytes(queries, k, probes, 2),
+                    index.WorkspaceBytes(queries, k, 33, 2));
         }
       }
     }
   }
+}
+
+// The list of each slot.
+std::vector<int64_t> ListOfSlot(const InvertedLists& index, int64_t slots) {
+  std::vector<int64_t> lists(slots, -1);
+  for (int64_t n = 0; n < index.lists(); ++n) {
+    for (const int32_t slot : index.list(n)) lists[slot] = n;
+  }
+  return lists;
+}
+
+// With a sample of all keys, the centroids of an iteration are the means of the lists before it.
+TEST(InvertedLists, AnIterationPutsEachKeyIntoTheListWithTheNearestMean) {
+  constexpr int64_t kKeys = 400, kDim = 3;
+  const Tensor keys = Clustered(kKeys, kDim, kKeys, 1, "keys");
+  InvertedListsOptions options;
+  options.lists = 6;
+  options.sample_per_list = kKeys;
+  options.iterations = 0;
+  std::vector<int64_t> before = ListOfSlot(Build(keys, options), kKeys);
+  for (options.iterations = 1; options.iterations < 5; ++options.iterations) {
+    std::vector<double> means(6 * kDim), counts(6);
+    for (int64_t slot = 0; slot < kKeys; ++slot) {
+      ++counts[before[slot]];
+      for (int64_t c = 0; c < kDim; ++c) {
+        means[before[slot] * kDim + c] += keys.span<float>()[slot * kDim + c];
+      }
+    }
+    for (int64_t n = 0; n < 6 * kDim; ++n) means[n] /= counts[n / kDim];
+    std::vector<int64_t> nearest;
+    for (int64_t slot = 0; slot < kKeys; ++slot) {
+      std::vector<double> distances(6);
+      for (int64_t n = 0; n < 6 * kDim; ++n) {
+        const double difference = keys.span<float>()[slot * kDim + n % kDim] - means[n];
+        distances[n / kDim] += difference * difference;
+      }
+      nearest.push_back(std::min_element(distances.begin(), distances.end()) - distances.begin());
+    }
+    before = ListOfSlot(Build(keys, options), kKeys);
+    EXPECT_EQ(before, nearest) << options.iterations;
+  }
+}
+
+// All centroids are drawn from copies of one key, and all but one of them lose it to the first.
+TEST(InvertedLists, ListsWithoutRowsMoveToTheFarthestOnes) {
+  Tensor keys(DType::kF32, {60, 2});
+  Fill(keys.view(), 1);
+  keys.span<float>()[2 * 58] = 50;
+  keys.span<float>()[2 * 59] = -80;
+  keys.span<float>()[2 * 57] = std::numeric_limits<float>::quiet_NaN();
+  InvertedListsOptions options;
+  options.lists = 3;
+  for (options.seed = 1; options.seed < 9; ++options.seed) {
+    std::vector<int64_t> lists = ListOfSlot(Build(keys, options), 60);
+    EXPECT_EQ(std::count(lists.begin(), lists.end(), lists[0]), 57) << options.seed;
+    EXPECT_EQ(lists[57], -1);
+    EXPECT_EQ(std::count(lists.begin(), lists.end(), lists[58]), 1);
+    EXPECT_EQ(std::count(lists.begin(), lists.end(), lists[59]), 1);
+  }
+}
+
+TEST(InvertedLists, CentroidsAreDrawnFromAllKeysWithoutReplacement) {
+  const Tensor keys = Clustered(30, 4, 30, 1, "keys");
+  InvertedListsOptions options;
+  options.iterations = 0;
+  options.lists = 30;
+  const InvertedLists all = Build(keys, options);
+  for (int64_t n = 0; n < 30; ++n) EXPECT_EQ(all.list(n).size(), 1u);
+  EXPECT_EQ(all.bytes(), (30 * 4 + 31 + 30) * sizeof(float));
+  options.lists = 5;
+  const std::vector<int64_t> one = ListOfSlot(Build(keys, options), 30);
+  options.seed = 2;
+  EXPECT_NE(ListOfSlot(Build(keys, options), 30), one);
 }
 
 // Clusters lie |c_i - c_j| = sqrt(2 * 32) = 8 apart, and their points 0.1 sqrt(32) = 0.6 from their

@@ -87,18 +87,18 @@ void ScanPart(const SearchCall& call, int64_t part, int64_t parts, GroupSearch* 
 // Sorts the hits and writes the results.
 void Merge(const SearchCall& call, SearchHit* found, int64_t count, int32_t* slots, float* scores) {
   const bool distance = call.metric == SearchMetric::kSquaredDistance;
-  const float none = std::numeric_limits<float>::infinity() * (distance ? 1 : -1);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
   SearchHit* end =
       std::partition(found, found + count, [](const SearchHit& hit) { return hit.age >= 0; });
   const int64_t wanted = std::min<int64_t>(call.k, end - found);
-  if (found + wanted < end) std::nth_element(found, found + wanted, end, Before());
+  std::nth_element(found, found + wanted, end, Before());
   std::sort(found, found + wanted, Before());
   for (int64_t n = 0; n < wanted; ++n) {
     slots[n] = static_cast<int32_t>((call.oldest + found[n].age) % call.keys.dim(1));
     scores[n] = static_cast<float>(distance ? -found[n].score : found[n].score);
   }
   std::fill(slots + wanted, slots + call.k, -1);
-  std::fill(scores + wanted, scores + call.k, none);
+  std::fill(scores + wanted, scores + call.k, distance ? kInfinity : -kInfinity);
 }
 
 // Does the same for every query, which has found `of_query` hits.

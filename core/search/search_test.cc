@@ -12,6 +12,7 @@
 #include "core/cuda/mirror.h"
 #include "core/random.h"
 #include "core/testing.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -322,6 +323,12 @@ TEST_P(SearchTest, NoEntriesAndNoQueries) {
   ExpectAsDefined(c, "no ring");
   c.queries = Tensor(DType::kF32, {1, 0, 4});
   EXPECT_TRUE(RunSearch(device(), c)->slots.empty());
+  c.queries = Tensor(DType::kF32, {0, 3, 4});
+  EXPECT_TRUE(RunSearch(device(), c)->slots.empty());
+  for (const SearchSizes& sizes : {SearchSizes{1, 0, 3, 4, 5, 2}, SearchSizes{1, 1, 0, 4, 5, 2},
+                                   SearchSizes{1, 1, 3, 4, 0, 2}}) {
+    EXPECT_EQ(SearchWorkspaceBytes(Device::kCpu, sizes, 2), 0u);
+  }
 }
 
 TEST_P(SearchTest, ABucketGivesItsBest) {
@@ -392,6 +399,46 @@ TEST_P(SearchTest, SizesThatDoNotFitAreErrors) {
             "channels 1 apart");
 }
 
+TEST(SearchCpu, ViewsThatAreNotRowsSideBySideAreErrors) {
+  const Tensor memory = Normal(DType::kF32, {64}, "memory");
+  ThreadPool pool(1);
+  Tensor workspace(DType::kU8, {1 << 20});
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+  int32_t slot;
+  float score;
+  const auto error = [&](const ConstTensorView& keys, int64_t dim, int64_t k) {
+    SearchCall call = {};
+    call.keys = keys;
+    call.queries = ConstTensorView(memory.raw(), DType::kF32, {1, 1, dim});
+    call.k = k;
+    call.slots = &slot;
+    call.scores = &score;
+    return std::string(Search(Device::kCpu, call, execution).message());
+  };
+  const auto keys = [&](const Shape& shape, const Shape& strides) {
+    return ConstTensorView(memory.raw(), DType::kF32, shape, strides);
+  };
+  EXPECT_EQ(error(keys({1, 3, 2}, {6, 2, 2}), 2, 1),
+            "search: keys are f32 [1, 3, 2], channels 2 apart; allowed are f32, f16 and bf16 "
+            "[heads, rows, dim], channels 1 apart");
+  EXPECT_EQ(error(keys({3, 2}, {2, 1}), 2, 1),
+            "search: keys are f32 [3, 2]; allowed are f32, f16 and bf16 [heads, rows, dim], "
+            "channels 1 apart");
+  const int64_t most = std::numeric_limits<int32_t>::max();
+  EXPECT_EQ(error(keys({0, 3, 2}, {6, 2, 1}), 2, 1),
+            "search: 1 heads of queries; allowed are multiples of the keys' 0");
+  EXPECT_THAT(error(keys({1, most + 1, 2}, {0, 2, 1}), 2, 1),
+              testing::StartsWith("search: number of slots is 2147483648; allowed are 0 to "));
+  EXPECT_THAT(error(keys({1, 3, 2}, {6, 2, 1}), 2, 0),
+              testing::StartsWith("search: k is 0; allowed are 1 to "));
+  // Where there is no entry, nothing is found; one channel may have any stride.
+  EXPECT_EQ(error(keys({1, 3, 1}, {6, 2, 2}), 1, 1), "");
+  EXPECT_EQ(slot, -1);
+  EXPECT_EQ(score, -kInfinity);
+}
+
 // Few queries are searched in more parts than many.
 TEST_P(SearchTest, AWorkspaceForManyQueriesServesFewer) {
   for (const SearchSelection selection : {SearchSelection::kExact, SearchSelection::kBucketed}) {
@@ -456,7 +503,7 @@ TEST(SearchCpu, ThreadsChangeNoBit) {
     c.k = 33;
     c.metric = SearchMetric::kSquaredDistance;
     const Found one = RunSearch(Device::kCpu, c, 1).value();
-    for (const int threads : {2, 3, 5}) {
+    for (const int threads : {2, 3, 4, 5}) {
       const Found many = RunSearch(Device::kCpu, c, threads).value();
       EXPECT_EQ(one.slots, many.slots);
       EXPECT_EQ(one.scores, many.scores);
