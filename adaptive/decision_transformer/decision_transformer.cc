@@ -24,8 +24,6 @@
 namespace tfb::decision_transformer {
 namespace {
 
-const bool registered = RegisterTechnique<DecisionTransformer>();
-
 TechniqueInfo Info() {
   TechniqueInfo info;
   info.name = "decision_transformer";
@@ -374,61 +372,68 @@ std::vector<double> ReturnsToGo(absl::Span<const double> rewards) {
   return returns;
 }
 
-DecisionTransformer::DecisionTransformer() : TechniqueOf(Info()) {}
+namespace {
 
-std::vector<TensorSpec> DecisionTransformer::ReadTensors(
-    const Problem& problem, const DecisionTransformerOptions& options) const {
-  std::vector<TensorSpec> tensors;
-  for (const Modality& m : ModalitiesOf(problem, options)) {
-    tensors.push_back({m.input, {problem.batch, m.count, m.channels}, problem.dtype});
+class DecisionTransformer : public TechniqueOf<DecisionTransformerOptions> {
+ public:
+  DecisionTransformer() : TechniqueOf(Info()) {}
+
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options& options) const override {
+    TFB_ASSIGN_OR_RETURN(Options canonical, Canonical(options));
+    return TechniqueSpec{info().name, std::move(canonical)};
   }
-  tensors.push_back(
-      {"timesteps", {problem.batch, ReturnTokens(problem.query_tokens)}, DType::kI32});
-  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
-  return tensors;
-}
 
-std::vector<TensorSpec> DecisionTransformer::WrittenTensors(
-    const Problem& problem, const DecisionTransformerOptions& options) const {
-  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
-  for (const Head& head : HeadsOf(problem, options)) {
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const DecisionTransformerOptions& options) const override {
+    std::vector<TensorSpec> tensors;
+    for (const Modality& m : ModalitiesOf(problem, options)) {
+      tensors.push_back({m.input, {problem.batch, m.count, m.channels}, problem.dtype});
+    }
     tensors.push_back(
-        {head.output, {problem.batch, head.count, head.channels}, problem.dtype, true});
+        {"timesteps", {problem.batch, ReturnTokens(problem.query_tokens)}, DType::kI32});
+    tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+    return tensors;
   }
-  return tensors;
-}
 
-absl::StatusOr<std::unique_ptr<Layer>> DecisionTransformer::MakeLayer(
-    const Problem& problem, const DecisionTransformerOptions& options, Device device,
-    uint64_t seed) const {
-  return DecisionTransformerLayer::Create(problem, ReadTensors(problem, options),
-                                          WrittenTensors(problem, options), options, device, seed);
-}
-
-absl::Status DecisionTransformer::Definition(const Problem& problem,
-                                             const DecisionTransformerOptions& options,
-                                             const NamedTensors& parameters, const Inputs& inputs,
-                                             const DefinitionRequest& request,
-                                             NamedTensors* outputs) const {
-  const Network network(problem, options, parameters);
-  const Tensor tokens = network.Tokens(inputs);
-  Inputs of_gpt = {{"x", tokens.view()}};
-  if (const ConstTensorView mask = inputs.Get("key_mask"); !mask.empty()) {
-    of_gpt.Set("key_mask", mask);
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const DecisionTransformerOptions& options) const override {
+    std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+    for (const Head& head : HeadsOf(problem, options)) {
+      tensors.push_back(
+          {head.output, {problem.batch, head.count, head.channels}, problem.dtype, true});
+    }
+    return tensors;
   }
-  TFB_RETURN_IF_ERROR(encoder_decoder::EncoderDecoder().Define(
-      problem, OptionsOfGpt(options), parameters, of_gpt, request.OfPart(), outputs));
-  const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
-  for (const Head& head : HeadsOf(problem, options)) {
-    (*outputs)[head.output] = network.Predictions(head, hidden.view());
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const DecisionTransformerOptions& options,
+                                                   Device device, uint64_t seed) const override {
+    return DecisionTransformerLayer::Create(problem, ReadTensors(problem, options),
+                                            WrittenTensors(problem, options), options, device,
+                                            seed);
   }
-  return absl::OkStatus();
-}
 
-absl::StatusOr<TechniqueSpec> DecisionTransformer::Counterpart(const Problem&,
-                                                               const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(Options canonical, Canonical(options));
-  return TechniqueSpec{info().name, std::move(canonical)};
-}
+  absl::Status Definition(const Problem& problem, const DecisionTransformerOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const Network network(problem, options, parameters);
+    const Tensor tokens = network.Tokens(inputs);
+    Inputs of_gpt = {{"x", tokens.view()}};
+    if (const ConstTensorView mask = inputs.Get("key_mask"); !mask.empty()) {
+      of_gpt.Set("key_mask", mask);
+    }
+    TFB_RETURN_IF_ERROR(encoder_decoder::EncoderDecoder().Define(
+        problem, OptionsOfGpt(options), parameters, of_gpt, request.OfPart(), outputs));
+    const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
+    for (const Head& head : HeadsOf(problem, options)) {
+      (*outputs)[head.output] = network.Predictions(head, hidden.view());
+    }
+    return absl::OkStatus();
+  }
+};
 
+const bool registered = RegisterTechnique<DecisionTransformer>();
+
+}  // namespace
 }  // namespace tfb::decision_transformer

@@ -82,40 +82,6 @@ constexpr int64_t ActionTokens(int64_t tokens) { return tokens / 3; }
 // Returns R_t of a trajectory's rewards: cumulative sums from the end.
 std::vector<double> ReturnsToGo(absl::Span<const double> rewards);
 
-// DecisionTransformer is causal self-attention: kv_tokens must equal query_tokens.
-//
-// It reads returns [batch, returns, 1], states [batch, states, state_dim], actions [batch, actions,
-// action_dim] (a discrete state or action is a unit vector), timesteps i32 [batch, returns], and
-// the optional key_mask [batch, tokens], in which padding hides all three tokens of its step. It
-// writes out [batch, tokens, model_dim], the hidden states after the last norm, and the optional
-// action [batch, states, action_dim], state [batch, actions, state_dim] and return [batch, actions,
-// 1].
-//
-// The parameters, f32, y = x W, are embed.return, embed.state, embed.action, head.action,
-// head.state and head.return, each with .w [in, out] and .b [out]; embed.timestep [max_timestep,
-// model_dim]; embed.norm.gamma, .beta [model_dim]; and those of encoder_decoder. Matrices and
-// biases are drawn N(0, 1 / rows), embed.timestep N(0, 1), gammas 1, betas 0.
-//
-// The counterpart is the technique itself: its attention is dense.
-class DecisionTransformer : public TechniqueOf<DecisionTransformerOptions> {
- public:
-  DecisionTransformer();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const DecisionTransformerOptions& options,
-                                                   Device device, uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const DecisionTransformerOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const DecisionTransformerOptions& options) const override;
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
-                                         const DecisionTransformerOptions& options) const override;
-};
-
 }  // namespace tfb::decision_transformer
 
 #endif  // TFB_ADAPTIVE_DECISION_TRANSFORMER_DECISION_TRANSFORMER_H_

@@ -16,6 +16,8 @@
 namespace tfb::decision_transformer {
 namespace {
 
+const Technique& DecisionTransformer() { return FindTechnique("decision_transformer"); }
+
 constexpr const char* kOutputs[] = {"out", "action", "state", "return"};
 
 Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim) {
@@ -28,7 +30,7 @@ double Bound(const ConstTensorView& expected, int64_t layers) {
 
 // Returns trajectories that begin at timestep 7 b.
 NamedTensors Trajectories(const Problem& problem, const Options& options) {
-  const DecisionTransformer technique;
+  const Technique& technique = DecisionTransformer();
   NamedTensors inputs = RandomInputs(technique.InputSpecs(problem, options).value(), 5);
   const TensorView timesteps = inputs.at("timesteps").view();
   for (int64_t b = 0; b < timesteps.dim(0); ++b) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "attention/hard/hard_cpu.h"
@@ -19,8 +20,6 @@ namespace tfb::hard {
 namespace {
 
 using Sample = HardOptions::Sample;
-
-const bool registered = RegisterTechnique<Hard>();
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -251,75 +250,80 @@ class Choices {
   const KeyMask is_token_;
 };
 
+class Hard : public TechniqueOf<HardOptions> {
+ public:
+  Hard() : TechniqueOf(Info()) {}
+
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& p, const HardOptions& options) const override {
+    std::vector<TensorSpec> tensors = QkvInputs(p);
+    if (options.sample == Sample::kNone) return tensors;
+    TensorSpec noise{NoiseName(options), {p.batch, p.query_heads, p.query_tokens}};
+    noise.noise = Distribution::kUniform;
+    if (options.sample == Sample::kGumbel) {
+      noise.shape.push_back(p.kv_tokens);
+      noise.noise = Distribution::kGumbel;
+    }
+    tensors.push_back(std::move(noise));
+    return tensors;
+  }
+
+  std::vector<TensorSpec> WrittenTensors(const Problem& p, const HardOptions&) const override {
+    return {AttentionOutputs(p)[0],
+            {"index", {p.batch, p.query_heads, p.query_tokens}, DType::kI32, true}};
+  }
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const HardOptions& options, Device device,
+                                                   uint64_t) const override {
+    constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max();
+    if (problem.kv_tokens > kMaxKeys) {
+      return absl::InvalidArgumentError(absl::StrCat("kv_tokens is ", problem.kv_tokens,
+                                                     "; allowed are 0 to ", kMaxKeys,
+                                                     ", since the index is i32"));
+    }
+    return std::make_unique<HardLayer>(problem, ReadTensors(problem, options),
+                                       WrittenTensors(problem, options), options, device);
+  }
+
+  absl::Status Definition(const Problem& problem, const HardOptions& options, const NamedTensors&,
+                          const Inputs& inputs, const DefinitionRequest& request,
+                          NamedTensors* outputs) const override {
+    const Choices choices(problem, options, inputs);
+    const DoubleTensor v(inputs.Get("v"));
+    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+    const int64_t row_count = static_cast<int64_t>(rows.size());
+    Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
+    Tensor index(DType::kF64, {problem.batch, problem.query_heads, row_count});
+    Tensor weights;
+    if (request.weights) {
+      weights =
+          Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+      Fill(weights.view(), 0);
+    }
+    Fill(out.view(), 0);
+    const Tensor* computed = nullptr;
+    if (request.computed != nullptr && request.computed->count("index") > 0) {
+      computed = &request.computed->at("index");
+    }
+    const auto define_row = [&](int64_t b, int64_t h, int64_t r) {
+      const int64_t given = computed == nullptr ? -1 : *computed->view().At<int32_t>(b, h, rows[r]);
+      const int64_t chosen = choices.Choose(b, h, rows[r], given < problem.kv_tokens ? given : -1);
+      *index.view().MutableAt<double>(b, h, r) = static_cast<double>(chosen);
+      if (chosen < 0) return;
+      std::copy_n(v.Row(b, h / problem.group(), chosen), problem.value_dim,
+                  out.view().MutableAt<double>(b, h, r));
+      if (request.weights) *weights.view().MutableAt<double>(b, h, r, chosen) = 1;
+    };
+    ForEachRow(request.pool, problem.batch, problem.query_heads, row_count, define_row);
+    (*outputs)["out"] = std::move(out);
+    (*outputs)["index"] = std::move(index);
+    if (request.weights) (*outputs)["weights"] = std::move(weights);
+    return absl::OkStatus();
+  }
+};
+
+const bool registered = RegisterTechnique<Hard>();
+
 }  // namespace
-
-Hard::Hard() : TechniqueOf(Info()) {}
-
-std::vector<TensorSpec> Hard::ReadTensors(const Problem& p, const HardOptions& options) const {
-  std::vector<TensorSpec> tensors = QkvInputs(p);
-  if (options.sample == Sample::kNone) return tensors;
-  TensorSpec noise{NoiseName(options), {p.batch, p.query_heads, p.query_tokens}};
-  noise.noise = Distribution::kUniform;
-  if (options.sample == Sample::kGumbel) {
-    noise.shape.push_back(p.kv_tokens);
-    noise.noise = Distribution::kGumbel;
-  }
-  tensors.push_back(std::move(noise));
-  return tensors;
-}
-
-std::vector<TensorSpec> Hard::WrittenTensors(const Problem& p, const HardOptions&) const {
-  return {AttentionOutputs(p)[0],
-          {"index", {p.batch, p.query_heads, p.query_tokens}, DType::kI32, true}};
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> Hard::MakeLayer(const Problem& problem,
-                                                       const HardOptions& options, Device device,
-                                                       uint64_t) const {
-  constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max();
-  if (problem.kv_tokens > kMaxKeys) {
-    return absl::InvalidArgumentError(absl::StrCat("kv_tokens is ", problem.kv_tokens,
-                                                   "; allowed are 0 to ", kMaxKeys,
-                                                   ", since the index is i32"));
-  }
-  return std::make_unique<HardLayer>(problem, ReadTensors(problem, options),
-                                     WrittenTensors(problem, options), options, device);
-}
-
-absl::Status Hard::Definition(const Problem& problem, const HardOptions& options,
-                              const NamedTensors&, const Inputs& inputs,
-                              const DefinitionRequest& request, NamedTensors* outputs) const {
-  const Choices choices(problem, options, inputs);
-  const DoubleTensor v(inputs.Get("v"));
-  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-  const int64_t row_count = static_cast<int64_t>(rows.size());
-  Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
-  Tensor index(DType::kF64, {problem.batch, problem.query_heads, row_count});
-  Tensor weights;
-  if (request.weights) {
-    weights =
-        Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
-    Fill(weights.view(), 0);
-  }
-  Fill(out.view(), 0);
-  const Tensor* computed = nullptr;
-  if (request.computed != nullptr && request.computed->count("index") > 0) {
-    computed = &request.computed->at("index");
-  }
-  const auto define_row = [&](int64_t b, int64_t h, int64_t r) {
-    const int64_t given = computed == nullptr ? -1 : *computed->view().At<int32_t>(b, h, rows[r]);
-    const int64_t chosen = choices.Choose(b, h, rows[r], given < problem.kv_tokens ? given : -1);
-    *index.view().MutableAt<double>(b, h, r) = static_cast<double>(chosen);
-    if (chosen < 0) return;
-    std::copy_n(v.Row(b, h / problem.group(), chosen), problem.value_dim,
-                out.view().MutableAt<double>(b, h, r));
-    if (request.weights) *weights.view().MutableAt<double>(b, h, r, chosen) = 1;
-  };
-  ForEachRow(request.pool, problem.batch, problem.query_heads, row_count, define_row);
-  (*outputs)["out"] = std::move(out);
-  (*outputs)["index"] = std::move(index);
-  if (request.weights) (*outputs)["weights"] = std::move(weights);
-  return absl::OkStatus();
-}
-
 }  // namespace tfb::hard

@@ -34,8 +34,6 @@
 #ifndef TFB_ATTENTION_HARD_HARD_H_
 #define TFB_ATTENTION_HARD_HARD_H_
 
-#include <vector>
-
 #include "core/technique.h"
 
 namespace tfb::hard {
@@ -54,26 +52,6 @@ struct HardOptions {
     bind.Real("scale", &scale, 0, 1e6,
               "factor on the scores that are drawn from; 0 means 1/sqrt(head_dim)");
   }
-};
-
-// Hard reads q, k, v, the optional key_mask, and u f32 [batch, query_heads, query_tokens] or g f32
-// [batch, query_heads, query_tokens, kv_tokens]. It writes out and the optional index, i32 [batch,
-// query_heads, query_tokens].
-class Hard : public TechniqueOf<HardOptions> {
- public:
-  Hard();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const HardOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const HardOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const HardOptions& options) const override;
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
-                                         const HardOptions& options) const override;
 };
 
 }  // namespace tfb::hard

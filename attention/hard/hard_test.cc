@@ -17,6 +17,8 @@
 namespace tfb::hard {
 namespace {
 
+const Technique& Hard() { return FindTechnique("hard"); }
+
 const float kNan = std::numeric_limits<float>::quiet_NaN();
 
 NamedTensors Random(const Problem& problem, const Options& options = {}, uint64_t seed = 7) {

@@ -15,13 +15,12 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
+#include "core/flash/flash_technique.h"
 #include "core/random.h"
 #include "core/workspace.h"
 
 namespace tfb::linformer {
 namespace {
-
-const bool registered = RegisterTechnique<Linformer>();
 
 using Projection = LinformerOptions::Projection;
 using Sharing = LinformerOptions::Sharing;
@@ -279,93 +278,98 @@ Tensor DefineSlots(const LinformerOptions& options, const Plan& plan, const Cons
   return slots;
 }
 
+class Linformer : public FlashTechnique<LinformerOptions> {
+ public:
+  Linformer() : FlashTechnique(Info()) {}
+
+ private:
+  absl::Status Check(const Problem& problem, const LinformerOptions& options) const override {
+    const Plan plan(options, problem);
+    const bool convolves = options.projection == Projection::kConvolution ||
+                           options.projection == Projection::kDepthwiseConvolution;
+    if (!convolves || plan.has_f || problem.head_dim == problem.value_dim) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("one convolution for keys and values: value_dim is ", problem.value_dim,
+                     "; allowed is head_dim, ", problem.head_dim));
+  }
+
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
+    const Problem& p = job.problem;
+    const Plan plan(job.options, p);
+    NamedTensors parameters;
+    if (plan.has_e) {
+      TFB_ASSIGN_OR_RETURN(parameters["e"], DrawTables(job.options, p, "e", p.head_dim, job.seed));
+    }
+    if (plan.has_f) {
+      TFB_ASSIGN_OR_RETURN(parameters["f"], DrawTables(job.options, p, "f", p.value_dim, job.seed));
+    }
+    return parameters;
+  }
+
+  // Tables that a Setup has fitted are fitted again, and those that the caller gives are not.
+  PlannedLayer::Fit MakeFit(const Problem& problem,
+                            const LinformerOptions& options) const override {
+    const Plan plan(options, problem);
+    if (!plan.is_fitted) return nullptr;
+    const auto fitted = std::make_shared<Tensor>();
+    return [plan, fitted](Device device, const Inputs& inputs, const Execution& execution,
+                          NamedTensors* parameters) -> absl::Status {
+      Tensor& e = parameters->at("e");
+      if (!IsUnfitted(e) && !SameBits(e, *fitted)) return absl::OkStatus();
+      TFB_RETURN_IF_ERROR(FitToInputs(plan, device, inputs, execution, &e));
+      *fitted = e.Clone();
+      return absl::OkStatus();
+    };
+  }
+
+  // One softmax over the slots, in their precision.
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    return FlashPlan::Empty(job.problem)
+        .AddStep<Compress>(job.problem, job.options, job.parameters, job.device)
+        .AddRows(TokenRange{0, job.problem.query_tokens})
+        .Precision(DType::kF32)
+        .AddPart({0, Plan(job.options, job.problem).slots})
+        .Tensors("q", "key_slots", "value_slots")
+        .KeyMask("");
+  }
+
+  absl::Status Definition(const Problem& problem, const LinformerOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const Plan plan(options, problem);
+    const KeyMask is_token(inputs);
+    const Tensor* e = plan.has_e ? &parameters.at("e") : nullptr;
+    Tensor fitted;
+    // So in a layer before its Setup, or inside another layer.
+    if (plan.is_fitted && IsUnfitted(*e)) {
+      fitted = e->Clone();
+      TFB_RETURN_IF_ERROR(
+          FitTables(plan, inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), &fitted));
+      e = &fitted;
+    }
+    const Tensor* f = plan.has_f ? &parameters.at("f") : e;
+    const Tensor keys = DefineSlots(options, plan, inputs.Get("k"), is_token, e);
+    const Tensor values = DefineSlots(options, plan, inputs.Get("v"), is_token, f);
+
+    Problem of_slots = problem;
+    of_slots.kv_tokens = plan.slots;
+    DefinitionRequest without_weights = request;  // weights of slots are not weights of keys
+    without_weights.weights = false;
+    const DoubleTensor q(inputs.Get("q")), k(keys.view());
+    const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+    DefineAttention(
+        of_slots, Inputs{{"v", values.view()}}, without_weights,
+        [&](int64_t b, int64_t h, int64_t i, int64_t s) {
+          return scale * Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), s), problem.head_dim);
+        },
+        outputs);
+    return absl::OkStatus();
+  }
+};
+
+const bool registered = RegisterTechnique<Linformer>();
+
 }  // namespace
-
-Linformer::Linformer() : FlashTechnique(Info()) {}
-
-absl::Status Linformer::Check(const Problem& problem, const LinformerOptions& options) const {
-  const Plan plan(options, problem);
-  const bool convolves = options.projection == Projection::kConvolution ||
-                         options.projection == Projection::kDepthwiseConvolution;
-  if (!convolves || plan.has_f || problem.head_dim == problem.value_dim) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat("one convolution for keys and values: value_dim is ", problem.value_dim,
-                   "; allowed is head_dim, ", problem.head_dim));
-}
-
-absl::StatusOr<NamedTensors> Linformer::Draw(const Job& job) const {
-  const Problem& p = job.problem;
-  const Plan plan(job.options, p);
-  NamedTensors parameters;
-  if (plan.has_e) {
-    TFB_ASSIGN_OR_RETURN(parameters["e"], DrawTables(job.options, p, "e", p.head_dim, job.seed));
-  }
-  if (plan.has_f) {
-    TFB_ASSIGN_OR_RETURN(parameters["f"], DrawTables(job.options, p, "f", p.value_dim, job.seed));
-  }
-  return parameters;
-}
-
-// Tables that a Setup has fitted are fitted again, and those that the caller gives are not.
-PlannedLayer::Fit Linformer::MakeFit(const Problem& problem,
-                                     const LinformerOptions& options) const {
-  const Plan plan(options, problem);
-  if (!plan.is_fitted) return nullptr;
-  const auto fitted = std::make_shared<Tensor>();
-  return [plan, fitted](Device device, const Inputs& inputs, const Execution& execution,
-                        NamedTensors* parameters) -> absl::Status {
-    Tensor& e = parameters->at("e");
-    if (!IsUnfitted(e) && !SameBits(e, *fitted)) return absl::OkStatus();
-    TFB_RETURN_IF_ERROR(FitToInputs(plan, device, inputs, execution, &e));
-    *fitted = e.Clone();
-    return absl::OkStatus();
-  };
-}
-
-// One softmax over the slots, in their precision.
-absl::StatusOr<FlashPlan> Linformer::Describe(const Job& job) const {
-  return FlashPlan::Empty(job.problem)
-      .AddStep<Compress>(job.problem, job.options, job.parameters, job.device)
-      .AddRows(TokenRange{0, job.problem.query_tokens})
-      .Precision(DType::kF32)
-      .AddPart({0, Plan(job.options, job.problem).slots})
-      .Tensors("q", "key_slots", "value_slots")
-      .KeyMask("");
-}
-
-absl::Status Linformer::Definition(const Problem& problem, const LinformerOptions& options,
-                                   const NamedTensors& parameters, const Inputs& inputs,
-                                   const DefinitionRequest& request, NamedTensors* outputs) const {
-  const Plan plan(options, problem);
-  const KeyMask is_token(inputs);
-  const Tensor* e = plan.has_e ? &parameters.at("e") : nullptr;
-  Tensor fitted;
-  // So in a layer before its Setup, or inside another layer.
-  if (plan.is_fitted && IsUnfitted(*e)) {
-    fitted = e->Clone();
-    TFB_RETURN_IF_ERROR(
-        FitTables(plan, inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), &fitted));
-    e = &fitted;
-  }
-  const Tensor* f = plan.has_f ? &parameters.at("f") : e;
-  const Tensor keys = DefineSlots(options, plan, inputs.Get("k"), is_token, e);
-  const Tensor values = DefineSlots(options, plan, inputs.Get("v"), is_token, f);
-
-  Problem of_slots = problem;
-  of_slots.kv_tokens = plan.slots;
-  DefinitionRequest without_weights = request;  // weights of slots are not weights of keys
-  without_weights.weights = false;
-  const DoubleTensor q(inputs.Get("q")), k(keys.view());
-  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
-  DefineAttention(
-      of_slots, Inputs{{"v", values.view()}}, without_weights,
-      [&](int64_t b, int64_t h, int64_t i, int64_t s) {
-        return scale * Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), s), problem.head_dim);
-      },
-      outputs);
-  return absl::OkStatus();
-}
-
 }  // namespace tfb::linformer

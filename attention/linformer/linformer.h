@@ -71,9 +71,7 @@
 #define TFB_ATTENTION_LINFORMER_LINFORMER_H_
 
 #include <cstdint>
-#include <memory>
 
-#include "core/flash/flash_technique.h"
 #include "core/technique.h"
 
 namespace tfb::linformer {
@@ -111,25 +109,6 @@ struct LinformerOptions {
     bind.Int("layer", &layer, 0, 1024, "this layer's place in its stack, from 0");
     bind.Int("k_step", &k_step, 0, 65536, "slots that each layer has fewer than the one before it");
   }
-};
-
-// The parameters are e and, unless shared, f, in f32: learned [tables, k, kv_tokens]; convolution
-// [tables, channels, channels, w] as [out, in, kernel], depthwise [tables, channels, w]; fit [batch
-// * tables, slots, kv_tokens], 0 until Setup has fitted it, which it does unless the caller has
-// given one. The definition takes the E that it is given, and fits it by the same code where that
-// is 0. Statistics: slots.
-class Linformer : public FlashTechnique<LinformerOptions> {
- public:
-  Linformer();
-
- protected:
-  absl::Status Check(const Problem& problem, const LinformerOptions& options) const override;
-  absl::StatusOr<NamedTensors> Draw(const Job& job) const override;
-  PlannedLayer::Fit MakeFit(const Problem& problem, const LinformerOptions& options) const override;
-  absl::StatusOr<FlashPlan> Describe(const Job& job) const override;
-  absl::Status Definition(const Problem& problem, const LinformerOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::linformer

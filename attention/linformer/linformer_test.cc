@@ -20,6 +20,8 @@
 namespace tfb::linformer {
 namespace {
 
+const Technique& Linformer() { return FindTechnique("linformer"); }
+
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -684,9 +686,9 @@ TEST(Linformer, AFitInsideAnotherLayerIsToItsKeysAndValues) {
     RunRequest request;
     request.options = {{"inner", inner}};
     const NamedTensors run =
-        RunTechnique(multi_head::MultiHead(), problem, ViewsOf(inputs), request).value();
+        RunTechnique(FindTechnique("multi_head"), problem, ViewsOf(inputs), request).value();
     const NamedTensors defined =
-        DefineTechnique(multi_head::MultiHead(), problem, ViewsOf(inputs), request).value();
+        DefineTechnique(FindTechnique("multi_head"), problem, ViewsOf(inputs), request).value();
     return MaxDifference(run.at("out").view(), defined.at("out").view());
   };
   EXPECT_LE(error("linformer[k=12,projection=fit]"), 2e-5);

@@ -4,14 +4,13 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/status.h"
 
 namespace tfb::multi_head {
 namespace {
-
-const bool registered = RegisterTechnique<MultiHead>();
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -89,56 +88,61 @@ class MultiHeadLayer : public Layer {
   layers::ProjectedAttention attention_;
 };
 
+class MultiHead : public TechniqueOf<MultiHeadOptions> {
+ public:
+  MultiHead() : TechniqueOf(Info()) {}
+
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override {
+    return layers::WithCounterpartInside<MultiHeadOptions>(*this, problem, options);
+  }
+
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const MultiHeadOptions& options) const override {
+    std::vector<TensorSpec> tensors = HiddenInputs(problem);
+    if (options.cross) {
+      tensors.push_back(
+          {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
+    }
+    tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+    layers::FurtherInputsOf(options.inner, problem).AddTo(&tensors);
+    return tensors;
+  }
+
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const MultiHeadOptions& options) const override {
+    std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+    for (TensorSpec& spec : layers::FurtherOutputsOf(options.inner, problem)) {
+      tensors.push_back(std::move(spec));
+    }
+    return tensors;
+  }
+
+  absl::Status Check(const Problem& problem, const MultiHeadOptions& options) const override {
+    if (options.cross || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("without cross, keys are of the same tokens as queries: kv_tokens is ",
+                     problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+  }
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const MultiHeadOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    return MultiHeadLayer::Create(problem, ReadTensors(problem, options),
+                                  WrittenTensors(problem, options), options, device, seed);
+  }
+
+  absl::Status Definition(const Problem& problem, const MultiHeadOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    layers::FurtherInputs further = layers::FurtherInputsOf(options.inner, problem);
+    return layers::DefineProjectedAttention(problem, options.inner, parameters, "",
+                                            InputsOf(inputs, further), request, outputs);
+  }
+};
+
+const bool registered = RegisterTechnique<MultiHead>();
+
 }  // namespace
-
-MultiHead::MultiHead() : TechniqueOf(Info()) {}
-
-std::vector<TensorSpec> MultiHead::ReadTensors(const Problem& problem,
-                                               const MultiHeadOptions& options) const {
-  std::vector<TensorSpec> tensors = HiddenInputs(problem);
-  if (options.cross) {
-    tensors.push_back(
-        {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
-  }
-  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
-  layers::FurtherInputsOf(options.inner, problem).AddTo(&tensors);
-  return tensors;
-}
-
-std::vector<TensorSpec> MultiHead::WrittenTensors(const Problem& problem,
-                                                  const MultiHeadOptions& options) const {
-  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
-  for (TensorSpec& spec : layers::FurtherOutputsOf(options.inner, problem)) {
-    tensors.push_back(std::move(spec));
-  }
-  return tensors;
-}
-
-absl::Status MultiHead::Check(const Problem& problem, const MultiHeadOptions& options) const {
-  if (options.cross || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("without cross, keys are of the same tokens as queries: kv_tokens is ",
-                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> MultiHead::MakeLayer(const Problem& problem,
-                                                            const MultiHeadOptions& options,
-                                                            Device device, uint64_t seed) const {
-  return MultiHeadLayer::Create(problem, ReadTensors(problem, options),
-                                WrittenTensors(problem, options), options, device, seed);
-}
-
-absl::Status MultiHead::Definition(const Problem& problem, const MultiHeadOptions& options,
-                                   const NamedTensors& parameters, const Inputs& inputs,
-                                   const DefinitionRequest& request, NamedTensors* outputs) const {
-  layers::FurtherInputs further = layers::FurtherInputsOf(options.inner, problem);
-  return layers::DefineProjectedAttention(problem, options.inner, parameters, "",
-                                          InputsOf(inputs, further), request, outputs);
-}
-
-absl::StatusOr<TechniqueSpec> MultiHead::Counterpart(const Problem& problem,
-                                                     const Options& options) const {
-  return layers::WithCounterpartInside<MultiHeadOptions>(*this, problem, options);
-}
-
 }  // namespace tfb::multi_head

@@ -26,8 +26,6 @@
 #ifndef TFB_ATTENTION_MULTI_HEAD_MULTI_HEAD_H_
 #define TFB_ATTENTION_MULTI_HEAD_MULTI_HEAD_H_
 
-#include <vector>
-
 #include "core/layers/attention/projected_attention.h"
 #include "core/technique.h"
 
@@ -44,36 +42,6 @@ struct MultiHeadOptions {
               "keys and values come from a second input, memory [batch, kv_tokens, model_dim]");
     bind.Bool("bias", &bias, "projections add biases");
   }
-};
-
-// MultiHead reads x [batch, query_tokens, model_dim], with `cross` memory, the optional key_mask,
-// and those of FurtherInputsOf. It writes out, and those of FurtherOutputsOf. Without `cross`
-// kv_tokens must be query_tokens. Its parameters are those of ProjectionSpecs, and the inner
-// technique's as inner.NAME. Its statistics are the inner layer's; on a GPU also cublas, 1 where
-// cuBLAS computes the projections.
-//
-// The layer reads whole sequences: it is no StreamingLayer, even where the inner technique's layer
-// is one.
-//
-// The counterpart is the same layer with the inner technique's counterpart inside.
-class MultiHead : public TechniqueOf<MultiHeadOptions> {
- public:
-  MultiHead();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::Status Check(const Problem& problem, const MultiHeadOptions& options) const override;
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const MultiHeadOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const MultiHeadOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const MultiHeadOptions& options) const override;
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
-                                         const MultiHeadOptions& options) const override;
 };
 
 }  // namespace tfb::multi_head

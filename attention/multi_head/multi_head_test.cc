@@ -20,6 +20,8 @@
 namespace tfb::multi_head {
 namespace {
 
+const Technique& MultiHead() { return FindTechnique("multi_head"); }
+
 using ::testing::HasSubstr;
 
 Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,8 +14,6 @@
 
 namespace tfb::performer {
 namespace {
-
-const bool registered = RegisterTechnique<Performer>();
 
 using Kernel = PerformerOptions::Kernel;
 
@@ -191,80 +190,86 @@ Row RowOf(const Formula& formula, const double* q, Keys* keys, double denominato
   return row;
 }
 
-}  // namespace
+class Performer : public TechniqueOf<PerformerOptions> {
+ public:
+  Performer() : TechniqueOf(Info()) {}
 
-Performer::Performer() : TechniqueOf(Info()) {}
-
-absl::Status Performer::Check(const Problem&, const PerformerOptions& options) const {
-  if (options.kernel != Kernel::kHyperbolic || options.features % 2 == 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("features is ", options.features,
-                   "; the hyperbolic kernel has two features a row of W: an even number"));
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& problem,
-                                                            const PerformerOptions& options,
-                                                            Device device, uint64_t seed) const {
-  LinearParameters parameters;
-  parameters.draw = [options, problem, seed](int64_t setups) {
-    return DrawW(options, problem, seed, setups);
-  };
-  parameters.redraw = options.redraw;
-  return MakeLinearLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
-                         MapOf(options, problem.head_dim), std::move(parameters));
-}
-
-absl::Status Performer::Definition(const Problem& problem, const PerformerOptions& options,
-                                   const NamedTensors& parameters, const Inputs& inputs,
-                                   const DefinitionRequest& request, NamedTensors* outputs) const {
-  const auto w = parameters.find("w");
-  if (w == parameters.end()) return absl::InvalidArgumentError("parameter w is missing");
-  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
-  const KeyMask is_token(inputs);
-  const DoubleTensor matrix(w->second.view());
-  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-  const int64_t row_count = static_cast<int64_t>(rows.size());
-  Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
-  Tensor lse(DType::kF64, {problem.batch, problem.query_heads, row_count});
-  Tensor weights;
-  if (request.weights) {
-    weights =
-        Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+ private:
+  absl::Status Check(const Problem&, const PerformerOptions& options) const override {
+    if (options.kernel != Kernel::kHyperbolic || options.features % 2 == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("features is ", options.features,
+                     "; the hyperbolic kernel has two features a row of W: an even number"));
   }
-  const auto define_row = [&](const Formula& formula, int64_t b, int64_t h, int64_t r, Keys* keys) {
-    std::vector<bool> sees, in_maximum;
-    for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-      const bool later = problem.causal && j > rows[r] + problem.causal_offset();
-      sees.push_back(is_token(b, j) && !later);
-      const bool all = options.key_maximum == PerformerOptions::KeyMaximum::kSequence;
-      in_maximum.push_back(is_token(b, j) && (all || !later));
-    }
-    const Row row =
-        RowOf(formula, q.Row(b, h, rows[r]), keys, options.denominator_epsilon, sees, in_maximum);
-    *lse.view().MutableAt<double>(b, h, r) = row.log_sum_exp;
-    double* y = out.view().MutableAt<double>(b, h, r);
-    std::fill_n(y, problem.value_dim, 0.0);
-    for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-      if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = row.weights[j];
-      if (!sees[j]) continue;
-      const double* value = v.Row(b, h / problem.group(), j);
-      AddTimes(row.weights[j], value, problem.value_dim, y);
-    }
-  };
-  ForEachRow(request.pool, problem.batch, problem.kv_heads, 1,
-             [&](int64_t b, int64_t kv_head, int64_t) {
-               const Formula formula(problem, options, matrix, kv_head);
-               Keys keys(formula, k, b, kv_head, problem.kv_tokens);
-               for (int64_t g = 0; g < problem.group(); ++g) {
-                 for (int64_t r = 0; r < row_count; ++r) {
-                   define_row(formula, b, kv_head * problem.group() + g, r, &keys);
-                 }
-               }
-             });
-  (*outputs)["out"] = std::move(out);
-  (*outputs)["log_sum_exp"] = std::move(lse);
-  if (request.weights) (*outputs)["weights"] = std::move(weights);
-  return absl::OkStatus();
-}
 
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const PerformerOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    LinearParameters parameters;
+    parameters.draw = [options, problem, seed](int64_t setups) {
+      return DrawW(options, problem, seed, setups);
+    };
+    parameters.redraw = options.redraw;
+    return MakeLinearLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
+                           MapOf(options, problem.head_dim), std::move(parameters));
+  }
+
+  absl::Status Definition(const Problem& problem, const PerformerOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const auto w = parameters.find("w");
+    if (w == parameters.end()) return absl::InvalidArgumentError("parameter w is missing");
+    const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
+    const KeyMask is_token(inputs);
+    const DoubleTensor matrix(w->second.view());
+    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+    const int64_t row_count = static_cast<int64_t>(rows.size());
+    Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
+    Tensor lse(DType::kF64, {problem.batch, problem.query_heads, row_count});
+    Tensor weights;
+    if (request.weights) {
+      weights =
+          Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+    }
+    const auto define_row = [&](const Formula& formula, int64_t b, int64_t h, int64_t r,
+                                Keys* keys) {
+      std::vector<bool> sees, in_maximum;
+      for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+        const bool later = problem.causal && j > rows[r] + problem.causal_offset();
+        sees.push_back(is_token(b, j) && !later);
+        const bool all = options.key_maximum == PerformerOptions::KeyMaximum::kSequence;
+        in_maximum.push_back(is_token(b, j) && (all || !later));
+      }
+      const Row row =
+          RowOf(formula, q.Row(b, h, rows[r]), keys, options.denominator_epsilon, sees, in_maximum);
+      *lse.view().MutableAt<double>(b, h, r) = row.log_sum_exp;
+      double* y = out.view().MutableAt<double>(b, h, r);
+      std::fill_n(y, problem.value_dim, 0.0);
+      for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+        if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = row.weights[j];
+        if (!sees[j]) continue;
+        const double* value = v.Row(b, h / problem.group(), j);
+        AddTimes(row.weights[j], value, problem.value_dim, y);
+      }
+    };
+    ForEachRow(request.pool, problem.batch, problem.kv_heads, 1,
+               [&](int64_t b, int64_t kv_head, int64_t) {
+                 const Formula formula(problem, options, matrix, kv_head);
+                 Keys keys(formula, k, b, kv_head, problem.kv_tokens);
+                 for (int64_t g = 0; g < problem.group(); ++g) {
+                   for (int64_t r = 0; r < row_count; ++r) {
+                     define_row(formula, b, kv_head * problem.group() + g, r, &keys);
+                   }
+                 }
+               });
+    (*outputs)["out"] = std::move(out);
+    (*outputs)["log_sum_exp"] = std::move(lse);
+    if (request.weights) (*outputs)["weights"] = std::move(weights);
+    return absl::OkStatus();
+  }
+};
+
+const bool registered = RegisterTechnique<Performer>();
+
+}  // namespace
 }  // namespace tfb::performer

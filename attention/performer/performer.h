@@ -51,7 +51,6 @@
 #define TFB_ATTENTION_PERFORMER_PERFORMER_H_
 
 #include <cstdint>
-#include <memory>
 
 #include "core/linear/feature_matrix.h"
 #include "core/technique.h"
@@ -105,22 +104,6 @@ struct PerformerOptions {
         "each Setup draws W anew, unless the caller has given one; the first keeps the seed's");
     bind.Bool("per_head", &per_head, "whether each key-value head has a matrix W of its own");
   }
-};
-
-// Performer has the parameter w f32, W: [rows of W, head_dim], or with per_head [kv_heads, rows of
-// W, head_dim], drawn from the seed.
-class Performer : public TechniqueOf<PerformerOptions> {
- public:
-  Performer();
-
- protected:
-  absl::Status Check(const Problem& problem, const PerformerOptions& options) const override;
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const PerformerOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const PerformerOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::performer

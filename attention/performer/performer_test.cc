@@ -17,6 +17,8 @@
 namespace tfb::performer {
 namespace {
 
+const Technique& Performer() { return FindTechnique("performer"); }
+
 using ::testing::HasSubstr;
 
 constexpr Device kCpu = Device::kCpu;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,8 +14,6 @@
 
 namespace tfb::rfa {
 namespace {
-
-const bool registered = RegisterTechnique<Rfa>();
 
 using Kernel = RfaOptions::Kernel;
 using Gate = RfaOptions::Gate;
@@ -160,96 +159,102 @@ double Held(double denominator, double floor) {
   return denominator < 0 ? -floor : floor;
 }
 
-}  // namespace
+class Rfa : public TechniqueOf<RfaOptions> {
+ public:
+  Rfa() : TechniqueOf(Info()) {}
 
-Rfa::Rfa() : TechniqueOf(Info()) {}
-
-std::vector<TensorSpec> Rfa::WrittenTensors(const Problem& problem, const RfaOptions&) const {
-  return {AttentionOutputs(problem)[0]};
-}
-
-absl::Status Rfa::Check(const Problem& problem, const RfaOptions& options) const {
-  if (options.kernel == Kernel::kGaussian && options.features % 2 != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("features is ", options.features,
-                     "; the gaussian kernel has a sine and a cosine a row: an even number"));
+ private:
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem, const RfaOptions&) const override {
+    return {AttentionOutputs(problem)[0]};
   }
-  if (options.gate != Gate::kNone && !problem.causal) {
-    return absl::InvalidArgumentError("gate key is for causal problems; allowed here is gate none");
-  }
-  return absl::OkStatus();
-}
 
-absl::StatusOr<std::unique_ptr<Layer>> Rfa::MakeLayer(const Problem& problem,
-                                                      const RfaOptions& options, Device device,
-                                                      uint64_t seed) const {
-  LinearParameters parameters;
-  parameters.draw = [options, problem, seed](int64_t setups) {
-    return DrawW(options, problem, seed, setups);
-  };
-  parameters.redraw = options.redraw;
-  if (options.gate == Gate::kKey) parameters.gate = DrawGate(options, problem, seed);
-  if (options.channel_scale) {
-    parameters.channel_scale = Tensor(DType::kF32, {problem.kv_heads, problem.head_dim});
-    Fill(parameters.channel_scale.view(), 1);
-  }
-  return MakeLinearLayer(problem, QkvInputs(problem), WrittenTensors(problem, options), device,
-                         MapOf(options), std::move(parameters));
-}
-
-absl::Status Rfa::Definition(const Problem& problem, const RfaOptions& options,
-                             const NamedTensors& parameters, const Inputs& inputs,
-                             const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_ASSIGN_OR_RETURN(const Parameters read, Parameters::Of(options, parameters));
-  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
-  const KeyMask mask(inputs);
-  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-  const int64_t row_count = static_cast<int64_t>(rows.size()), keys = problem.kv_tokens;
-  Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
-  Tensor weights;
-  if (request.weights) {
-    weights = Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, keys});
-  }
-  const auto define_head = [&](int64_t b, int64_t h, int64_t) {
-    const int64_t kv_head = h / problem.group();
-    const Formula formula(options, read, kv_head, problem.head_dim);
-    std::vector<bool> is_token(keys);
-    std::vector<std::vector<double>> phi_k;
-    std::vector<KeyGate> gates;
-    for (int64_t j = 0; j < keys; ++j) {
-      is_token[j] = mask(b, j);
-      phi_k.push_back(formula.Features(k.Row(b, kv_head, j)));
-      if (options.gate == Gate::kKey) gates.push_back(formula.GateOf(k.Row(b, kv_head, j)));
+  absl::Status Check(const Problem& problem, const RfaOptions& options) const override {
+    if (options.kernel == Kernel::kGaussian && options.features % 2 != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("features is ", options.features,
+                       "; the gaussian kernel has a sine and a cosine a row: an even number"));
     }
-    for (int64_t r = 0; r < row_count; ++r) {
-      const int64_t end = problem.causal
-                              ? std::clamp<int64_t>(rows[r] + problem.causal_offset() + 1, 0, keys)
-                              : keys;
-      const std::vector<double> factors = KeyFactors(is_token, gates, end);
-      const std::vector<double> phi_q = formula.Features(q.Row(b, h, rows[r]));
-      std::vector<double> products(keys, 0.0);
-      double denominator = 0;
-      for (int64_t j = 0; j < end; ++j) {
-        if (!is_token[j]) continue;
-        products[j] = factors[j] * Dot(phi_q.data(), phi_k[j].data(), phi_q.size());
-        denominator += products[j];
-      }
-      denominator = Held(denominator, options.denominator_floor);
-      double* y = out.view().MutableAt<double>(b, h, r);
-      std::fill_n(y, problem.value_dim, 0.0);
+    if (options.gate != Gate::kNone && !problem.causal) {
+      return absl::InvalidArgumentError(
+          "gate key is for causal problems; allowed here is gate none");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const RfaOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    LinearParameters parameters;
+    parameters.draw = [options, problem, seed](int64_t setups) {
+      return DrawW(options, problem, seed, setups);
+    };
+    parameters.redraw = options.redraw;
+    if (options.gate == Gate::kKey) parameters.gate = DrawGate(options, problem, seed);
+    if (options.channel_scale) {
+      parameters.channel_scale = Tensor(DType::kF32, {problem.kv_heads, problem.head_dim});
+      Fill(parameters.channel_scale.view(), 1);
+    }
+    return MakeLinearLayer(problem, QkvInputs(problem), WrittenTensors(problem, options), device,
+                           MapOf(options), std::move(parameters));
+  }
+
+  absl::Status Definition(const Problem& problem, const RfaOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    TFB_ASSIGN_OR_RETURN(const Parameters read, Parameters::Of(options, parameters));
+    const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
+    const KeyMask mask(inputs);
+    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+    const int64_t row_count = static_cast<int64_t>(rows.size()), keys = problem.kv_tokens;
+    Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
+    Tensor weights;
+    if (request.weights) {
+      weights = Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, keys});
+    }
+    const auto define_head = [&](int64_t b, int64_t h, int64_t) {
+      const int64_t kv_head = h / problem.group();
+      const Formula formula(options, read, kv_head, problem.head_dim);
+      std::vector<bool> is_token(keys);
+      std::vector<std::vector<double>> phi_k;
+      std::vector<KeyGate> gates;
       for (int64_t j = 0; j < keys; ++j) {
-        const double weight =
-            j < end && is_token[j] && denominator != 0 ? products[j] / denominator : 0;
-        if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = weight;
-        if (j >= end || !is_token[j]) continue;
-        AddTimes(weight, v.Row(b, kv_head, j), problem.value_dim, y);
+        is_token[j] = mask(b, j);
+        phi_k.push_back(formula.Features(k.Row(b, kv_head, j)));
+        if (options.gate == Gate::kKey) gates.push_back(formula.GateOf(k.Row(b, kv_head, j)));
       }
-    }
-  };
-  ForEachRow(request.pool, problem.batch, problem.query_heads, 1, define_head);
-  (*outputs)["out"] = std::move(out);
-  if (request.weights) (*outputs)["weights"] = std::move(weights);
-  return absl::OkStatus();
-}
+      for (int64_t r = 0; r < row_count; ++r) {
+        const int64_t end =
+            problem.causal ? std::clamp<int64_t>(rows[r] + problem.causal_offset() + 1, 0, keys)
+                           : keys;
+        const std::vector<double> factors = KeyFactors(is_token, gates, end);
+        const std::vector<double> phi_q = formula.Features(q.Row(b, h, rows[r]));
+        std::vector<double> products(keys, 0.0);
+        double denominator = 0;
+        for (int64_t j = 0; j < end; ++j) {
+          if (!is_token[j]) continue;
+          products[j] = factors[j] * Dot(phi_q.data(), phi_k[j].data(), phi_q.size());
+          denominator += products[j];
+        }
+        denominator = Held(denominator, options.denominator_floor);
+        double* y = out.view().MutableAt<double>(b, h, r);
+        std::fill_n(y, problem.value_dim, 0.0);
+        for (int64_t j = 0; j < keys; ++j) {
+          const double weight =
+              j < end && is_token[j] && denominator != 0 ? products[j] / denominator : 0;
+          if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = weight;
+          if (j >= end || !is_token[j]) continue;
+          AddTimes(weight, v.Row(b, kv_head, j), problem.value_dim, y);
+        }
+      }
+    };
+    ForEachRow(request.pool, problem.batch, problem.query_heads, 1, define_head);
+    (*outputs)["out"] = std::move(out);
+    if (request.weights) (*outputs)["weights"] = std::move(weights);
+    return absl::OkStatus();
+  }
+};
 
+const bool registered = RegisterTechnique<Rfa>();
+
+}  // namespace
 }  // namespace tfb::rfa

@@ -53,8 +53,6 @@
 #define TFB_ATTENTION_RFA_RFA_H_
 
 #include <cstdint>
-#include <memory>
-#include <vector>
 
 #include "core/technique.h"
 
@@ -99,24 +97,6 @@ struct RfaOptions {
         "redraw", &redraw,
         "each Setup draws W anew, unless the caller has given one; the first keeps the seed's");
   }
-};
-
-// The parameters of Rfa, in f32, are w [kv_heads, rows of W, head_dim], drawn from the seed; with a
-// gate `gate` [kv_heads, head_dim + 1], gate_w and then gate_b, of which the first is drawn from
-// N(0, 1 / head_dim); with channel_scale that [kv_heads, head_dim].
-class Rfa : public TechniqueOf<RfaOptions> {
- public:
-  Rfa();
-
- protected:
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem, const RfaOptions&) const override;
-  absl::Status Check(const Problem& problem, const RfaOptions& options) const override;
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const RfaOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const RfaOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::rfa

@@ -16,6 +16,8 @@
 namespace tfb::rfa {
 namespace {
 
+const Technique& Rfa() { return FindTechnique("rfa"); }
+
 using ::testing::HasSubstr;
 
 constexpr Device kCpu = Device::kCpu;

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/attention/projected_attention.h"
@@ -18,8 +19,6 @@ namespace tfb::reversible {
 namespace {
 
 using Output = ReversibleOptions::Output;
-
-const bool registered = RegisterTechnique<Reversible>();
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -211,73 +210,82 @@ absl::Status DefineInverse(const ReversibleNetwork& network, Tensor* first, Tens
   return absl::OkStatus();
 }
 
-Reversible::Reversible() : TechniqueOf(Info()) {}
+namespace {
 
-std::vector<TensorSpec> Reversible::ReadTensors(const Problem& problem,
-                                                const ReversibleOptions& options) const {
-  std::vector<TensorSpec> tensors = HiddenInputs(problem);
-  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
-  for (int64_t n = 0; n < options.layers; ++n) InputsOfF(options, problem, n).AddTo(&tensors);
-  return tensors;
-}
+class Reversible : public TechniqueOf<ReversibleOptions> {
+ public:
+  Reversible() : TechniqueOf(Info()) {}
 
-std::vector<TensorSpec> Reversible::WrittenTensors(const Problem& problem,
-                                                   const ReversibleOptions& options) const {
-  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
-  if (options.output == Output::kConcatenate) tensors[0].shape.back() *= 2;
-  return tensors;
-}
-
-absl::Status Reversible::Check(const Problem& problem, const ReversibleOptions& options) const {
-  if (problem.kv_tokens != problem.query_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
-                                                   problem.kv_tokens, "; allowed is query_tokens, ",
-                                                   problem.query_tokens));
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override {
+    TFB_ASSIGN_OR_RETURN(ReversibleOptions parsed, ParseOptions<ReversibleOptions>(options));
+    TFB_ASSIGN_OR_RETURN(parsed.f, layers::CounterpartOf(problem, parsed.f));
+    OptionBinder binder;
+    parsed.Describe(binder);
+    return TechniqueSpec{info().name, binder.Values()};
   }
-  return options.f.CheckCount("f", absl::StrCat("layers=", options.layers), {options.layers});
-}
 
-absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& problem,
-                                                             const ReversibleOptions& options,
-                                                             Device device, uint64_t seed) const {
-  NamedTensors parameters;
-  TFB_ASSIGN_OR_RETURN(ReversibleStack stack,
-                       ReversibleStack::Create(problem, options, device, seed, &parameters));
-  return std::make_unique<ReversibleLayer>(problem, ReadTensors(problem, options),
-                                           WrittenTensors(problem, options), options.output, device,
-                                           std::move(stack), std::move(parameters));
-}
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const ReversibleOptions& options) const override {
+    std::vector<TensorSpec> tensors = HiddenInputs(problem);
+    tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+    for (int64_t n = 0; n < options.layers; ++n) InputsOfF(options, problem, n).AddTo(&tensors);
+    return tensors;
+  }
 
-absl::Status Reversible::Definition(const Problem& problem, const ReversibleOptions& options,
-                                    const NamedTensors& parameters, const Inputs& inputs,
-                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
-  const ConstTensorView x = inputs.Get("x");
-  Tensor first(DType::kF64, x.shape());
-  CopyElements(x, first.view());
-  Tensor second = first.Clone();
-  TFB_RETURN_IF_ERROR(DefineForward(network, &first, &second));
-  if (options.output != Output::kConcatenate) {
-    AddTo(second, 1, &first);
-    for (double& y : first.span<double>()) y *= options.output == Output::kMean ? 0.5 : 1;
-    (*outputs)["out"] = std::move(first);
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const ReversibleOptions& options) const override {
+    std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+    if (options.output == Output::kConcatenate) tensors[0].shape.back() *= 2;
+    return tensors;
+  }
+
+  absl::Status Check(const Problem& problem, const ReversibleOptions& options) const override {
+    if (problem.kv_tokens != problem.query_tokens) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("reversible is self-attention: kv_tokens is ", problem.kv_tokens,
+                       "; allowed is query_tokens, ", problem.query_tokens));
+    }
+    return options.f.CheckCount("f", absl::StrCat("layers=", options.layers), {options.layers});
+  }
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const ReversibleOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    NamedTensors parameters;
+    TFB_ASSIGN_OR_RETURN(ReversibleStack stack,
+                         ReversibleStack::Create(problem, options, device, seed, &parameters));
+    return std::make_unique<ReversibleLayer>(problem, ReadTensors(problem, options),
+                                             WrittenTensors(problem, options), options.output,
+                                             device, std::move(stack), std::move(parameters));
+  }
+
+  absl::Status Definition(const Problem& problem, const ReversibleOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
+    const ConstTensorView x = inputs.Get("x");
+    Tensor first(DType::kF64, x.shape());
+    CopyElements(x, first.view());
+    Tensor second = first.Clone();
+    TFB_RETURN_IF_ERROR(DefineForward(network, &first, &second));
+    if (options.output != Output::kConcatenate) {
+      AddTo(second, 1, &first);
+      for (double& y : first.span<double>()) y *= options.output == Output::kMean ? 0.5 : 1;
+      (*outputs)["out"] = std::move(first);
+      return absl::OkStatus();
+    }
+    Tensor out(DType::kF64, WrittenTensors(problem, options)[0].shape);
+    const int64_t width = problem.model_dim();
+    CopyElements(first.view(), Slice(out.view(), 2, 0, width));
+    CopyElements(second.view(), Slice(out.view(), 2, width, width));
+    (*outputs)["out"] = std::move(out);
     return absl::OkStatus();
   }
-  Tensor out(DType::kF64, WrittenTensors(problem, options)[0].shape);
-  const int64_t width = problem.model_dim();
-  CopyElements(first.view(), Slice(out.view(), 2, 0, width));
-  CopyElements(second.view(), Slice(out.view(), 2, width, width));
-  (*outputs)["out"] = std::move(out);
-  return absl::OkStatus();
-}
+};
 
-absl::StatusOr<TechniqueSpec> Reversible::Counterpart(const Problem& problem,
-                                                      const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(ReversibleOptions parsed, ParseOptions<ReversibleOptions>(options));
-  TFB_ASSIGN_OR_RETURN(parsed.f, layers::CounterpartOf(problem, parsed.f));
-  OptionBinder binder;
-  parsed.Describe(binder);
-  return TechniqueSpec{info().name, binder.Values()};
-}
+const bool registered = RegisterTechnique<Reversible>();
 
+}  // namespace
 }  // namespace tfb::reversible

@@ -41,7 +41,6 @@
 #define TFB_MEMORY_REVERSIBLE_REVERSIBLE_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -61,36 +60,6 @@ struct ReversibleOptions {
   Output output = Output::kConcatenate;
 
   void Describe(OptionBinder& bind);
-};
-
-// Reversible reads x [batch, tokens, model_dim], the optional key_mask and the further inputs of f;
-// kv_tokens must be query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where
-// concatenated.
-//
-// The parameters, f32, are layerN.f.NAME, those of f; layerN.g.w1 [model_dim, inner], .b1, .w2,
-// .b2; layerN.f_norm and layerN.g_norm with .gamma and .beta [model_dim]. Matrices and biases of g
-// are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
-//
-// It returns InvalidArgument where f has another number of techniques than 1 or `layers`. The
-// counterpart is the same network with f's counterpart inside.
-class Reversible : public TechniqueOf<ReversibleOptions> {
- public:
-  Reversible();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::Status Check(const Problem& problem, const ReversibleOptions& options) const override;
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const ReversibleOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const ReversibleOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const ReversibleOptions& options) const override;
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
-                                         const ReversibleOptions& options) const override;
 };
 
 // The description of a network that both directions of the definition read.

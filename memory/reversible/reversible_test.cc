@@ -21,6 +21,8 @@
 namespace tfb::reversible {
 namespace {
 
+const Technique& Reversible() { return FindTechnique("reversible"); }
+
 using ::testing::HasSubstr;
 
 constexpr Device kCpu = Device::kCpu;

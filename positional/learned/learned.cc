@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
@@ -11,8 +12,6 @@
 
 namespace tfb::learned {
 namespace {
-
-const bool registered = RegisterTechnique<Learned>();
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -49,53 +48,58 @@ absl::StatusOr<layers::Encodings> RowsOfTokens(const Problem& problem,
   return encodings;
 }
 
-}  // namespace
+class Learned : public TechniqueOf<LearnedOptions> {
+ public:
+  Learned() : TechniqueOf(Info()) {}
 
-Learned::Learned() : TechniqueOf(Info()) {}
-
-std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem,
-                                             const LearnedOptions& options) const {
-  return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
-}
-
-absl::Status Learned::Check(const Problem& problem, const LearnedOptions& options) const {
-  if (options.position_offset + problem.query_tokens <= options.max_tokens) {
-    return absl::OkStatus();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override {
+    return layers::WithCounterpartInside<LearnedOptions>(*this, problem, options);
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "positions up to ", options.position_offset + problem.query_tokens - 1,
-      " are beyond the table: with position_offset ", options.position_offset, ", tokens are ",
-      problem.query_tokens, "; allowed by max_tokens ", options.max_tokens, " are at most ",
-      std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
-}
 
-absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem,
-                                                          const LearnedOptions& options,
-                                                          Device device, uint64_t seed) const {
-  const layers::ParameterSpec tables = {
-      "p", {options.tables(), options.max_tokens, problem.model_dim()}, 0, 0.02};
-  const auto encode = [=](const NamedTensors& parameters) {
-    return RowsOfTokens(problem, options, parameters);
-  };
-  return layers::CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode, device,
-                                        seed);
-}
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const LearnedOptions& options) const override {
+    return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
+  }
 
-absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& options,
-                                 const NamedTensors& parameters, const Inputs& inputs,
-                                 const DefinitionRequest& request, NamedTensors* outputs) const {
-  const DoubleTensor tables(parameters.at("p").view());
-  const auto encoding = [&](int64_t n, int64_t p, int64_t c) {
-    if (n > 0 && !options.per_layer) return 0.0;
-    return tables.Row(n, options.position_offset + p)[c];
-  };
-  return layers::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
-                                        inputs, request, outputs);
-}
+  absl::Status Check(const Problem& problem, const LearnedOptions& options) const override {
+    if (options.position_offset + problem.query_tokens <= options.max_tokens) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(absl::StrCat(
+        "positions up to ", options.position_offset + problem.query_tokens - 1,
+        " are beyond the table: with position_offset ", options.position_offset, ", tokens are ",
+        problem.query_tokens, "; allowed by max_tokens ", options.max_tokens, " are at most ",
+        std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
+  }
 
-absl::StatusOr<TechniqueSpec> Learned::Counterpart(const Problem& problem,
-                                                   const Options& options) const {
-  return layers::WithCounterpartInside<LearnedOptions>(*this, problem, options);
-}
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const LearnedOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    const layers::ParameterSpec tables = {
+        "p", {options.tables(), options.max_tokens, problem.model_dim()}, 0, 0.02};
+    const auto encode = [=](const NamedTensors& parameters) {
+      return RowsOfTokens(problem, options, parameters);
+    };
+    return layers::CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode,
+                                          device, seed);
+  }
 
+  absl::Status Definition(const Problem& problem, const LearnedOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const DoubleTensor tables(parameters.at("p").view());
+    const auto encoding = [&](int64_t n, int64_t p, int64_t c) {
+      if (n > 0 && !options.per_layer) return 0.0;
+      return tables.Row(n, options.position_offset + p)[c];
+    };
+    return layers::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
+                                          inputs, request, outputs);
+  }
+};
+
+const bool registered = RegisterTechnique<Learned>();
+
+}  // namespace
 }  // namespace tfb::learned

@@ -22,7 +22,6 @@
 #define TFB_POSITIONAL_LEARNED_LEARNED_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "core/layers/attention/projected_attention.h"
 #include "core/technique.h"
@@ -49,29 +48,6 @@ struct LearnedOptions {
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
-};
-
-// Learned is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
-// the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are p
-// [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are
-// several layers. `inner` is one technique for all layers, or one for each. It returns InvalidArgument
-// where a token is beyond the tables. The counterpart has the inner techniques' counterparts inside.
-class Learned : public TechniqueOf<LearnedOptions> {
- public:
-  Learned();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::Status Check(const Problem& problem, const LearnedOptions& options) const override;
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const LearnedOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const LearnedOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const LearnedOptions& options) const override;
 };
 
 }  // namespace tfb::learned

@@ -15,6 +15,8 @@
 namespace tfb::learned {
 namespace {
 
+const Technique& Learned() { return FindTechnique("learned"); }
+
 Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false) {
   return Problem::SelfAttention(2, heads, tokens, head_dim, causal);
 }
@@ -63,7 +65,7 @@ Tensor Reference(const Problem& problem, const Tensor& x, const Tensor& p, int64
       }
     }
   }
-  return RunOf(multi_head::MultiHead(), problem, ViewsOf(inputs), {{"inner", inner}}, own);
+  return RunOf(FindTechnique("multi_head"), problem, ViewsOf(inputs), {{"inner", inner}}, own);
 }
 
 constexpr int64_t kNoTable = -1;

@@ -10,6 +10,7 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
+#include "core/flash/flash_technique.h"
 #include "core/flash/rows.h"
 #include "core/workspace.h"
 #include "positional/shaw/shaw_cpu.h"
@@ -17,8 +18,6 @@
 
 namespace tfb::shaw {
 namespace {
-
-const bool registered = RegisterTechnique<Shaw>();
 
 ShawSizes SizesOf(const Problem& problem, const ShawOptions& options) {
   ShawSizes sizes = {};
@@ -151,75 +150,80 @@ class SoftmaxOfBins : public FlashStep {
   DeviceArray<float> value_table_;  // empty: none
 };
 
-}  // namespace
+class Shaw : public FlashTechnique<ShawOptions> {
+ public:
+  Shaw()
+      : FlashTechnique({"shaw", "positional", "Shaw relative positions",
+                        "Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155v2, section 3"}) {}
 
-Shaw::Shaw()
-    : FlashTechnique({"shaw", "positional", "Shaw relative positions",
-                      "Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155v2, section 3"}) {}
-
-absl::StatusOr<NamedTensors> Shaw::Draw(const Job& job) const {
-  const ShawSizes sizes = SizesOf(job.problem, job.options);
-  const auto table = [&](const char* name, int64_t channels) {
-    return NormalParameter{name, {sizes.table_heads, sizes.bins(), channels}, 0.1};
-  };
-  std::vector<NormalParameter> tables = {table("key_positions", sizes.head_dim)};
-  if (job.options.values) tables.push_back(table("value_positions", sizes.value_dim));
-  return DrawNormal(job.seed, tables);
-}
-
-// A softmax over the keys at distance k or more on each side. With k = 0 all are in one bin.
-absl::StatusOr<FlashPlan> Shaw::Describe(const Job& job) const {
-  const Problem& p = job.problem;
-  const int64_t k = job.options.max_distance, here = p.causal_offset();
-  FlashPlan plan = FlashPlan::Empty(p);
-  plan.AddStep<SoftmaxOfBins>(p, job.options, job.parameters);
-  for (int64_t part = 0; part < SizesOf(p, job.options).far_parts; ++part) {
-    plan.AddRows(TokenRange{0, p.query_tokens}).Writes(kFarRows[part], kFarLogSumExp[part]);
-    plan.AddPart().Causal();
-    if (k > 0 && part == 0) plan.Sees(BandPattern(-p.query_tokens, here - k));
-    if (k > 0 && part == 1) plan.Sees(BandPattern(here + k, p.kv_tokens));
+ private:
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
+    const ShawSizes sizes = SizesOf(job.problem, job.options);
+    const auto table = [&](const char* name, int64_t channels) {
+      return NormalParameter{name, {sizes.table_heads, sizes.bins(), channels}, 0.1};
+    };
+    std::vector<NormalParameter> tables = {table("key_positions", sizes.head_dim)};
+    if (job.options.values) tables.push_back(table("value_positions", sizes.value_dim));
+    return DrawNormal(job.seed, tables);
   }
-  return plan;
-}
 
-// P^V is added to v_j before the sum, pair by pair.
-absl::Status Shaw::Definition(const Problem& problem, const ShawOptions& options,
-                              const NamedTensors& parameters, const Inputs& inputs,
-                              const DefinitionRequest& request, NamedTensors* outputs) const {
-  const DoubleTensor q(inputs.Get("q")), keys(parameters.at("key_positions").view());
-  const int64_t k = options.max_distance, tables = options.per_head ? problem.query_heads : 1;
-  const auto rho = [&](int64_t i, int64_t j) {
-    return std::min(std::max(j - (i + problem.causal_offset()), -k), k) + k;
-  };
-  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
-  DefinitionRequest with_weights = request;
-  with_weights.weights = request.weights || options.values;
-  DefineMaskedAttention(
-      problem, inputs, with_weights, 0, [](int64_t, int64_t, int64_t) { return true; },
-      [&](int64_t b, int64_t h, int64_t i, int64_t j) {
-        return scale * Dot(q.Row(b, h, i), keys.Row(h % tables, rho(i, j)), problem.head_dim);
-      },
-      outputs);
-  if (!options.values) return absl::OkStatus();
-  const DoubleTensor values(parameters.at("value_positions").view());
-  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-  const ConstTensorView weights = outputs->at("weights").view();
-  const TensorView out = outputs->at("out").view();
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = 0; h < problem.query_heads; ++h) {
-      for (size_t r = 0; r < rows.size(); ++r) {
-        const double* weight = weights.At<double>(b, h, r);
-        double* y = out.MutableAt<double>(b, h, r);
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          if (weight[j] == 0) continue;
-          const double* position = values.Row(h % tables, rho(rows[r], j));
-          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += weight[j] * position[c];
+  // A softmax over the keys at distance k or more on each side. With k = 0 all are in one bin.
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    const Problem& p = job.problem;
+    const int64_t k = job.options.max_distance, here = p.causal_offset();
+    FlashPlan plan = FlashPlan::Empty(p);
+    plan.AddStep<SoftmaxOfBins>(p, job.options, job.parameters);
+    for (int64_t part = 0; part < SizesOf(p, job.options).far_parts; ++part) {
+      plan.AddRows(TokenRange{0, p.query_tokens}).Writes(kFarRows[part], kFarLogSumExp[part]);
+      plan.AddPart().Causal();
+      if (k > 0 && part == 0) plan.Sees(BandPattern(-p.query_tokens, here - k));
+      if (k > 0 && part == 1) plan.Sees(BandPattern(here + k, p.kv_tokens));
+    }
+    return plan;
+  }
+
+  // P^V is added to v_j before the sum, pair by pair.
+  absl::Status Definition(const Problem& problem, const ShawOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const DoubleTensor q(inputs.Get("q")), keys(parameters.at("key_positions").view());
+    const int64_t k = options.max_distance, tables = options.per_head ? problem.query_heads : 1;
+    const auto rho = [&](int64_t i, int64_t j) {
+      return std::min(std::max(j - (i + problem.causal_offset()), -k), k) + k;
+    };
+    const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+    DefinitionRequest with_weights = request;
+    with_weights.weights = request.weights || options.values;
+    DefineMaskedAttention(
+        problem, inputs, with_weights, 0, [](int64_t, int64_t, int64_t) { return true; },
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          return scale * Dot(q.Row(b, h, i), keys.Row(h % tables, rho(i, j)), problem.head_dim);
+        },
+        outputs);
+    if (!options.values) return absl::OkStatus();
+    const DoubleTensor values(parameters.at("value_positions").view());
+    const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+    const ConstTensorView weights = outputs->at("weights").view();
+    const TensorView out = outputs->at("out").view();
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (int64_t h = 0; h < problem.query_heads; ++h) {
+        for (size_t r = 0; r < rows.size(); ++r) {
+          const double* weight = weights.At<double>(b, h, r);
+          double* y = out.MutableAt<double>(b, h, r);
+          for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+            if (weight[j] == 0) continue;
+            const double* position = values.Row(h % tables, rho(rows[r], j));
+            for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += weight[j] * position[c];
+          }
         }
       }
     }
+    if (!request.weights) outputs->erase("weights");
+    return absl::OkStatus();
   }
-  if (!request.weights) outputs->erase("weights");
-  return absl::OkStatus();
-}
+};
 
+const bool registered = RegisterTechnique<Shaw>();
+
+}  // namespace
 }  // namespace tfb::shaw

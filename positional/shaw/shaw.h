@@ -25,7 +25,6 @@
 
 #include <cstdint>
 
-#include "core/flash/flash_technique.h"
 #include "core/technique.h"
 
 namespace tfb::shaw {
@@ -40,21 +39,6 @@ struct ShawOptions {
     bind.Bool("per_head", &per_head, "tables for each head; else one for all");
     bind.Bool("values", &values, "positions join the values too, not the keys alone");
   }
-};
-
-// The parameters, f32, are T = query_heads tables where they are per head, else 1: key_positions
-// [T, 2k + 1, head_dim] and, with `values`, value_positions [T, 2k + 1, value_dim]; drawn N(0,
-// 0.1^2). Row rho is the offset rho - k.
-class Shaw : public FlashTechnique<ShawOptions> {
- public:
-  Shaw();
-
- protected:
-  absl::StatusOr<NamedTensors> Draw(const Job& job) const override;
-  absl::StatusOr<FlashPlan> Describe(const Job& job) const override;
-  absl::Status Definition(const Problem& problem, const ShawOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::shaw

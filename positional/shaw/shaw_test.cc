@@ -12,6 +12,8 @@
 namespace tfb::shaw {
 namespace {
 
+const Technique& Shaw() { return FindTechnique("shaw"); }
+
 Options K(int64_t max_distance) { return {{"max_distance", std::to_string(max_distance)}}; }
 
 // Returns tables N(0, 1), so that an error in any of them is visible.

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "core/layers/attention/encoded_attention.h"
 #include "core/layers/layer_definitions.h"
@@ -10,8 +11,6 @@
 
 namespace tfb::sinusoidal {
 namespace {
-
-const bool registered = RegisterTechnique<Sinusoidal>();
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -36,43 +35,48 @@ layers::EncodedAttentionPlan PlanOf(const Problem& problem, const SinusoidalOpti
   return plan;
 }
 
+class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
+ public:
+  Sinusoidal() : TechniqueOf(Info()) {}
+
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override {
+    return layers::WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
+  }
+
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const SinusoidalOptions& options) const override {
+    return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
+  }
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const SinusoidalOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    const auto encode = [=](const NamedTensors&) -> absl::StatusOr<layers::Encodings> {
+      TFB_ASSIGN_OR_RETURN(Tensor table, Sinusoids(options.position_offset, problem.query_tokens,
+                                                   problem.model_dim(), options.form));
+      layers::Encodings encodings;
+      encodings.positions = std::move(table);
+      return encodings;
+    };
+    return layers::CreateEncodedAttention(problem, PlanOf(problem, options), {}, encode, device,
+                                          seed);
+  }
+
+  absl::Status Definition(const Problem& problem, const SinusoidalOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const auto encoding = [&](int64_t, int64_t p, int64_t c) {
+      return layers::DefineSinusoid(options.form, problem.model_dim(), options.position_offset + p,
+                                    c);
+    };
+    return layers::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
+                                          inputs, request, outputs);
+  }
+};
+
+const bool registered = RegisterTechnique<Sinusoidal>();
+
 }  // namespace
-
-Sinusoidal::Sinusoidal() : TechniqueOf(Info()) {}
-
-std::vector<TensorSpec> Sinusoidal::ReadTensors(const Problem& problem,
-                                                const SinusoidalOptions& options) const {
-  return layers::EncodedAttentionInputs(problem, PlanOf(problem, options));
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> Sinusoidal::MakeLayer(const Problem& problem,
-                                                             const SinusoidalOptions& options,
-                                                             Device device, uint64_t seed) const {
-  const auto encode = [=](const NamedTensors&) -> absl::StatusOr<layers::Encodings> {
-    TFB_ASSIGN_OR_RETURN(Tensor table, Sinusoids(options.position_offset, problem.query_tokens,
-                                                 problem.model_dim(), options.form));
-    layers::Encodings encodings;
-    encodings.positions = std::move(table);
-    return encodings;
-  };
-  return layers::CreateEncodedAttention(problem, PlanOf(problem, options), {}, encode, device,
-                                        seed);
-}
-
-absl::Status Sinusoidal::Definition(const Problem& problem, const SinusoidalOptions& options,
-                                    const NamedTensors& parameters, const Inputs& inputs,
-                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  const auto encoding = [&](int64_t, int64_t p, int64_t c) {
-    return layers::DefineSinusoid(options.form, problem.model_dim(), options.position_offset + p,
-                                  c);
-  };
-  return layers::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
-                                        inputs, request, outputs);
-}
-
-absl::StatusOr<TechniqueSpec> Sinusoidal::Counterpart(const Problem& problem,
-                                                      const Options& options) const {
-  return layers::WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
-}
-
 }  // namespace tfb::sinusoidal

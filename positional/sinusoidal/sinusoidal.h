@@ -24,7 +24,6 @@
 #define TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "core/layers/attention/projected_attention.h"
 #include "core/layers/sinusoid.h"
@@ -60,26 +59,6 @@ struct SinusoidalOptions {
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
-};
-
-// Sinusoidal is self-attention on x [batch, tokens, model_dim], with the optional key_mask
-// and the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are
-// those of multi_head. The counterpart has the inner technique's counterpart inside.
-class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
- public:
-  Sinusoidal();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const SinusoidalOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const SinusoidalOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const SinusoidalOptions& options) const override;
 };
 
 }  // namespace tfb::sinusoidal

@@ -18,6 +18,8 @@
 namespace tfb::sinusoidal {
 namespace {
 
+const Technique& Sinusoidal() { return FindTechnique("sinusoidal"); }
+
 using ::testing::HasSubstr;
 
 constexpr SinusoidLayout kLayouts[] = {SinusoidLayout::kInterleaved, SinusoidLayout::kConcatenated};
@@ -171,7 +173,7 @@ TEST(Sinusoidal, IsMultiHeadAttentionOnEncodedHiddenStates) {
       NamedTensors encoded;
       encoded["x"] = Encoded(inputs.at("x"), scaled ? 4 : 1, Sinusoids(1000, 70, 16, {}).value());
       const Tensor expected =
-          RunOf(multi_head::MultiHead(), problem, ViewsOf(encoded), {{"inner", inner}});
+          RunOf(FindTechnique("multi_head"), problem, ViewsOf(encoded), {{"inner", inner}});
       for (const Device device : kHostDevices) {
         const Options options = {{"inner", inner},
                                  {"position_offset", "1000"},

@@ -2,13 +2,12 @@
 
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "core/layers/attention/encoded_attention.h"
 
 namespace tfb::universal {
 namespace {
-
-const bool registered = RegisterTechnique<Universal>();
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -34,40 +33,45 @@ layers::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
   return plan;
 }
 
+class Universal : public TechniqueOf<UniversalOptions> {
+ public:
+  Universal() : TechniqueOf(Info()) {}
+
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override {
+    return layers::WithCounterpartInside<UniversalOptions>(*this, problem, options);
+  }
+
+ private:
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const UniversalOptions& options) const override {
+    return layers::EncodedAttentionInputs(problem, PlanOf(options));
+  }
+
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const UniversalOptions& options, Device device,
+                                                   uint64_t seed) const override {
+    const int64_t width = problem.model_dim();
+    const auto encode = [=](const NamedTensors& parameters) {
+      return layers::PositionsAndTimes(options.encoding, problem.query_tokens, options.steps, width,
+                                       parameters);
+    };
+    return layers::CreateEncodedAttention(
+        problem, PlanOf(options), layers::TimeParameters(options.encoding, options.steps, width),
+        encode, device, seed);
+  }
+
+  absl::Status Definition(const Problem& problem, const UniversalOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    return layers::DefineEncodedAttention(
+        problem, PlanOf(options),
+        layers::DefinedPositionTime(options.encoding, problem.model_dim(), parameters), parameters,
+        inputs, request, outputs);
+  }
+};
+
+const bool registered = RegisterTechnique<Universal>();
+
 }  // namespace
-
-Universal::Universal() : TechniqueOf(Info()) {}
-
-std::vector<TensorSpec> Universal::ReadTensors(const Problem& problem,
-                                               const UniversalOptions& options) const {
-  return layers::EncodedAttentionInputs(problem, PlanOf(options));
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& problem,
-                                                            const UniversalOptions& options,
-                                                            Device device, uint64_t seed) const {
-  const int64_t width = problem.model_dim();
-  const auto encode = [=](const NamedTensors& parameters) {
-    return layers::PositionsAndTimes(options.encoding, problem.query_tokens, options.steps, width,
-                                     parameters);
-  };
-  return layers::CreateEncodedAttention(
-      problem, PlanOf(options), layers::TimeParameters(options.encoding, options.steps, width),
-      encode, device, seed);
-}
-
-absl::Status Universal::Definition(const Problem& problem, const UniversalOptions& options,
-                                   const NamedTensors& parameters, const Inputs& inputs,
-                                   const DefinitionRequest& request, NamedTensors* outputs) const {
-  return layers::DefineEncodedAttention(
-      problem, PlanOf(options),
-      layers::DefinedPositionTime(options.encoding, problem.model_dim(), parameters), parameters,
-      inputs, request, outputs);
-}
-
-absl::StatusOr<TechniqueSpec> Universal::Counterpart(const Problem& problem,
-                                                     const Options& options) const {
-  return layers::WithCounterpartInside<UniversalOptions>(*this, problem, options);
-}
-
 }  // namespace tfb::universal

@@ -25,7 +25,6 @@
 #define TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_
 
 #include <cstdint>
-#include <vector>
 
 #include "core/layers/attention/position_time.h"
 #include "core/layers/attention/projected_attention.h"
@@ -45,27 +44,6 @@ struct UniversalOptions {
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
-};
-
-// Universal is self-attention on x [batch, tokens, model_dim], with the optional key_mask
-// and the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are
-// those of multi_head, and with time=learned t [steps, model_dim]. The counterpart has the inner
-// technique's counterpart inside.
-class Universal : public TechniqueOf<UniversalOptions> {
- public:
-  Universal();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const UniversalOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const UniversalOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const UniversalOptions& options) const override;
 };
 
 }  // namespace tfb::universal

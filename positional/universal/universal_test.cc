@@ -14,6 +14,8 @@
 namespace tfb::universal {
 namespace {
 
+const Technique& Universal() { return FindTechnique("universal"); }
+
 Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false) {
   return Problem::SelfAttention(2, heads, tokens, head_dim, causal);
 }
@@ -80,7 +82,7 @@ TEST(Universal, OneStepIsTheSinusoidalEncodingOfAHiddenStateThatHasOneRowAddedTo
   for (const int64_t step : {1, 5}) {
     NamedTensors shifted;
     shifted["x"] = WithRow(inputs.at("x"), step);
-    const Tensor expected = RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(shifted),
+    const Tensor expected = RunOf(FindTechnique("sinusoidal"), problem, ViewsOf(shifted),
                                   {{"position_offset", "3"}}, parameters);
     const Options options = {
         {"steps", "1"}, {"first_step", std::to_string(step)}, {"position_offset", "3"}};
@@ -97,7 +99,8 @@ TEST(Universal, StepsAreApplicationsOfTheSameAttention) {
     h["x"] = inputs.at("x").Clone();
     for (int64_t step = 1; step <= 3; ++step) {
       h["x"] = WithRow(h["x"], step);
-      h["x"] = RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(h), {{"inner", inner}}, parameters);
+      h["x"] =
+          RunOf(FindTechnique("sinusoidal"), problem, ViewsOf(h), {{"inner", inner}}, parameters);
     }
     for (const Device device : kHostDevices) {
       const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs),
@@ -134,7 +137,7 @@ TEST(Universal, WithoutTimeOneStepIsTheSinusoidalEncoding) {
     if (name != "t") without_times[name] = tensor.Clone();
   }
   const Tensor expected =
-      RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(inputs), {}, without_times);
+      RunOf(FindTechnique("sinusoidal"), problem, ViewsOf(inputs), {}, without_times);
   const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs), options, parameters);
   EXPECT_EQ(MaxDifference(out.view(), expected.view()), 0);
 }
