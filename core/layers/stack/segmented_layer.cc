@@ -95,11 +95,14 @@ TensorView SegmentedLayer::LayOutHidden(int64_t tokens, Workspace& workspace) co
 
 // A block's workspace covers the final norm's.
 size_t SegmentedLayer::workspace_bytes(int threads) const {
+  if (threads == asked_threads_) return asked_bytes_;
   size_t of_block = 0;
   for (const auto& block : blocks_) of_block = std::max(of_block, block->workspace_bytes(threads));
-  return of_block + Workspace::Measure([this](Workspace& workspace) {
-           LayOutHidden(max_segment_tokens(), workspace);
-         });
+  asked_threads_ = threads;
+  asked_bytes_ = of_block + Workspace::Measure([this](Workspace& workspace) {
+                   LayOutHidden(max_segment_tokens(), workspace);
+                 });
+  return asked_bytes_;
 }
 
 Cost SegmentedLayer::cost() const {

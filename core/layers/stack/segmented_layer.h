@@ -98,6 +98,9 @@ class SegmentedLayer final : public StreamingLayer {
   LayerNorm final_norm_;
   TensorView final_memories_;    // of a Run; empty where the caller does not want them
   bool is_at_beginning_ = true;  // of a stream
+  // The answer of the last workspace_bytes, which every call asks again: it walks all layers.
+  mutable int asked_threads_ = -1;
+  mutable size_t asked_bytes_ = 0;
 };
 
 }  // namespace tfb::layers
