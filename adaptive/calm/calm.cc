@@ -159,9 +159,9 @@ absl::Status Calm::Check(const Problem& problem, const CalmOptions& options) con
 absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
                                                        const CalmOptions& options, Device device,
                                                        uint64_t seed) const {
-  return layers::ExitStackLayer::Create(problem, options, device, seed,
-                                        std::make_unique<ConfidenceRule>(device, problem, options),
-                                        ConfidenceParameters(problem, options));
+  return layers::MakeExitStack(problem, options, device, seed,
+                               std::make_unique<ConfidenceRule>(device, problem, options),
+                               ConfidenceParameters(problem, options));
 }
 
 absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options,

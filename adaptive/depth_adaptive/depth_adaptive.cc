@@ -257,8 +257,8 @@ absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& p
   } else {
     TFB_ASSIGN_OR_RETURN(rule, ClassifierRule::Create(device, problem, options));
   }
-  return layers::ExitStackLayer::Create(problem, options, device, seed, std::move(rule),
-                                        ClassifierParameters(problem, options));
+  return layers::MakeExitStack(problem, options, device, seed, std::move(rule),
+                               ClassifierParameters(problem, options));
 }
 
 absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdaptiveOptions& options,

@@ -16,4 +16,13 @@ absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& 
   return ForEachInRows(device, call.to.dim(0) * call.rows, call.to.dim(2), copy, execution);
 }
 
+absl::Status CopyAllRows(Device device, const ConstTensorView& from, const TensorView& to,
+                         const Execution& execution) {
+  CopyRowsCall copy;
+  copy.from = from;
+  copy.to = to;
+  copy.rows = from.dim(1);
+  return CopyRows(device, copy, execution);
+}
+
 }  // namespace tfb

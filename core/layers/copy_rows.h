@@ -30,6 +30,9 @@ struct CopyRowsCall {
 };
 // Copies the rows. It allocates nothing; on CUDA it enqueues on the stream.
 absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution);
+// Copies all rows of `from` to the first places of `to`.
+absl::Status CopyAllRows(Device device, const ConstTensorView& from, const TensorView& to,
+                         const Execution& execution);
 
 }  // namespace tfb
 

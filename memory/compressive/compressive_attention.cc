@@ -5,7 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/layers/attention/relative_attention.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/stack/segmented_layer.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
 
@@ -23,6 +25,11 @@ TensorView Part(const TensorView& view, int64_t n, int64_t width) {
 // Returns a tensor of fewer rows in the memory of scratch.
 TensorView Sized(const TensorView& scratch, int64_t rows) {
   return TensorView(scratch.mutable_data(), scratch.dtype, {scratch.dim(0), rows, scratch.dim(2)});
+}
+// Returns layer n of [batch, layers, tokens] as [batch, tokens, 1].
+template <class View>
+View UseOfLayer(const View& view, int64_t n) {
+  return Transpose(Slice(view, 1, n, 1), 1, 2);
 }
 // Returns [batch, heads, 1, head_dim] as the same token `count` times.
 TensorView Repeated(TensorView token, int64_t count) {
@@ -43,13 +50,6 @@ void RunView::Set(int64_t first, int64_t count, int64_t queries) {
   if (count > 0 && device_ == Device::kCpu) {
     schedule_ = &schedules_.Build(queries, kv_tokens_, band_);
   }
-}
-
-void CompressiveSegment::Set(int64_t begin, int64_t tokens) {
-  begin_ = begin;
-  own_.Set(begin, tokens, queues_.Left(begin));
-  const int64_t count = queues_.MemoryRows(begin);
-  rows_.Set(queues_.Rows(begin) - count, count, tokens);
 }
 
 // ---- Attention of content alone ----
@@ -85,25 +85,47 @@ absl::Status ContentAttention::Run(const TensorView& q, const TensorView& k, con
   return engine_.Run(problem, call, execution);
 }
 
+// ---- What the layers share ----
+
+absl::StatusOr<CompressiveSegment> CompressiveSegment::Create(Device device, const Problem& problem,
+                                                              const CompressiveOptions& options) {
+  CompressiveSegment segment(device, problem, options);
+  const MemoryQueues& queues = segment.queues_;
+  if (!queues.compresses()) return segment;
+  TFB_ASSIGN_OR_RETURN(ContentAttention content,
+                       ContentAttention::Create(device, problem, segment.longest(),
+                                                queues.max_blocks() * options.compression));
+  segment.content_.emplace(std::move(content));
+  return segment;
+}
+
+void CompressiveSegment::Begin(int64_t tokens) {
+  const int64_t begin = end_, count = queues_.MemoryRows(begin);
+  end_ += tokens;
+  own_.Set(begin, tokens, queues_.Left(begin));
+  rows_.Set(queues_.Rows(begin) - count, count, tokens);
+}
+
 // ---- The layer's attention ----
 
-absl::StatusOr<CompressiveAttention> CompressiveAttention::Create(Device device,
-                                                                  const Problem& problem,
-                                                                  const CompressiveOptions& options,
-                                                                  int64_t longest) {
-  CompressiveAttention attention(device, problem, options, longest);
-  const MemoryQueues& queues = attention.queues_;
-  TFB_ASSIGN_OR_RETURN(attention.tokens_,
-                       KeyValueCache::Create(device, problem, options.memory + longest));
+absl::StatusOr<std::unique_ptr<CompressiveAttention>> CompressiveAttention::Create(
+    CompressiveSegment* segment, int64_t n) {
+  std::unique_ptr<CompressiveAttention> attention(new CompressiveAttention(segment, n));
+  const Device device = segment->device();
+  const Problem& problem = segment->problem();
+  const CompressiveOptions& options = segment->options();
+  const MemoryQueues& queues = segment->queues();
+  TFB_ASSIGN_OR_RETURN(attention->tokens_,
+                       KeyValueCache::Create(device, problem, options.memory + segment->longest()));
   if (!queues.compresses()) return attention;
   TFB_ASSIGN_OR_RETURN(
-      attention.rows_,
+      attention->rows_,
       KeyValueCache::Create(device, problem, options.compressed_memory + queues.max_blocks()));
   TFB_ASSIGN_OR_RETURN(
-      attention.hidden_,
+      attention->hidden_,
       DeviceArray<float>::Allocate(device, problem.batch * queues.places() * problem.model_dim()));
-  if (attention.chooses()) {
-    TFB_ASSIGN_OR_RETURN(attention.use_,
+  if (attention->chooses()) {
+    TFB_ASSIGN_OR_RETURN(attention->use_,
                          DeviceArray<float>::Allocate(device, problem.batch * queues.places()));
   }
   return attention;
@@ -111,34 +133,33 @@ absl::StatusOr<CompressiveAttention> CompressiveAttention::Create(Device device,
 
 Problem CompressiveAttention::LargestCall() const {
   Problem largest = problem_;
-  largest.query_tokens = longest_;
+  largest.query_tokens = segment_.longest();
   // A window begins within its first tile, so that there are up to a tile of keys more.
   largest.kv_tokens =
-      std::max(options_.memory + longest_, options_.compressed_memory) + kFlashTile - 1;
+      std::max(options_.memory + segment_.longest(), options_.compressed_memory) + kFlashTile - 1;
   return largest;
 }
 
-absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t n,
-                                         const layers::DistanceRange& range,
-                                         const ConstTensorView& sinusoids,
+absl::Status CompressiveAttention::Setup(const NamedTensors& parameters,
+                                         const layers::Distances& distances,
                                          const Execution& execution) {
-  range_ = range;
+  range_ = distances.range;
   const layers::StackSizes sizes = CompressiveSizes(problem_, options_);
   const layers::RelativeAttention::Parameters own =
-      layers::RelativeAttention::ParametersOf(parameters, sizes, n);
+      layers::RelativeAttention::ParametersOf(parameters, sizes, n_);
   TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {own.w_q, own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(keys_and_values_, PackedMatrix::Create(device_, {own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, own.w_o));
-  TFB_ASSIGN_OR_RETURN(compression_, Compression::Create(device_, options_, parameters, n));
-  TFB_ASSIGN_OR_RETURN(const Tensor distances,
-                       KeysOfDistances(parameters, n, sinusoids, execution.pool));
-  positions_ = layers::RelativePositions::FromTable(distances.view(), own.positions.u,
-                                                    own.positions.v, range, /*here=*/0);
+  TFB_ASSIGN_OR_RETURN(compression_, Compression::Create(device_, options_, parameters, n_));
+  TFB_ASSIGN_OR_RETURN(const Tensor keys,
+                       KeysOfDistances(parameters, distances.sinusoids, execution.pool));
+  positions_ = layers::RelativePositions::FromTable(keys.view(), own.positions.u, own.positions.v,
+                                                    range_, /*here=*/0);
   ScoreRule rule;
   positions_.AddTo(&rule);
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
   if (chooses() && queues_.compresses()) {
-    TFB_RETURN_IF_ERROR(SetupUse(own.positions, distances.view()));
+    TFB_RETURN_IF_ERROR(SetupUse(own.positions, keys.view()));
   }
   if (queues_.starts_full()) {
     TFB_ASSIGN_OR_RETURN(zeros_, DeviceArray<float>::Create(
@@ -149,10 +170,9 @@ absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t
 }
 
 absl::StatusOr<Tensor> CompressiveAttention::KeysOfDistances(const NamedTensors& parameters,
-                                                             int64_t n,
                                                              const ConstTensorView& sinusoids,
                                                              ThreadPool* pool) const {
-  const std::string layer = layers::LayerPrefix(n);
+  const std::string layer = layers::LayerPrefix(n_);
   if (!options_.learned_positions) {
     return layers::ProjectSinusoids(sinusoids, parameters.at(layer + "w_r").view(), pool);
   }
@@ -218,8 +238,10 @@ CompressiveAttention::Scratch CompressiveAttention::LayOut(int64_t tokens,
   return scratch;
 }
 
-size_t CompressiveAttention::workspace_bytes(size_t content_bytes, int threads) const {
-  const int64_t width = problem_.model_dim(), rows = problem_.batch * longest_;
+size_t CompressiveAttention::workspace_bytes(int threads) const {
+  const size_t content_bytes =
+      segment_.content() == nullptr ? 0 : segment_.content()->workspace_bytes(threads);
+  const int64_t width = problem_.model_dim(), rows = problem_.batch * segment_.longest();
   size_t step = std::max({content_bytes, LayerNorm::workspace_bytes(device_, width, threads),
                           MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
                           FlashEngine::StreamWorkspaceBytes(device_, LargestCall(),
@@ -230,19 +252,20 @@ size_t CompressiveAttention::workspace_bytes(size_t content_bytes, int threads) 
          Compression::workspace_bytes(device_, options_, problem_.batch, queues_.max_blocks(),
                                       width, threads)});
   }
-  return step + Workspace::Measure([&](Workspace& workspace) { LayOut(longest_, workspace); });
+  return step +
+         Workspace::Measure([&](Workspace& workspace) { LayOut(segment_.longest(), workspace); });
 }
 
-absl::Status CompressiveAttention::Append(const Call& call, const Execution& execution) {
+absl::Status CompressiveAttention::Run(const Call& call, const Execution& execution) {
   Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(call.segment.tokens(), workspace);
+  const Scratch scratch = LayOut(call.segment.tokens, workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  if (queues_.starts_full() && call.segment.is_first()) {
+  if (queues_.starts_full() && segment_.is_first()) {
     TFB_RETURN_IF_ERROR(AppendZeros(call, scratch, rest));
   }
   // The rows are kept before y, which may be the same memory, is written.
-  TFB_RETURN_IF_ERROR(Remember(call.hidden, call.segment.tokens(), call.segment.begin(), rest));
+  TFB_RETURN_IF_ERROR(Remember(call.residual, call.segment.tokens, segment_.begin(), rest));
   TFB_RETURN_IF_ERROR(Attend(call, scratch, rest));
   TFB_RETURN_IF_ERROR(MatMul(output_, {scratch.own.out, call.residual, call.y}, rest));
   return Compress(call, scratch, rest);
@@ -272,60 +295,88 @@ absl::StatusOr<CompressiveAttention::KeysAndValues> CompressiveAttention::Projec
                        Heads(Part(projected, 1, width), heads)};
 }
 
-absl::Status CompressiveAttention::RecallTokens(const LayerNorm* norm, const ConstTensorView& rows,
-                                                const Execution& execution) {
+absl::Status CompressiveAttention::Recall(const Inputs& given, const LayerNorm* norm,
+                                          const Execution& execution) {
+  const auto recall = [&](const char* name, KeyValueCache* cache) -> absl::Status {
+    const ConstTensorView rows = given.Get(name);
+    if (rows.empty()) return absl::OkStatus();
+    return layers::InPieces(
+        layers::OfLayer(rows, n_), segment_.longest(),
+        [&](const ConstTensorView& piece) { return RecallRows(norm, piece, cache, execution); });
+  };
+  TFB_RETURN_IF_ERROR(recall(layers::kMemories, &tokens_));
+  TFB_RETURN_IF_ERROR(recall(kCompressed, &rows_));
+  const ConstTensorView use = given.Get(kWaitingUse);
+  if (use.empty()) return absl::OkStatus();
+  return CopyAllRows(device_, UseOfLayer(use, n_), use_rows(), execution);
+}
+
+absl::Status CompressiveAttention::RecallRows(const LayerNorm* norm, const ConstTensorView& rows,
+                                              KeyValueCache* cache, const Execution& execution) {
   Workspace workspace(execution.workspace);
   const Scratch scratch = LayOut(rows.dim(1), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(Remember(rows, rows.dim(1), tokens_.tokens(), rest));
+  if (cache == &tokens_) {
+    TFB_RETURN_IF_ERROR(Remember(rows, rows.dim(1), tokens_.tokens(), rest));
+  }
   TFB_ASSIGN_OR_RETURN(const KeysAndValues earlier, ProjectEarlier(norm, rows, scratch, rest));
-  return tokens_.Append(earlier.k, earlier.v, rest);
+  return cache->Append(earlier.k, earlier.v, rest);
 }
 
-absl::Status CompressiveAttention::RecallCompressed(const LayerNorm* norm,
-                                                    const ConstTensorView& rows,
-                                                    const Execution& execution) {
-  Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(rows.dim(1), workspace);
-  Execution rest = execution;
-  rest.workspace = workspace.Rest();
-  TFB_ASSIGN_OR_RETURN(const KeysAndValues earlier, ProjectEarlier(norm, rows, scratch, rest));
-  return rows_.Append(earlier.k, earlier.v, rest);
-}
-
-absl::Status CompressiveAttention::RecallUse(const ConstTensorView& use,
-                                             const Execution& execution) {
-  CopyRowsCall copy;
-  copy.from = use;
-  copy.to = use_rows();
-  copy.rows = use.dim(1);
-  return CopyRows(device_, copy, execution);
-}
-
-absl::Status CompressiveAttention::KeepUse(int64_t tokens, const TensorView& use,
-                                           const Execution& execution) const {
-  CopyRowsCall copy;
+absl::Status CompressiveAttention::KeepState(const Inputs& inputs, const Outputs& outputs,
+                                             const Execution& execution) const {
+  const TensorView memories = outputs.Get(layers::kMemories), compressed = outputs.Get(kCompressed);
+  // The stack keeps the tokens of the Run and given ones, and KeepFresh the rows of the Run.
+  if (!memories.empty() && queues_.starts_full()) {
+    const int64_t count = std::max<int64_t>(memories.dim(2) - problem_.query_tokens, 0);
+    TFB_RETURN_IF_ERROR(
+        CopyAllRows(device_, Zeros(count), layers::OfLayer(memories, n_), execution));
+  }
+  if (!compressed.empty()) {
+    const int64_t count = std::max<int64_t>(queues_.first_row() - segment_.first_compressed(), 0);
+    const ConstTensorView given = inputs.Get(kCompressed);
+    TFB_RETURN_IF_ERROR(CopyAllRows(
+        device_,
+        given.empty() ? Zeros(count)
+                      : Slice(layers::OfLayer(given, n_), 1, given.dim(2) - count, count),
+        layers::OfLayer(compressed, n_), execution));
+  }
+  const TensorView use = outputs.Get(kWaitingUse);
+  if (use.empty()) return absl::OkStatus();
+  CopyRowsCall copy;  // of the tokens that wait
   copy.from = use_rows();
-  copy.from_first = queues_.Compressed(tokens);
-  copy.to = use;
-  copy.rows = use.dim(1);
+  copy.from_first = queues_.Compressed(segment_.last_token());
+  copy.to = UseOfLayer(use, n_);
+  copy.rows = copy.to.dim(1);
   return CopyRows(device_, copy, execution);
+}
+
+TensorView CompressiveAttention::OutputOf(const layers::Segment& segment,
+                                          absl::string_view name) const {
+  TensorView view = segment.outputs.Get(name);
+  if (view.empty()) return view;
+  view.data = static_cast<const std::byte*>(view.data) +
+              SizeOf(view.dtype) * view.Offset(0, segment.begin / segment_.longest(), n_);
+  view.dims = {view.dim(0), view.dim(3)};
+  view.strides = {view.stride(0), view.stride(3)};
+  view.rank -= 2;
+  return view;
 }
 
 absl::Status CompressiveAttention::KeepFresh(const Call& call, const TensorView& fresh,
                                              const Execution& execution) const {
-  const TensorView& kept = call.outputs.compressed;
+  const TensorView kept = call.segment.outputs.Get(kCompressed);
   if (kept.empty()) return absl::OkStatus();
-  const int64_t number = queues_.Rows(call.segment.begin());  // of the first fresh row
-  const int64_t first = std::max(number, call.outputs.first_compressed);
+  const int64_t number = queues_.Rows(segment_.begin());  // of the first fresh row
+  const int64_t first_kept = segment_.first_compressed(), first = std::max(number, first_kept);
   CopyRowsCall copy;
   copy.rows = number + fresh.dim(1) - first;
   if (copy.rows <= 0) return absl::OkStatus();
   copy.from = fresh;
   copy.from_first = first - number;
-  copy.to = kept;
-  copy.to_first = first - call.outputs.first_compressed;
+  copy.to = layers::OfLayer(kept, n_);
+  copy.to_first = first - first_kept;
   return CopyRows(device_, copy, execution);
 }
 
@@ -343,39 +394,38 @@ absl::Status CompressiveAttention::Remember(const ConstTensorView& rows, int64_t
 absl::Status CompressiveAttention::Attend(const Call& call, const Scratch& scratch,
                                           const Execution& execution) {
   const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
-  const CompressiveSegment& segment = call.segment;
   const auto projection = [&](int64_t n) {
     return Heads(Part(scratch.projections, n, width), heads);
   };
   TFB_RETURN_IF_ERROR(MatMul(projections_, {call.x, {}, scratch.projections}, execution));
   TFB_RETURN_IF_ERROR(tokens_.Append(projection(1), projection(2), execution));
 
-  const bool has_rows = segment.rows().count() > 0;
+  const bool has_rows = segment_.rows().count() > 0;
   Problem problem = problem_;
-  problem.query_tokens = segment.tokens();
-  problem.kv_tokens = segment.own().kv_tokens();
+  problem.query_tokens = call.segment.tokens;
+  problem.kv_tokens = segment_.own().kv_tokens();
   FlashCall attend = engine_.NewCall();
   attend.q = projection(0);
   const AttentionPart own = {Heads(scratch.own.out, heads), scratch.own.log_sum_exp};
   attend.out = own.out;
   if (has_rows || chooses()) attend.log_sum_exp = own.log_sum_exp;
   attend.rule.query_position = problem.causal_offset();
-  tokens_.SetKeys(segment.own().first_seen(), &attend);
-  segment.own().SetMask(&attend);
+  tokens_.SetKeys(segment_.own().first_seen(), &attend);
+  segment_.own().SetMask(&attend);
   TFB_RETURN_IF_ERROR(engine_.Run(problem, attend, execution));
   if (!has_rows) return absl::OkStatus();
 
   // Among the keys of the compressed memory, query 0 has position key count + memory.
   const AttentionPart compressed = {Heads(scratch.compressed.out, heads),
                                     scratch.compressed.log_sum_exp};
-  problem.kv_tokens = segment.rows().kv_tokens();
+  problem.kv_tokens = segment_.rows().kv_tokens();
   attend = engine_.NewCall();
   attend.q = projection(0);
   attend.out = compressed.out;
   attend.log_sum_exp = compressed.log_sum_exp;
-  attend.rule.query_position = segment.rows().kv_tokens() + queues_.MemoryTokens(segment.begin());
-  rows_.SetKeys(segment.rows().first(), &attend);
-  segment.rows().SetMask(&attend);
+  attend.rule.query_position = segment_.rows().kv_tokens() + queues_.MemoryTokens(segment_.begin());
+  rows_.SetKeys(segment_.rows().first(), &attend);
+  segment_.rows().SetMask(&attend);
   TFB_RETURN_IF_ERROR(engine_.Run(problem, attend, execution));
   return MergeParts(device_, own, compressed, execution);
 }
@@ -383,8 +433,8 @@ absl::Status CompressiveAttention::Attend(const Call& call, const Scratch& scrat
 absl::Status CompressiveAttention::Compress(const Call& call, const Scratch& scratch,
                                             const Execution& execution) {
   if (!queues_.compresses()) return absl::OkStatus();
-  const int64_t first = queues_.Compressed(call.segment.begin());
-  const int64_t rows = queues_.Compressed(call.segment.end()) - first;
+  const int64_t first = queues_.Compressed(segment_.begin());
+  const int64_t rows = queues_.Compressed(segment_.end()) - first;
   const int64_t blocks = rows / queues_.rate();
   if (chooses()) {
     TFB_RETURN_IF_ERROR(MeasureUse(call, scratch, execution));
@@ -407,22 +457,21 @@ absl::Status CompressiveAttention::Compress(const Call& call, const Scratch& scr
     TFB_RETURN_IF_ERROR(rows_.Append(Heads(Part(projected, 0, width), heads),
                                      Heads(Part(projected, 1, width), heads), execution));
   }
-  const TensorView& autoencoding = call.outputs.autoencoding_loss;
+  const TensorView autoencoding = OutputOf(call.segment, "autoencoding_loss");
   if (!autoencoding.empty()) {
     TFB_RETURN_IF_ERROR(blocks == 0
                             ? LossOfDifference(device_, options_.mean_square(), old, old, 1,
                                                autoencoding, execution)
                             : compression_.AutoencodingLoss(old, fresh, autoencoding, execution));
   }
-  if (call.outputs.attention_loss.empty()) return absl::OkStatus();
   return AttentionLoss(call, scratch, old, projected, execution);
 }
 
 absl::Status CompressiveAttention::MeasureUse(const Call& call, const Scratch& scratch,
                                               const Execution& execution) {
   const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
-  const int64_t first = queues_.Left(call.segment.begin());
-  const int64_t rows = queues_.Left(call.segment.end()) - first;
+  const int64_t first = queues_.Left(segment_.begin());
+  const int64_t rows = queues_.Left(segment_.end()) - first;
   if (rows == 0) return absl::OkStatus();
   CopyRowsCall copy;
   copy.from = hidden_view();
@@ -441,7 +490,7 @@ absl::Status CompressiveAttention::MeasureUse(const Call& call, const Scratch& s
   received.distance_biases = distance_biases_.data();
   received.distance_rows = range_.rows();
   received.u = u_.data();
-  received.first_distance = call.segment.begin() - first;
+  received.first_distance = segment_.begin() - first;
   received.use = use_view();
   received.first = first;
   return ReceivedAttention(device_, received, execution);
@@ -456,7 +505,7 @@ absl::Status CompressiveAttention::Select(const Call& call, const Scratch& scrat
   select.count = rows / queues_.rate();
   select.scratch = scratch.order;
   select.selected = scratch.selected;
-  select.kept = call.outputs.kept;
+  select.kept = OutputOf(call.segment, "kept");
   return SelectRows(device_, select, execution);
 }
 
@@ -465,18 +514,20 @@ absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch
                                                  const TensorView& fresh_projected,
                                                  const Execution& execution) {
   const int64_t width = problem_.model_dim(), heads = problem_.query_heads, rows = old.dim(1);
-  const TensorView &loss = call.outputs.attention_loss, &of_old = scratch.own.out;
-  const TensorView& of_fresh = scratch.compressed.out;  // both are free here
+  const TensorView loss = OutputOf(call.segment, "attention_loss");
+  if (loss.empty()) return absl::OkStatus();
+  const TensorView &of_old = scratch.own.out,
+                   &of_fresh = scratch.compressed.out;  // both are free here
   if (rows == 0)
     return LossOfDifference(device_, options_.mean_square(), old, old, 1, loss, execution);
   const TensorView projected = Sized(scratch.projected, rows);
   TFB_RETURN_IF_ERROR(
       ProjectRows(call.norm, old, Sized(scratch.normalized, rows), projected, execution));
   const auto attend = [&](const TensorView& keys_and_values, const TensorView& out) {
-    return call.content->Run(Heads(Part(scratch.projections, 0, width), heads),
-                             Heads(Part(keys_and_values, 0, width), heads),
-                             Heads(Part(keys_and_values, 1, width), heads), Heads(out, heads),
-                             execution);
+    return segment_.content()->Run(Heads(Part(scratch.projections, 0, width), heads),
+                                   Heads(Part(keys_and_values, 0, width), heads),
+                                   Heads(Part(keys_and_values, 1, width), heads), Heads(out, heads),
+                                   execution);
   };
   TFB_RETURN_IF_ERROR(attend(projected, of_old));
   TFB_RETURN_IF_ERROR(attend(fresh_projected, of_fresh));

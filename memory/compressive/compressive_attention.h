@@ -9,21 +9,29 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/cuda/device_array.h"
 #include "core/flash/flash_engine.h"
 #include "core/flash/key_value_cache.h"
 #include "core/layers/attention/relative_attention.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/matmul.h"
+#include "core/layers/stack/block.h"
+#include "core/layers/stack/segmented_layer.h"
 #include "core/problem.h"
 #include "core/schedule/band_schedule.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "memory/compressive/compression.h"
+#include "memory/compressive/compressive.h"
 #include "memory/compressive/memory_queues.h"
 #include "memory/compressive/row_operations.h"
 
@@ -57,31 +65,7 @@ class RunView {
   int64_t kv_tokens_ = 0;
 };
 
-// The next segment of a stream. All layers share it.
-class CompressiveSegment {
- public:
-  CompressiveSegment(Device device, const MemoryQueues& queues, int64_t memory, int64_t longest)
-      : queues_(queues), own_(device, {memory, false, longest}), rows_(device, longest) {}
-
-  // Sets the segment to tokens begin, ..., begin + tokens - 1 as MemoryQueues counts. It allocates
-  // nothing.
-  void Set(int64_t begin, int64_t tokens);
-
-  int64_t begin() const { return begin_; }
-  int64_t end() const { return begin_ + own_.tokens(); }
-  int64_t tokens() const { return own_.tokens(); }
-  bool is_first() const { return begin_ == queues_.first_token(); }
-  const layers::SegmentView& own() const { return own_; }  // keys of the memory and the segment
-  const RunView& rows() const { return rows_; }            // keys of the compressed memory
-
- private:
-  MemoryQueues queues_;
-  int64_t begin_ = 0;
-  layers::SegmentView own_;
-  RunView rows_;
-};
-
-// Attention by content alone, for the loss of that name; all layers share one.
+// Attention by content alone, for the loss of that name.
 class ContentAttention {
  public:
   // Creates it for up to so many queries and keys.
@@ -102,71 +86,83 @@ class ContentAttention {
   RunView view_;
 };
 
-// Optional outputs of a segment, for one layer; empty views are not computed.
-struct CompressionOutputs {
-  TensorView attention_loss;     // [batch]
-  TensorView autoencoding_loss;  // [batch]
-  TensorView kept;               // i32 [batch, most rows of a segment]
-  TensorView compressed;         // [batch, rows, model_dim]: the compressed rows from this one on
-  int64_t first_compressed = 0;
-};
-
-class CompressiveAttention {
+// The segment of a stream, which all layers share, and what does not change.
+class CompressiveSegment {
  public:
-  // Allocates the memory for the stream. `longest` is the most tokens of a segment.
-  static absl::StatusOr<CompressiveAttention> Create(Device device, const Problem& problem,
-                                                     const CompressiveOptions& options,
-                                                     int64_t longest);
-  // Packs the parameters of layer n and, unless positions are learned, projects `sinusoids`, those
-  // of the range. Begins a new stream.
-  absl::Status Setup(const NamedTensors& parameters, int64_t n, const layers::DistanceRange& range,
-                     const ConstTensorView& sinusoids, const Execution& execution);
-  void Reset();
+  static absl::StatusOr<CompressiveSegment> Create(Device device, const Problem& problem,
+                                                   const CompressiveOptions& options);
+  void Reset() { end_ = queues_.first_token(); }  // begins a new stream
+  void Begin(int64_t tokens);                     // begins the next segment; allocates nothing
 
-  size_t cache_bytes() const { return tokens_.bytes() + rows_.bytes() + hidden_.bytes(); }
-  // `content_bytes` is the workspace of the ContentAttention that its calls have.
-  size_t workspace_bytes(size_t content_bytes, int threads) const;
+  Device device() const { return device_; }
+  const Problem& problem() const { return problem_; }
+  const CompressiveOptions& options() const { return options_; }
+  const MemoryQueues& queues() const { return queues_; }
+  int64_t longest() const { return layers::LongestSegment(problem_, options_.segment); }
 
-  // The arguments of a segment. `hidden` is the layer's input and x its attention's input: `hidden`
-  // itself, or with `norm`, unless null, its normalisation. y = attention(x) W_o + residual; y may
-  // be any of them. The segment must be the stream's next. A call allocates nothing; on CUDA it
-  // enqueues on the stream.
-  struct Call {
-    const CompressiveSegment& segment;
-    ConstTensorView hidden;
-    ConstTensorView x;
-    ConstTensorView residual;
-    TensorView y;
-    const LayerNorm* norm;
-    CompressionOutputs outputs;
-    ContentAttention* content;  // used for the attention loss
-  };
-  absl::Status Append(const Call& call, const Execution& execution);
-
-  // Appends what a stream is given, before its first segment: the next tokens and compressed rows
-  // [batch, rows, model_dim], as many as a segment has at most; and the use of the tokens that
-  // wait, [batch, tokens, 1], which are the first. `norm`: see Call.
-  absl::Status RecallTokens(const LayerNorm* norm, const ConstTensorView& rows,
-                            const Execution& execution);
-  absl::Status RecallCompressed(const LayerNorm* norm, const ConstTensorView& rows,
-                                const Execution& execution);
-  absl::Status RecallUse(const ConstTensorView& use, const Execution& execution);
-  // Copies to `use` [batch, tokens, 1] that of the waiting tokens behind so many tokens.
-  absl::Status KeepUse(int64_t tokens, const TensorView& use, const Execution& execution) const;
-  // Returns rows [batch, rows, model_dim] of zeros, with start_zero.
-  ConstTensorView Zeros(int64_t rows) const {
-    return ConstTensorView(zeros_.data(), DType::kF32, {problem_.batch, rows, problem_.model_dim()},
-                           {0, 0, 1});
+  // Return the segment's first token, and the one behind its last, as MemoryQueues counts.
+  int64_t begin() const { return end_ - own_.tokens(); }
+  int64_t end() const { return end_; }
+  bool is_first() const { return begin() == queues_.first_token(); }
+  const layers::SegmentView& own() const { return own_; }  // keys of the memory and the segment
+  const RunView& rows() const { return rows_; }            // keys of the compressed memory
+  // Return the number of tokens after a Run, and the number of the first compressed row then.
+  int64_t last_token() const { return queues_.first_token() + problem_.query_tokens; }
+  int64_t first_compressed() const {
+    return queues_.Rows(last_token()) - queues_.MemoryRows(last_token());
   }
+  // The attention of content alone; null where no rows are compressed.
+  ContentAttention* content() { return content_.has_value() ? &*content_ : nullptr; }
 
  private:
-  CompressiveAttention(Device device, const Problem& problem, const CompressiveOptions& options,
-                       int64_t longest)
+  CompressiveSegment(Device device, const Problem& problem, const CompressiveOptions& options)
       : device_(device),
         problem_(problem),
         options_(options),
-        longest_(longest),
-        queues_(options, longest) {}
+        queues_(options, longest()),
+        own_(device, {options.memory, false, longest()}),
+        rows_(device, longest()) {}
+
+  Device device_;
+  Problem problem_;
+  CompressiveOptions options_;
+  MemoryQueues queues_;
+  int64_t end_ = 0;
+  layers::SegmentView own_;
+  RunView rows_;
+  std::optional<ContentAttention> content_;
+};
+
+class CompressiveAttention : public layers::SegmentAttention {
+ public:
+  // Allocates the memory for the stream of layer n. The segment outlives the attention.
+  static absl::StatusOr<std::unique_ptr<CompressiveAttention>> Create(CompressiveSegment* segment,
+                                                                      int64_t n);
+
+  // Unless positions are learned, it projects the sinusoids.
+  absl::Status Setup(const NamedTensors& parameters, const layers::Distances& distances,
+                     const Execution& execution) override;
+  void Reset() override;
+  absl::Status Recall(const Inputs& given, const LayerNorm* norm,
+                      const Execution& execution) override;
+  absl::Status Run(const Call& call, const Execution& execution) override;
+  absl::Status KeepState(const Inputs& inputs, const Outputs& outputs,
+                         const Execution& execution) const override;
+  size_t workspace_bytes(int threads) const override;
+  // cache_bytes: keys, values and rows.
+  std::map<std::string, double> statistics() const override {
+    return {
+        {"cache_bytes", static_cast<double>(tokens_.bytes() + rows_.bytes() + hidden_.bytes())}};
+  }
+
+ private:
+  CompressiveAttention(CompressiveSegment* segment, int64_t n)
+      : segment_(*segment),
+        n_(n),
+        device_(segment->device()),
+        problem_(segment->problem()),
+        options_(segment->options()),
+        queues_(segment->queues()) {}
 
   struct Scratch {
     TensorView projections;      // [batch, tokens, 3 model_dim]: queries, keys, values
@@ -189,8 +185,12 @@ class CompressiveAttention {
   absl::Status SetupUse(const layers::RelativePositions::Parameters& parameters,
                         const ConstTensorView& distances);
   // Returns the vectors of all distances of the range, f32 [distances, model_dim].
-  absl::StatusOr<Tensor> KeysOfDistances(const NamedTensors& parameters, int64_t n,
+  absl::StatusOr<Tensor> KeysOfDistances(const NamedTensors& parameters,
                                          const ConstTensorView& sinusoids, ThreadPool* pool) const;
+  // Appends rows [batch, rows, model_dim] that a stream is given, as many as a segment has at most,
+  // to the tokens or the compressed rows. `norm`: see Call.
+  absl::Status RecallRows(const LayerNorm* norm, const ConstTensorView& rows, KeyValueCache* cache,
+                          const Execution& execution);
   // Appends the stream's first rows, with start_zero.
   absl::Status AppendZeros(const Call& call, const Scratch& scratch, const Execution& execution);
   absl::Status Remember(const ConstTensorView& rows, int64_t count, int64_t first_token,
@@ -215,7 +215,15 @@ class CompressiveAttention {
   absl::StatusOr<KeysAndValues> ProjectEarlier(const LayerNorm* norm, const ConstTensorView& rows,
                                                const Scratch& scratch,
                                                const Execution& execution) const;
-  // Copies those of the fresh rows that are among the call's compressed ones.
+  // Returns rows [batch, rows, model_dim] of zeros, with start_zero.
+  ConstTensorView Zeros(int64_t rows) const {
+    return ConstTensorView(zeros_.data(), DType::kF32, {problem_.batch, rows, problem_.model_dim()},
+                           {0, 0, 1});
+  }
+  // Returns the layer's part of an output [batch, segments, layers] or [batch, segments, layers,
+  // rows], for this segment: [batch] or [batch, rows]; empty where it is not wanted.
+  TensorView OutputOf(const layers::Segment& segment, absl::string_view name) const;
+  // Copies those of the fresh rows that are in the final compressed memory.
   absl::Status KeepFresh(const Call& call, const TensorView& fresh,
                          const Execution& execution) const;
   TensorView hidden_view() const {
@@ -227,10 +235,11 @@ class CompressiveAttention {
   }
   TensorView use_rows() const { return SplitAxis(use_view(), 1, queues_.places()); }
 
+  CompressiveSegment& segment_;
+  int64_t n_;  // the layer
   Device device_;
   Problem problem_;
   CompressiveOptions options_;
-  int64_t longest_;
   MemoryQueues queues_;
   PackedMatrix projections_;      // W of queries, keys and values side by side
   PackedMatrix keys_and_values_;  // W of the keys and values of compressed rows

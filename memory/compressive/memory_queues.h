@@ -10,6 +10,10 @@
 
 namespace tfb::compressive {
 
+// The names of the tensors of what the queues hold, beside kMemories: see compressive.h.
+inline constexpr char kCompressed[] = "compressed";
+inline constexpr char kWaitingUse[] = "waiting_use";
+
 // Tokens are counted from the stream's first; that is the first given one, or with start_zero the
 // first of `memory` zero vectors. Compressed rows are counted from the first one, or from the first
 // that is given, or from the first zero vector.

@@ -1,6 +1,7 @@
 #include "memory/gated_transformer_xl/gated_transformer_xl.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <optional>
@@ -9,8 +10,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/attention/relative_attention.h"
 #include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
+#include "core/layers/layer_parameters.h"
+#include "core/layers/stack/block.h"
+#include "core/layers/stack/decoder_block.h"
 #include "core/layers/stack/relative_stack.h"
 #include "core/layers/stack/stack_definition.h"
 #include "core/workspace.h"
@@ -79,14 +84,6 @@ std::vector<layers::ParameterSpec> ParametersOf(const layers::StackSizes& sizes,
   return specs;
 }
 
-layers::RelativeStackShape ShapeOf(const Problem& problem,
-                                   const GatedTransformerXlOptions& options) {
-  layers::RelativeStackShape shape = layers::ShapeOf(problem, options);
-  shape.normalizes_memory = options.normalise_memory;
-  if (options.relu) shape.feed_forward_output = Activation::kRelu;
-  return shape;
-}
-
 // ---- The layer ----
 
 std::optional<GateKind> KindOf(GateOption gate) {
@@ -107,126 +104,110 @@ std::optional<GateKind> KindOf(GateOption gate) {
   return std::nullopt;
 }
 
-class GatedTransformerXlLayer : public layers::RelativeStackLayer {
+// Returns the FLOPs of a Run beside Transformer-XL's: the gates' products, and those of keys and
+// values that are made a second time.
+double MoreFlops(const Problem& problem, const GatedTransformerXlOptions& options) {
+  const double rows = static_cast<double>(problem.batch * problem.query_tokens);
+  const double width = static_cast<double>(problem.model_dim());
+  const double matrices = static_cast<double>(2 * GateMatrices(options.gate).size());
+  const double projections = options.normalise_memory ? 0 : 2;
+  return 2 * rows * static_cast<double>(options.layers) * (matrices + projections) * width * width;
+}
+
+class GatedBlock : public layers::Block {
  public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const GatedTransformerXlOptions& options,
-                                                       Device device, uint64_t seed) {
-    auto layer = std::unique_ptr<GatedTransformerXlLayer>(
-        new GatedTransformerXlLayer(problem, options, device));
-    TFB_RETURN_IF_ERROR(layer->Initialize(ParametersOf(layer->sizes(), options), seed));
-    return layer;
-  }
+  GatedBlock(const layers::LayerOfStack& layer, const GatedTransformerXlOptions& options,
+             std::unique_ptr<layers::TransformerXlAttention> attention)
+      : layer_(layer),
+        options_(options),
+        kind_(KindOf(options.gate)),
+        attention_(std::move(attention)) {}
 
-  // Returns the cost including the gates' products, and those of keys and values that are made a
-  // second time.
-  Cost cost() const override {
-    const double rows = static_cast<double>(problem().batch * problem().query_tokens);
-    const double width = static_cast<double>(problem().model_dim());
-    const double matrices = static_cast<double>(2 * GateMatrices(options_.gate).size());
-    Cost cost = layers::RelativeStackLayer::cost();
-    const double projections = options_.normalise_memory ? 0 : 2;
-    *cost.flops +=
-        2 * rows * static_cast<double>(options_.layers) * (matrices + projections) * width * width;
-    return cost;
-  }
-
-  // Where the memory is not normalised a key depends on whether it is the segment's.
-  int64_t split_tokens() const override {
-    return options_.normalise_memory ? layers::RelativeStackLayer::split_tokens()
-                                     : max_segment_tokens();
-  }
-
- protected:
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    gates_.clear();
-    for (int64_t n = 0; n < options_.layers && kind_.has_value(); ++n) {
-      for (const char* name : kGateNames) {
-        const auto parameter = [&](const char* matrix) {
-          const auto found = parameters_.find(absl::StrCat(LayerPrefix(n), name, matrix));
-          return found == parameters_.end() ? ConstTensorView() : found->second.view();
-        };
-        TFB_ASSIGN_OR_RETURN(
-            Gate gate,
-            Gate::Create(device(), *kind_,
-                         {parameter("w_r"), parameter("w_z"), parameter("w_g"), parameter("u_r"),
-                          parameter("u_z"), parameter("u_g"), parameter("b_g"), parameter("b_r"),
-                          parameter("b_z"), parameter("b_h")}));
-        gates_.push_back(std::move(gate));
-      }
+  absl::Status Setup(const NamedTensors& parameters, const layers::Distances& distances,
+                     const Execution& execution) override {
+    for (size_t g = 0; g < gates_.size() && kind_.has_value(); ++g) {
+      const auto parameter = [&](const char* matrix) {
+        return layers::FindParameter(parameters,
+                                     absl::StrCat(LayerPrefix(layer_.n), kGateNames[g], matrix));
+      };
+      TFB_ASSIGN_OR_RETURN(
+          gates_[g],
+          Gate::Create(layer_.device, *kind_,
+                       {parameter("w_r"), parameter("w_z"), parameter("w_g"), parameter("u_r"),
+                        parameter("u_z"), parameter("u_g"), parameter("b_g"), parameter("b_r"),
+                        parameter("b_z"), parameter("b_h")}));
     }
-    return layers::RelativeStackLayer::DoSetup(inputs, execution);
+    TFB_RETURN_IF_ERROR(attention_->Setup(parameters, distances, execution));
+    TFB_ASSIGN_OR_RETURN(parts_, layers::Sublayers::Create(layer_, parameters, activation()));
+    return absl::OkStatus();
   }
 
-  absl::Status RunLayer(int64_t n, const layers::DecoderLayer::Call& call,
-                        const Execution& execution) override {
+  absl::Status Recall(const Inputs& given, const Execution& execution) override {
+    return attention_->Recall(given, options_.normalise_memory ? &parts_.attention_norm : nullptr,
+                              execution);
+  }
+
+  absl::Status Run(const Call& call, const Execution& execution) override {
     Workspace workspace(execution.workspace);
     const Scratch scratch = LayOut(call.state.num_elements(), workspace);
     const TensorView normalized(scratch.normalized, DType::kF32, call.state.shape());
     const TensorView update(scratch.update, DType::kF32, call.state.shape());
     Execution rest = execution;
     rest.workspace = workspace.Rest();
-    const layers::DecoderLayer& own = layer(n);
+    layers::RelativeAttention& attention = attention_->own();
 
-    TFB_RETURN_IF_ERROR(own.attention_norm.Run(call.input, normalized, rest));
+    TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(call.input, normalized, rest));
     TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
-                         attention(n).Attend(segment(), normalized, rest));
+                         attention.Attend(attention_->segment(), normalized, rest));
     if (!options_.normalise_memory) {
-      TFB_RETURN_IF_ERROR(attention(n).Replace(call.input, attended.rest));
+      TFB_RETURN_IF_ERROR(attention.Replace(call.input, attended.rest));
     }
     // Without gates the sum is part of the product, as its residual.
     const bool sums = !kind_.has_value();
-    TFB_RETURN_IF_ERROR(attention(n).Project(
-        attended.context, sums ? call.input : ConstTensorView(), sums ? call.state : update,
-        attended.rest, options_.relu ? Activation::kRelu : Activation::kNone));
-    if (!sums) {
-      TFB_RETURN_IF_ERROR(gates_[2 * n].Run(call.input, update, call.state, rest));
-    }
+    TFB_RETURN_IF_ERROR(attention.Project(attended.context, sums ? call.input : ConstTensorView(),
+                                          sums ? call.state : update, attended.rest, activation()));
+    if (!sums) TFB_RETURN_IF_ERROR(gates_[0].Run(call.input, update, call.state, rest));
     if (!call.context.empty()) {
-      TFB_RETURN_IF_ERROR(own.feed_forward_norm.Run(call.state, call.context, rest));
+      TFB_RETURN_IF_ERROR(parts_.feed_forward_norm.Run(call.state, call.context, rest));
     }
-    TFB_RETURN_IF_ERROR(own.feed_forward_norm.Run(call.state, normalized, rest));
-    if (sums) return own.feed_forward.Run(normalized, call.state, call.output, rest);
-    TFB_RETURN_IF_ERROR(own.feed_forward.Run(normalized, {}, update, rest));
-    return gates_[2 * n + 1].Run(call.state, update, call.output, rest);
+    TFB_RETURN_IF_ERROR(parts_.feed_forward_norm.Run(call.state, normalized, rest));
+    if (sums) return parts_.feed_forward.Run(normalized, call.state, call.output, rest);
+    TFB_RETURN_IF_ERROR(parts_.feed_forward.Run(normalized, {}, update, rest));
+    return gates_[1].Run(call.state, update, call.output, rest);
   }
 
-  size_t layer_workspace_bytes(int threads) const override {
-    const int64_t width = problem().model_dim();
+  size_t workspace_bytes(int threads) const override {
+    const int64_t rows = layer_.max_rows, width = layer_.sizes.width();
     const size_t own =
-        Workspace::Measure([&](Workspace& workspace) { LayOut(max_rows() * width, workspace); });
+        Workspace::Measure([&](Workspace& workspace) { LayOut(rows * width, workspace); });
     const size_t gates =
-        kind_.has_value() ? Gate::workspace_bytes(device(), *kind_, max_rows(), width, threads) : 0;
+        kind_.has_value() ? Gate::workspace_bytes(layer_.device, *kind_, rows, width, threads) : 0;
     const size_t of_replacing =
-        options_.normalise_memory ? 0 : attention(0).replace_workspace_bytes(threads);
-    return own + std::max(gates, WorkspaceWith(attention(0).workspace_bytes(threads, of_replacing),
-                                               threads));
+        options_.normalise_memory ? 0 : attention_->own().replace_workspace_bytes(threads);
+    return own + std::max({gates, attention_->own().workspace_bytes(threads, of_replacing),
+                           layers::Sublayers::workspace_bytes(layer_, threads)});
   }
+
+  layers::SegmentAttention& attention() override { return *attention_; }
 
  private:
   struct Scratch {
     float* normalized;  // [batch, tokens, model_dim]
     float* update;      // of the same shape: a gate's input from its sublayer
   };
-
-  GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
-                          Device device)
-      : layers::RelativeStackLayer(problem, ShapeOf(problem, options),
-                                   {layers::RelativeStackOutputs(problem, options),
-                                    {},
-                                    layers::GivenMemories(problem, options)},
-                                   device),
-        options_(options),
-        kind_(KindOf(options.gate)) {}
-
   Scratch LayOut(int64_t elements, Workspace& workspace) const {
     return {workspace.Take<float>(elements),
             kind_.has_value() ? workspace.Take<float>(elements) : nullptr};
   }
+  // Returns that of what a sublayer adds.
+  Activation activation() const { return options_.relu ? Activation::kRelu : Activation::kNone; }
 
+  layers::LayerOfStack layer_;
   GatedTransformerXlOptions options_;
   std::optional<GateKind> kind_;  // none: sums
-  std::vector<Gate> gates_;       // two a layer; attention's comes first
+  std::unique_ptr<layers::TransformerXlAttention> attention_;
+  layers::Sublayers parts_;
+  std::array<Gate, 2> gates_;  // those of kGateNames
 };
 
 // ---- The definition ----
@@ -367,7 +348,22 @@ absl::Status GatedTransformerXl::Check(const Problem& problem,
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
     const Problem& problem, const GatedTransformerXlOptions& options, Device device,
     uint64_t seed) const {
-  return GatedTransformerXlLayer::Create(problem, options, device, seed);
+  const layers::RelativeStackShape shape = layers::ShapeOf(problem, options);
+  auto state =
+      std::make_unique<layers::RelativeState>(device, problem, shape, MoreFlops(problem, options));
+  const layers::RelativeState& shared = *state;
+  return layers::MakeRelativeStack(
+      {std::move(state),
+       layers::RelativeStackOutputs(problem, options),
+       {},
+       layers::GivenMemories(problem, options),
+       // Where the memory is not normalised a key depends on whether it is the segment's.
+       /*depends_on_split=*/!options.normalise_memory},
+      shared, ParametersOf(shape.sizes, options), seed,
+      [&](const layers::LayerOfStack& layer,
+          std::unique_ptr<layers::TransformerXlAttention> attention) {
+        return std::make_unique<GatedBlock>(layer, options, std::move(attention));
+      });
 }
 
 absl::Status GatedTransformerXl::Definition(const Problem& problem,
@@ -375,7 +371,7 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                             const NamedTensors& parameters, const Inputs& inputs,
                                             const DefinitionRequest& request,
                                             NamedTensors* outputs) const {
-  const layers::StackSizes sizes = ShapeOf(problem, options).sizes;
+  const layers::StackSizes sizes = layers::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
   const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
   const GatedDefinition definition(stack, options);

@@ -9,7 +9,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/layers/stack/decoder_layer.h"
+#include "core/layers/attention/relative_attention.h"
+#include "core/layers/layer_parameters.h"
+#include "core/layers/stack/block.h"
+#include "core/layers/stack/decoder_block.h"
 #include "core/layers/stack/relative_stack.h"
 #include "core/layers/stack/segmented_layer.h"
 #include "core/layers/stack/stack_sizes.h"
@@ -104,144 +107,127 @@ std::vector<TensorSpec> GivenInputs(const Problem& problem, const MemorizingOpti
                 {StoreSpecs(problem, options, options.given_store, /*optional=*/false)});
 }
 
+// Returns the FLOPs of a Run beside Transformer-XL's: the products that score the store's tokens
+// and mix the retrieved ones, less those of the projections that heads do without.
+double MoreFlops(const Problem& problem, const MemorizingOptions& options) {
+  const int64_t longest = layers::LongestSegment(problem, options.segment);
+  double pairs = 0;
+  for (int64_t begin = 0; begin < problem.query_tokens; begin += longest) {
+    const int64_t stored =
+        std::clamp<int64_t>(options.given_store + begin - options.lag(), 0, options.store);
+    const int64_t tokens = std::min(longest, problem.query_tokens - begin);
+    pairs += static_cast<double>(tokens * (stored + std::min(stored, options.retrieved())));
+    if (options.null_key && options.store > 0) pairs += static_cast<double>(2 * tokens);
+  }
+  const double width = static_cast<double>(problem.model_dim());
+  const double batch = static_cast<double>(problem.batch);
+  double flops = 2 * pairs * batch * width;
+  if (options.one_key_value_head) {
+    flops -= 4 * batch * static_cast<double>(problem.query_tokens) * width *
+             (width - static_cast<double>(problem.head_dim));
+  }
+  return flops;
+}
+
 // ---- The layer ----
 
-class MemorizingLayer : public layers::RelativeStackLayer {
+// The attention of the layer with the store, which it reads, and then writes.
+class MemorizingAttention : public layers::SegmentAttention {
  public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const MemorizingOptions& options,
-                                                       Device device, uint64_t seed) {
-    auto layer = std::unique_ptr<MemorizingLayer>(new MemorizingLayer(problem, options, device));
-    TFB_RETURN_IF_ERROR(layer->Initialize(ParametersOf(layer->sizes(), options), seed));
-    if (options.store > 0) {
-      Problem of_store = problem;
-      if (options.one_key_value_head) of_store.kv_heads = 1;
-      TFB_ASSIGN_OR_RETURN(layer->store_, MemoryStore::Create(device, of_store, layer->StoreOf()));
-    }
-    return layer;
+  static absl::StatusOr<std::unique_ptr<layers::SegmentAttention>> Create(
+      Device device, const Problem& problem, const MemorizingOptions& options,
+      std::unique_ptr<layers::TransformerXlAttention> base) {
+    std::unique_ptr<MemorizingAttention> attention(
+        new MemorizingAttention(problem, options, std::move(base)));
+    if (options.store == 0) return attention;
+    Problem of_store = problem;
+    of_store.kv_heads = attention->key_heads();
+    TFB_ASSIGN_OR_RETURN(attention->store_,
+                         MemoryStore::Create(device, of_store, attention->StoreOf()));
+    return attention;
   }
 
-  // Returns the cost including the products that score the store's tokens and mix the retrieved
-  // ones.
-  Cost cost() const override {
-    double pairs = 0;
-    for (int64_t begin = 0; begin < problem().query_tokens; begin += max_segment_tokens()) {
-      const int64_t stored =
-          std::clamp<int64_t>(options_.given_store + begin - options_.lag(), 0, options_.store);
-      const int64_t tokens = std::min(max_segment_tokens(), problem().query_tokens - begin);
-      pairs += static_cast<double>(tokens * (stored + std::min(stored, options_.retrieved())));
-      if (options_.null_key && options_.store > 0) pairs += static_cast<double>(2 * tokens);
+  absl::Status Setup(const NamedTensors& parameters, const layers::Distances& distances,
+                     const Execution& execution) override {
+    if (options_.store > 0) {
+      const auto parameter = [&](const char* name) {
+        return layers::FindParameter(parameters, StorePrefix(options_) + name);
+      };
+      TFB_RETURN_IF_ERROR(store_.Setup(
+          {parameter("gate"), parameter("scale"), parameter("null_key"), parameter("null_value")}));
     }
-    Cost cost = layers::RelativeStackLayer::cost();
-    const double width = static_cast<double>(problem().model_dim());
-    const double batch = static_cast<double>(problem().batch);
-    *cost.flops += 2 * pairs * batch * width;
-    if (options_.one_key_value_head) {  // the other heads have no projections
-      *cost.flops -= 4 * batch * static_cast<double>(problem().query_tokens) * width *
-                     (width - static_cast<double>(problem().head_dim));
-    }
-    return cost;
+    return base_->Setup(parameters, distances, execution);
   }
 
-  // Returns the stack's statistics and also store_entries, the entries that the next segment finds,
-  // and store_bytes.
+  void Reset() override {
+    store_.Clear();
+    base_->Reset();
+  }
+
+  absl::Status Recall(const Inputs& given, const LayerNorm* norm,
+                      const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(base_->Recall(given, norm, execution));
+    const ConstTensorView keys = given.Get(kStoreKeys);
+    if (keys.empty()) return absl::OkStatus();
+    return store_.Recall(options_.given_store, keys, given.Get(kStoreValues), execution);
+  }
+
+  absl::Status Run(const Call& call, const Execution& execution) override {
+    if (options_.store == 0) return base_->Run(call, execution);
+    Workspace workspace(execution.workspace);
+    const TensorView log_sum_exp = TakeLogSumExp(call.segment.tokens, workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
+                         base_->own().Attend(base_->segment(), call.x, rest, log_sum_exp));
+    TFB_RETURN_IF_ERROR(store_.Read(attended.q, attended.heads, log_sum_exp,
+                                    call.segment.Output("retrieved", 2), attended.rest));
+    // Where heads share one of keys and values, all of the layer's are copies of it.
+    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads()),
+                                      Slice(attended.v, 1, 0, key_heads()), attended.rest));
+    return base_->own().Project(attended.context, call.residual, call.y, attended.rest);
+  }
+
+  absl::Status KeepState(const Inputs&, const Outputs& outputs,
+                         const Execution& execution) const override {
+    return store_.CopyTo(outputs.Get(kStoreKeys), outputs.Get(kStoreValues), execution);
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    const size_t of_store = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
+    const size_t of_scores = Workspace::Measure([this](Workspace& workspace) {
+      TakeLogSumExp(layers::LongestSegment(problem_, options_.segment), workspace);
+    });
+    return of_scores + base_->own().workspace_bytes(threads, of_store);
+  }
+
+  // Returns the base's, and store_entries, the entries that the next segment finds, and
+  // store_bytes.
   std::map<std::string, double> statistics() const override {
-    std::map<std::string, double> statistics = layers::RelativeStackLayer::statistics();
+    std::map<std::string, double> statistics = base_->statistics();
     statistics["store_bytes"] = static_cast<double>(store_.bytes());
     statistics["store_entries"] = static_cast<double>(store_.entries());
     return statistics;
   }
 
-  // The tokens that a segment finds in the store depend on where it begins.
-  int64_t split_tokens() const override {
-    return options_.store > 0 ? max_segment_tokens() : layers::RelativeStackLayer::split_tokens();
-  }
-
- protected:
-  void Forget() override {
-    store_.Clear();
-    layers::RelativeStackLayer::Forget();
-  }
-
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    if (options_.store > 0) {
-      const std::string prefix = StorePrefix(options_);
-      const auto parameter = [&](const char* name) {
-        const auto found = parameters_.find(prefix + name);
-        return found == parameters_.end() ? ConstTensorView() : found->second.view();
-      };
-      TFB_RETURN_IF_ERROR(store_.Setup(
-          {parameter("gate"), parameter("scale"), parameter("null_key"), parameter("null_value")}));
-    }
-    return layers::RelativeStackLayer::DoSetup(inputs, execution);
-  }
-
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    TFB_RETURN_IF_ERROR(layers::RelativeStackLayer::DoRun(inputs, outputs, execution));
-    return store_.CopyTo(outputs.Get(kStoreKeys), outputs.Get(kStoreValues), execution);
-  }
-
-  absl::Status RecallMore(const Inputs& inputs, const Execution& execution) override {
-    const ConstTensorView keys = inputs.Get(kStoreKeys);
-    if (keys.empty()) return absl::OkStatus();
-    return store_.Recall(options_.given_store, keys, inputs.Get(kStoreValues), execution);
-  }
-
-  void BeginSegment(const Segment& segment) override {
-    layers::RelativeStackLayer::BeginSegment(segment);
-    retrieved_ = segment.outputs.Get("retrieved");
-    if (!retrieved_.empty()) retrieved_ = Slice(retrieved_, 2, segment.begin, segment.tokens);
-  }
-
-  // Computes the attention. In the layer with the store it reads the store, and then writes it.
-  absl::Status Attend(int64_t n, const ConstTensorView& x, const ConstTensorView& residual,
-                      const TensorView& y, const Execution& execution) override {
-    if (options_.store == 0 || n != options_.layer_with_store()) {
-      return layers::RelativeStackLayer::Attend(n, x, residual, y, execution);
-    }
-    layers::RelativeAttention& own = attention(n);
-    Workspace workspace(execution.workspace);
-    const TensorView log_sum_exp = TakeLogSumExp(x.dim(1), workspace);
-    Execution rest = execution;
-    rest.workspace = workspace.Rest();
-    TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
-                         own.Attend(segment(), x, rest, log_sum_exp));
-    TFB_RETURN_IF_ERROR(
-        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved_, attended.rest));
-    // Where heads share one of keys and values, all of the layer's are copies of it.
-    const int64_t key_heads = options_.one_key_value_head ? 1 : problem().query_heads;
-    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads),
-                                      Slice(attended.v, 1, 0, key_heads), attended.rest));
-    return own.Project(attended.context, residual, y, attended.rest);
-  }
-
-  size_t layer_workspace_bytes(int threads) const override {
-    const size_t store_bytes = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
-    const size_t of_scores = Workspace::Measure(
-        [this](Workspace& workspace) { TakeLogSumExp(max_segment_tokens(), workspace); });
-    return of_scores + WorkspaceWith(attention(0).workspace_bytes(threads, store_bytes), threads);
-  }
-
  private:
-  MemorizingLayer(const Problem& problem, const MemorizingOptions& options, Device device)
-      : layers::RelativeStackLayer(
-            problem, layers::ShapeOf(problem, options, options.pre_norm),
-            {OutputsOf(problem, options), RetrievedOutput(problem, options, kSegmentTokens),
-             GivenInputs(problem, options)},
-            device),
-        options_(options) {}
+  MemorizingAttention(const Problem& problem, const MemorizingOptions& options,
+                      std::unique_ptr<layers::TransformerXlAttention> base)
+      : problem_(problem), options_(options), base_(std::move(base)) {}
 
   // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
   // they are not used.
   TensorView TakeLogSumExp(int64_t tokens, Workspace& workspace) const {
     if (!options_.joins() || options_.store == 0) return {};
-    const Shape shape = {problem().batch, problem().query_heads, tokens};
+    const Shape shape = {problem_.batch, problem_.query_heads, tokens};
     return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
   }
 
+  int64_t key_heads() const { return options_.one_key_value_head ? 1 : problem_.query_heads; }
+
   StoreShape StoreOf() const {
-    StoreShape shape = {options_.store, options_.lag(), options_.retrieved(), max_segment_tokens()};
+    StoreShape shape = {options_.store, options_.lag(), options_.retrieved(),
+                        layers::LongestSegment(problem_, options_.segment)};
     if (options_.selection == MemorizingOptions::Selection::kBucketed) {
       shape.selection = SearchSelection::kBucketed;
     }
@@ -250,9 +236,10 @@ class MemorizingLayer : public layers::RelativeStackLayer {
     return shape;
   }
 
+  Problem problem_;
   MemorizingOptions options_;
-  MemoryStore store_;     // empty, where the option is 0
-  TensorView retrieved_;  // of the segment; empty where the caller does not want it
+  std::unique_ptr<layers::TransformerXlAttention> base_;
+  MemoryStore store_;  // empty, where the option is 0
 };
 
 }  // namespace
@@ -281,7 +268,28 @@ absl::Status Memorizing::Check(const Problem& problem, const MemorizingOptions& 
 absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& problem,
                                                              const MemorizingOptions& options,
                                                              Device device, uint64_t seed) const {
-  return MemorizingLayer::Create(problem, options, device, seed);
+  const layers::RelativeStackShape shape = layers::ShapeOf(problem, options, options.pre_norm);
+  auto state =
+      std::make_unique<layers::RelativeState>(device, problem, shape, MoreFlops(problem, options));
+  const layers::RelativeState& shared = *state;
+  return layers::MakeRelativeStack(
+      {std::move(state), OutputsOf(problem, options),
+       RetrievedOutput(problem, options, kSegmentTokens), GivenInputs(problem, options),
+       // The tokens that a segment finds in the store depend on where it begins.
+       /*depends_on_split=*/options.store > 0},
+      shared, ParametersOf(shape.sizes, options), seed,
+      [&](const layers::LayerOfStack& layer, std::unique_ptr<layers::TransformerXlAttention> base)
+          -> absl::StatusOr<std::unique_ptr<layers::Block>> {
+        std::unique_ptr<layers::SegmentAttention> attention;
+        if (layer.n == options.layer_with_store()) {
+          TFB_ASSIGN_OR_RETURN(
+              attention, MemorizingAttention::Create(device, problem, options, std::move(base)));
+        } else {
+          attention = std::move(base);
+        }
+        return std::make_unique<layers::DecoderBlock>(layer, options.pre_norm,
+                                                      std::move(attention));
+      });
 }
 
 absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOptions& options,

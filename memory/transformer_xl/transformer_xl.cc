@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/stack/decoder_block.h"
 #include "core/layers/stack/relative_stack.h"
 #include "core/layers/stack/segmented_layer.h"
 #include "core/layers/stack/stack_definition.h"
@@ -90,10 +91,19 @@ absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& p
                                                                 const TransformerXlOptions& options,
                                                                 Device device,
                                                                 uint64_t seed) const {
-  return layers::RelativeStackLayer::Create(
-      problem, ShapeWithSpans(problem, options),
-      {layers::RelativeStackOutputs(problem, options), {}, layers::GivenMemories(problem, options)},
-      device, seed);
+  const layers::RelativeStackShape shape = ShapeWithSpans(problem, options);
+  auto state = std::make_unique<layers::RelativeState>(device, problem, shape);
+  const layers::RelativeState& shared = *state;
+  return layers::MakeRelativeStack({std::move(state),
+                                    layers::RelativeStackOutputs(problem, options),
+                                    {},
+                                    layers::GivenMemories(problem, options)},
+                                   shared, layers::StackParameters(shape.sizes), seed,
+                                   [&](const layers::LayerOfStack& layer,
+                                       std::unique_ptr<layers::TransformerXlAttention> attention) {
+                                     return std::make_unique<layers::DecoderBlock>(
+                                         layer, options.pre_norm, std::move(attention));
+                                   });
 }
 
 std::vector<TensorSpec> TransformerXl::ReadTensors(const Problem& problem,

@@ -28,7 +28,7 @@ SHARED = {
     'depth_adaptive': {'ClassifierParameters', 'ClassifierPrefix'},
     'encoder_decoder': {'ActivationOf', 'AttentionPlace', 'LayerPlace', 'StackPlace', 'StacksOf'},
     'etc': {'IsSeparate', 'Piece'},
-    'gated_transformer_xl': {'GateMatrices', 'HasBias', 'ParametersOf', 'ShapeOf'},
+    'gated_transformer_xl': {'GateMatrices', 'HasBias', 'ParametersOf'},
     'hard': {'NoiseName', 'Scale'},
     'image_local': {'Is2d', 'WidthOf'},
     'layers': {
@@ -75,7 +75,7 @@ ENGINES = re.compile(r'^tfb::(?:\(anonymous namespace\)::)?(?:Flash|Planned|Buil
 # Parts of a class that belong to no computation, options and destructors, and what is a library's own.
 PLAIN = re.compile(r'^tfb::\w+::\w*Options::|::~|(?:^| )(?:std|absl|__gnu_cxx)::')
 
-ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|MakeFit|Finish|Do[A-Z]\w*|Run|Setup|Build|Prepare|RunLayer|Attend|Decide)\(.*tfb::')
+ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|MakeFit|Finish|Do[A-Z]\w*|Run|Setup|Build|Prepare|Begin|Recall|KeepState|Attend|Decide)\(.*tfb::')
 
 
 def read_graph(lines):

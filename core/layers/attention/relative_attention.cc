@@ -274,20 +274,29 @@ absl::Status RelativeAttention::AppendForListed(const SegmentView& segment,
   return MatMul(output_, {attended.context, residual, y, Activation::kNone, rows}, attended.rest);
 }
 
-absl::Status RelativeAttention::AppendKeys(const ConstTensorView& x, const Execution& execution) {
+absl::Status RelativeAttention::Recall(const ConstTensorView& rows, const LayerNorm* norm,
+                                       const Execution& execution) {
   const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
   // The queries, which lie before keys and values, are computed for nothing.
   const int64_t skipped = queries_apart_ ? 0 : width;
-  const Shape shape = {problem_.batch, x.dim(1), skipped + 2 * width};
-  Workspace workspace(execution.workspace);
-  const TensorView projected(
-      workspace.Take<std::byte>(NumElements(shape) * SizeOf(projected_dtype())), projected_dtype(),
-      shape);
-  Execution rest = execution;
-  rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, projected}, rest));
-  return cache_.Append(Heads(Slice(projected, 2, skipped, width), heads),
-                       Heads(Slice(projected, 2, skipped + width, width), heads), rest);
+  return InPieces(rows, reach_.max_segment, [&](ConstTensorView x) -> absl::Status {
+    const Shape shape = {problem_.batch, x.dim(1), skipped + 2 * width};
+    Workspace workspace(execution.workspace);
+    const TensorView normalized(workspace.Take<float>(norm == nullptr ? 0 : x.num_elements()),
+                                DType::kF32, x.shape());
+    const TensorView projected(
+        workspace.Take<std::byte>(NumElements(shape) * SizeOf(projected_dtype())),
+        projected_dtype(), shape);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    if (norm != nullptr) {
+      TFB_RETURN_IF_ERROR(norm->Run(x, normalized, rest));
+      x = normalized;
+    }
+    TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, projected}, rest));
+    return cache_.Append(Heads(Slice(projected, 2, skipped, width), heads),
+                         Heads(Slice(projected, 2, skipped + width, width), heads), rest);
+  });
 }
 
 absl::Status RelativeAttention::Project(const ConstTensorView& context,

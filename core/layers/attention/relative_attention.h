@@ -15,6 +15,7 @@
 #ifndef TFB_CORE_LAYERS_ATTENTION_RELATIVE_ATTENTION_H_
 #define TFB_CORE_LAYERS_ATTENTION_RELATIVE_ATTENTION_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -26,10 +27,12 @@
 #include "core/flash/flash_engine.h"
 #include "core/flash/key_value_cache.h"
 #include "core/layers/attention/relative_positions.h"
+#include "core/layers/layer_norm.h"
 #include "core/layers/matmul.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/problem.h"
 #include "core/schedule/band_schedule.h"
+#include "core/status.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
@@ -98,6 +101,15 @@ class SegmentView {
   int64_t kv_tokens_ = 0;
 };
 
+// Calls append(rows) for the rows [batch, tokens, channels] of `longest` tokens after the other.
+template <class Append>
+absl::Status InPieces(const ConstTensorView& rows, int64_t longest, const Append& append) {
+  for (int64_t begin = 0; begin < rows.dim(1); begin += longest) {
+    TFB_RETURN_IF_ERROR(append(Slice(rows, 1, begin, std::min(longest, rows.dim(1) - begin))));
+  }
+  return absl::OkStatus();
+}
+
 class RelativeAttention {
  public:
   // Views of the layer's parameters, f32: matrices [model_dim, model_dim]; where all heads share
@@ -156,9 +168,10 @@ class RelativeAttention {
                                const ConstTensorView& residual, const TensorView& y,
                                const Execution& execution);
 
-  // Appends up to a segment's tokens whose outputs are not asked for: keys and values of x [batch,
-  // tokens, model_dim] alone.
-  absl::Status AppendKeys(const ConstTensorView& x, const Execution& execution);
+  // Appends tokens whose outputs are not asked for: keys and values alone of rows [batch, tokens,
+  // model_dim], normalised unless `norm` is null.
+  absl::Status Recall(const ConstTensorView& rows, const LayerNorm* norm,
+                      const Execution& execution);
 
   // An Append in two steps, for layers that do something between them. Attend takes memory for its
   // results from the execution's workspace and leaves the rest; they are valid while the caller

@@ -40,20 +40,14 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <map>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/cuda/device_array.h"
 #include "core/cuda/row_list.h"
-#include "core/layers/exits/exit_stack_cuda.h"
-#include "core/layers/layer_norm.h"
-#include "core/layers/list_rows.h"
+#include "core/layers/layer_parameters.h"
 #include "core/layers/stack/relative_stack.h"
 #include "core/layers/stack/stack_options.h"
 #include "core/layers/stack/stack_sizes.h"
@@ -61,7 +55,6 @@
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
-#include "core/workspace.h"
 
 namespace tfb::layers {
 
@@ -141,112 +134,14 @@ class ExitRule {
   }
 };
 
-class ExitStackLayer : public RelativeStackLayer {
- public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const ExitStackOptions& options,
-                                                       Device device, uint64_t seed,
-                                                       std::unique_ptr<ExitRule> rule,
-                                                       const std::vector<ParameterSpec>& of_rule);
-
-  // Returns the cost of the tokens of the last Run, or of the stream up to the problem's tokens; it
-  // is known only afterwards.
-  Cost cost() const override;
-  // Returns the stack's statistics, and mean_layers that tokens went through, and flops_saved, the
-  // share of the whole stack's FLOPs that was saved.
-  std::map<std::string, double> statistics() const override;
-  int64_t split_tokens() const override;
-
- protected:
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
-  void BeginSegment(const Segment& segment) override;
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
-                        const Execution& execution) override;
-  size_t layer_workspace_bytes(int threads) const override;
-
- private:
-  ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
-                 std::unique_ptr<ExitRule> rule)
-      : RelativeStackLayer(problem, ShapeFor(problem, options, device),
-                           {ExitStackOutputs(problem, options, rule->has_probabilities()),
-                            SegmentOutputs(problem, options, rule->has_probabilities()),
-                            SegmentInputs(problem, options)},
-                           device),
-        pre_norm_(options.pre_norm),
-        rule_(std::move(rule)) {}
-
-  static RelativeStackShape ShapeFor(const Problem& problem, const ExitStackOptions& options,
-                                     Device device);
-  // Return the inputs of a segment other than x, and its outputs other than out.
-  static std::vector<TensorSpec> SegmentInputs(const Problem& problem,
-                                               const ExitStackOptions& options);
-  static std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
-                                                const ExitStackOptions& options,
-                                                bool has_probabilities);
-
-  struct Scratch {
-    float* normalized;  // [places, model_dim]
-    float* before;      // [places, model_dim]
-    float* after;       // [places, model_dim]
-    uint8_t* leaves;    // [places]
-  };
-  Scratch LayOut(int64_t places, Workspace& workspace) const;
-  TensorView Rows(float* rows, int64_t count) const;
-  RowListMemory list_memory() const {
-    return {stays_.mutable_data(), listed_.mutable_data(), list_begins_.mutable_data()};
-  }
-  int64_t places() const { return problem().batch * segment().tokens(); }
-  bool IsLast(int64_t n) const { return n == sizes().layers; }
-  // Tells whether the rule is called after layer n. Where exits are given, it is after the first
-  // layer alone, whose states may say something of the next segment or of the probabilities.
-  bool CallsRule(int64_t n) const {
-    if (IsLast(n) || given_.empty()) return !IsLast(n);
-    return n == 1 && (rule_->reads_segments() || !probabilities_out_.empty());
-  }
-
-  // Runs layer n, from 1, where `state` holds h^(n-1) and then h^n of all tokens.
-  absl::Status RunOnCpu(int64_t n, const TensorView& state, const Scratch& scratch,
-                        const Execution& execution);
-  absl::Status RunOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
-                         const Execution& execution);
-  absl::Status LeaveOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
-                           bool has_decided, const RowList& rows, const Execution& execution);
-  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution);
-  absl::Status WriteProbabilities(int64_t n, const TensorView& state, const Execution& execution);
-  // Writes the outputs of rows that leave, and closes the gaps that they leave in active_.
-  absl::Status Leave(int64_t n, const Scratch& scratch, const Execution& execution);
-  void Record(int64_t place, int64_t n);
-  // The definition's FLOPs for tokens that leave after these layers, and for a stack in which all
-  // stay.
-  struct Flops {
-    double spent = 0;
-    double of_all = 0;
-    double layers = 0;  // mean
-  };
-  absl::StatusOr<Flops> Count() const;
-
-  bool pre_norm_;
-  std::unique_ptr<ExitRule> rule_;
-  std::vector<LayerNorm> exit_norms_;
-
-  // The segment's tensors.
-  ConstTensorView given_;  // exits; empty: the rule decides
-  TensorView out_;
-  TensorView exits_out_;
-  TensorView probabilities_out_;
-  int64_t first_position_ = 0;  // of the segment in the stream, without given memories
-  bool has_run_ = false;
-
-  // CPU: places of the tokens that are there, ascending, and the reverse.
-  std::vector<int32_t> active_;
-  std::vector<int32_t> row_of_token_;
-  std::vector<int32_t> leaving_;  // places of the tokens that leave after the layer that has run
-  // CUDA: the flags and the list of the rows that are there.
-  DeviceArray<uint8_t> stays_;
-  DeviceArray<int32_t> listed_;
-  DeviceArray<int32_t> list_begins_;
-  DeviceArray<int32_t> recorded_;  // [batch, query_tokens] exits, 0 for tokens not read yet
-};
+// Makes the layer, with the parameters of ExitStackParameters and those of the rule. Its cost is
+// that of the tokens of the last Run, or of the stream up to the problem's tokens; it is known only
+// afterwards. So are statistics that it has beside transformer_xl's: mean_layers that tokens went
+// through, and flops_saved, the share of the whole stack's FLOPs that was saved.
+absl::StatusOr<std::unique_ptr<Layer>> MakeExitStack(const Problem& problem,
+                                                     const ExitStackOptions& options, Device device,
+                                                     uint64_t seed, std::unique_ptr<ExitRule> rule,
+                                                     const std::vector<ParameterSpec>& of_rule);
 
 }  // namespace tfb::layers
 

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "core/layers/attention/relative_positions.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/status.h"
+#include "core/workspace.h"
 
 namespace tfb::layers {
 
@@ -25,7 +25,7 @@ RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& o
   shape.same_length = options.same_length;
   shape.max_distance = options.max_distance;
   shape.given_memory = options.given_memory;
-  shape.pre_norm = shape.normalizes_memory = pre_norm;
+  shape.pre_norm = pre_norm;
   return shape;
 }
 
@@ -63,140 +63,129 @@ std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
   return outputs;
 }
 
-RelativeStackLayer::RelativeStackLayer(const Problem& problem, const RelativeStackShape& shape,
-                                       const RelativeStackTensors& tensors, Device device)
-    : SegmentedLayer(device, problem,
-                     {shape.sizes.layers, shape.segment, shape.sizes.final_norm, tensors.outputs,
-                      tensors.more_outputs, tensors.more_inputs}),
+// ---- What the layers share ----
+
+RelativeState::RelativeState(Device device, const Problem& problem, const RelativeStackShape& shape,
+                             double more_flops)
+    : device_(device),
+      problem_(problem),
       shape_(shape),
-      reach_{shape.memory, shape.same_length, max_segment_tokens(), shape.given_memory},
+      more_flops_(more_flops),
+      reach_{shape.memory, shape.same_length, LongestSegment(problem, shape.segment),
+             shape.given_memory},
       segment_(device, reach_) {}
 
-absl::StatusOr<std::unique_ptr<Layer>> RelativeStackLayer::Create(
-    const Problem& problem, const RelativeStackShape& shape, const RelativeStackTensors& tensors,
-    Device device, uint64_t seed) {
-  std::unique_ptr<RelativeStackLayer> layer(
-      new RelativeStackLayer(problem, shape, tensors, device));
-  TFB_RETURN_IF_ERROR(layer->Initialize(StackParameters(shape.sizes), seed));
-  return layer;
+void RelativeState::Begin(const Segment& segment) {
+  segment_.Set(next_token_, segment.tokens);
+  next_token_ += segment.tokens;
 }
 
-absl::Status RelativeStackLayer::Initialize(const std::vector<ParameterSpec>& parameters,
-                                            uint64_t seed) {
-  TFB_RETURN_IF_ERROR(DrawParameters(parameters, seed, &parameters_));
-  for (int64_t n = 0; n < sizes().layers; ++n) {
-    TFB_ASSIGN_OR_RETURN(RelativeAttention attention,
-                         RelativeAttention::Create(device(), problem(), reach_, shape_.queries));
-    attentions_.push_back(std::move(attention));
-  }
-  return absl::OkStatus();
-}
-
-MemoryReach::Context RelativeStackLayer::ContextOfSequence() const {
-  MemoryReach::Context context = reach_.ContextOf(problem().query_tokens, sizes().layers);
+MemoryReach::Context RelativeState::ContextOfSequence(const NamedTensors& parameters) const {
+  MemoryReach::Context context = reach_.ContextOf(problem_.query_tokens, sizes().layers);
   if (sizes().span_ramp == 0) return context;
   context.pairs = 0;
   const double heads = static_cast<double>(sizes().layers * sizes().heads);
-  for (const float z : Spans()) {
-    context.pairs += reach_.Pairs(problem().query_tokens, sizes().KeysWithin(z)) / heads;
+  for (const float z : Spans(parameters)) {
+    context.pairs += reach_.Pairs(problem_.query_tokens, sizes().KeysWithin(z)) / heads;
   }
   return context;
 }
 
 // Returns the spans of all layers' heads; empty where they have none.
-std::vector<float> RelativeStackLayer::Spans() const {
+std::vector<float> RelativeState::Spans(const NamedTensors& parameters) const {
   std::vector<float> spans;
   for (int64_t n = 0; n < sizes().layers && sizes().span_ramp > 0; ++n) {
-    const auto of_layer = parameters_.at(LayerPrefix(n) + "span").span<float>();
+    const auto of_layer = parameters.at(LayerPrefix(n) + "span").span<float>();
     spans.insert(spans.end(), of_layer.begin(), of_layer.end());
   }
   return spans;
 }
 
-Cost RelativeStackLayer::cost() const {
-  const double batch = static_cast<double>(problem().batch);
-  const double tokens = static_cast<double>(problem().query_tokens);
-  Cost cost;
-  cost.flops = StackFlops(sizes(), batch * tokens, batch * ContextOfSequence().pairs);
-  cost.bytes = TensorBytes();
-  return cost;
+std::optional<double> RelativeState::flops(const NamedTensors& parameters) const {
+  const double batch = static_cast<double>(problem_.batch);
+  const double tokens = static_cast<double>(problem_.query_tokens);
+  return StackFlops(sizes(), batch * tokens, batch * ContextOfSequence(parameters).pairs) +
+         more_flops_;
 }
 
-std::map<std::string, double> RelativeStackLayer::statistics() const {
-  const MemoryReach::Context context = ContextOfSequence();
-  const int64_t tokens = std::max<int64_t>(problem().query_tokens, 1);
-  double cache_bytes = 0;
-  for (const RelativeAttention& attention : attentions_) {
-    cache_bytes += static_cast<double>(attention.cache_bytes());
-  }
+std::map<std::string, double> RelativeState::statistics(const NamedTensors& parameters) const {
+  const MemoryReach::Context context = ContextOfSequence(parameters);
+  const int64_t tokens = std::max<int64_t>(problem_.query_tokens, 1);
   std::map<std::string, double> statistics = {
-      {"cache_bytes", cache_bytes},
       {"keys_per_token", context.pairs / static_cast<double>(tokens)},
       {"reach_tokens", static_cast<double>(context.reach)}};
-  if (const std::vector<float> spans = Spans(); !spans.empty()) {
+  if (const std::vector<float> spans = Spans(parameters); !spans.empty()) {
     statistics["mean_span"] =
         std::accumulate(spans.begin(), spans.end(), 0.0) / static_cast<double>(spans.size());
   }
-  if (device() == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device()) ? 1 : 0;
   return statistics;
 }
 
-int64_t RelativeStackLayer::split_tokens() const {
-  return shape_.same_length ? 0 : SegmentedLayer::split_tokens();
+// ---- The attention ----
+
+absl::Status TransformerXlAttention::Setup(const NamedTensors& parameters,
+                                           const Distances& distances, const Execution& execution) {
+  return own_.Setup(RelativeAttention::ParametersOf(parameters, state_->sizes(), n_),
+                    distances.range, distances.sinusoids, execution);
 }
 
-void RelativeStackLayer::Forget() {
-  for (RelativeAttention& attention : attentions_) attention.Reset();
+absl::Status TransformerXlAttention::Recall(const Inputs& given, const LayerNorm* norm,
+                                            const Execution& execution) {
+  const ConstTensorView memories = given.Get(kMemories);
+  if (memories.empty()) return absl::OkStatus();
+  return own_.Recall(OfLayer(memories, n_), norm, execution);
 }
 
-absl::Status RelativeStackLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
-  const DistanceRange range = {0, reach_.max_distance(), shape_.max_distance};
-  const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
-  layers_.clear();
-  for (int64_t n = 0; n < sizes().layers; ++n) {
-    TFB_RETURN_IF_ERROR(
-        attentions_[n].Setup(RelativeAttention::ParametersOf(parameters_, sizes(), n), range,
-                             sinusoids.view(), execution));
-    TFB_ASSIGN_OR_RETURN(DecoderLayer layer, DecoderLayer::Create(device(), parameters_, n,
-                                                                  shape_.feed_forward_output));
-    layers_.push_back(std::move(layer));
-  }
-  return SegmentedLayer::DoSetup(inputs, execution);
-}
-
-absl::Status RelativeStackLayer::Recall(int64_t n, const ConstTensorView& rows,
-                                        const Execution& execution) {
-  if (!shape_.normalizes_memory) return attentions_[n].AppendKeys(rows, execution);
+absl::Status TransformerXlAttention::Run(const Call& call, const Execution& execution) {
+  ConstTensorView keys_from = call.some.hidden;
+  if (keys_from.empty()) return own_.Append(segment(), call.x, call.residual, call.y, execution);
   Workspace workspace(execution.workspace);
-  const TensorView normalized(workspace.Take<float>(rows.num_elements()), DType::kF32,
-                              rows.shape());
   Execution rest = execution;
-  rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(layers_[n].attention_norm.Run(rows, normalized, rest));
-  return attentions_[n].AppendKeys(normalized, rest);
+  if (call.norm != nullptr) {
+    const TensorView normalized(workspace.Take<float>(keys_from.num_elements()), DType::kF32,
+                                keys_from.shape());
+    rest.workspace = workspace.Rest();
+    TFB_RETURN_IF_ERROR(call.norm->Run(keys_from, normalized, rest));
+    keys_from = normalized;
+  }
+  return state_->device() == Device::kCpu
+             ? own_.AppendFor(segment(), keys_from, {call.x, call.some.row_of_token}, call.residual,
+                              call.y, rest)
+             : own_.AppendForListed(segment(), keys_from, call.some.rows, call.x, call.residual,
+                                    call.y, rest);
 }
 
-void RelativeStackLayer::BeginSegment(const Segment& segment) {
-  segment_.Set(attentions_[0].tokens(), segment.tokens);
+size_t TransformerXlAttention::workspace_bytes(int threads) const {
+  const bool normalizes = state_->shape().some_tokens && state_->shape().pre_norm;
+  return own_.workspace_bytes(threads) + Workspace::Measure([&](Workspace& workspace) {
+           const LayerOfStack layer = state_->layer(n_);
+           workspace.Take<float>(normalizes ? layer.max_rows * layer.sizes.width() : 0);
+         });
 }
 
-absl::Status RelativeStackLayer::RunLayer(int64_t n, const DecoderLayer::Call& call,
-                                          const Execution& execution) {
-  return layers_[n].Run(
-      shape_.pre_norm, call,
-      [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
-          const Execution& rest) { return Attend(n, x, residual, y, rest); },
-      execution);
-}
+// ---- The layer ----
 
-absl::Status RelativeStackLayer::Attend(int64_t n, const ConstTensorView& x,
-                                        const ConstTensorView& residual, const TensorView& y,
-                                        const Execution& execution) {
-  return attentions_[n].Append(segment_, x, residual, y, execution);
-}
-
-size_t RelativeStackLayer::layer_workspace_bytes(int threads) const {
-  return WorkspaceWith(attentions_[0].workspace_bytes(threads), threads);
+absl::StatusOr<std::unique_ptr<Layer>> MakeRelativeStack(
+    SegmentedStack stack, const RelativeState& shared, const std::vector<ParameterSpec>& parameters,
+    uint64_t seed, const MakeBlock& make) {
+  const RelativeStackShape& shape = shared.shape();
+  TFB_RETURN_IF_ERROR(DrawParameters(parameters, seed, &stack.parameters));
+  stack.segment = shape.segment;
+  stack.final_norm = shape.sizes.final_norm;
+  stack.depends_on_split |= !shape.same_length;
+  const bool queries_apart = shape.some_tokens && shared.device() == Device::kCpu;
+  for (int64_t n = 0; n < shape.sizes.layers; ++n) {
+    TFB_ASSIGN_OR_RETURN(
+        RelativeAttention own,
+        RelativeAttention::Create(
+            shared.device(), shared.problem(), shared.reach(),
+            queries_apart ? RelativeAttention::Queries::kSome : RelativeAttention::Queries::kAll));
+    TFB_ASSIGN_OR_RETURN(
+        std::unique_ptr<Block> block,
+        make(shared.layer(n), std::make_unique<TransformerXlAttention>(shared, n, std::move(own))));
+    stack.blocks.push_back(std::move(block));
+  }
+  return std::make_unique<SegmentedLayer>(shared.device(), shared.problem(), std::move(stack));
 }
 
 }  // namespace tfb::layers

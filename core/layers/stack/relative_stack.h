@@ -1,23 +1,29 @@
-// A stack whose layers have Transformer-XL's attention and memory.
+// Stacks whose layers have Transformer-XL's attention and memory.
 #ifndef TFB_CORE_LAYERS_STACK_RELATIVE_STACK_H_
 #define TFB_CORE_LAYERS_STACK_RELATIVE_STACK_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "core/layers/activation.h"
 #include "core/layers/attention/relative_attention.h"
-#include "core/layers/stack/decoder_layer.h"
+#include "core/layers/stack/block.h"
+#include "core/layers/stack/decoder_block.h"
 #include "core/layers/stack/segmented_layer.h"
 #include "core/layers/stack/stack_options.h"
 #include "core/layers/stack/stack_sizes.h"
+#include "core/problem.h"
 #include "core/technique.h"
+#include "core/tensor.h"
 
 namespace tfb::layers {
 
@@ -28,20 +34,10 @@ struct RelativeStackShape {
   bool same_length = false;
   int64_t max_distance = 0;
   int64_t given_memory = 0;
-  bool pre_norm = false;           // as in memory/transformer_xl/transformer_xl.h
-  bool normalizes_memory = false;  // whether keys and values are of normalised rows
-  Activation feed_forward_output = Activation::kNone;  // of a feed-forward network's output
-  RelativeAttention::Queries queries = RelativeAttention::Queries::kAll;
+  bool pre_norm = false;     // as in memory/transformer_xl/transformer_xl.h
+  bool some_tokens = false;  // whether blocks compute some of a segment's tokens
 };
 
-// The tensors of such a stack beside x: see SegmentedStack.
-struct RelativeStackTensors {
-  std::vector<TensorSpec> outputs;
-  std::vector<TensorSpec> more_outputs = {};
-  std::vector<TensorSpec> more_inputs = {};
-};
-
-// With pre_norm the memory is normalised as what the layer reads is.
 RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options,
                            bool pre_norm = false);
 
@@ -57,66 +53,90 @@ std::vector<TensorSpec> FinalMemories(const Problem& problem, const RelativeStac
 std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
                                              const RelativeStackOptions& options);
 
-// The stack of memory/transformer_xl/transformer_xl.h. A technique whose layers differ from these
-// defines RunLayer, or Attend where only attention differs.
-class RelativeStackLayer : public SegmentedLayer {
+// The segment of such a stack, and the numbers of all layers together.
+class RelativeState : public StackState {
  public:
-  // Makes the layer of a stack with the parameters of StackParameters.
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const RelativeStackShape& shape,
-                                                       const RelativeStackTensors& tensors,
-                                                       Device device, uint64_t seed);
+  // `more_flops` are the FLOPs of a Run that StackFlops does not count.
+  RelativeState(Device device, const Problem& problem, const RelativeStackShape& shape,
+                double more_flops = 0);
 
-  Cost cost() const override;
+  DistanceRange distances() const override {
+    return {0, reach_.max_distance(), shape_.max_distance};
+  }
+  void Reset() override { next_token_ = reach_.given; }
+  void Begin(const Segment& segment) override;
+  std::optional<double> flops(const NamedTensors& parameters) const override;
   // reach_tokens: earlier tokens that can change the last one, through all layers. keys_per_token:
   // the keys that a token sees in one layer and head, on average, itself included. mean_span: the
-  // mean span of the heads that have one, in tokens. cache_bytes: the keys and values of all
-  // layers. cublas: on a GPU, 1 where cuBLAS computes the products with matrices, else 0.
-  std::map<std::string, double> statistics() const override;
-  // With same_length the mask does not depend on segments.
-  int64_t split_tokens() const override;
+  // mean span of the heads that have one, in tokens.
+  std::map<std::string, double> statistics(const NamedTensors& parameters) const override;
 
- protected:
-  RelativeStackLayer(const Problem& problem, const RelativeStackShape& shape,
-                     const RelativeStackTensors& tensors, Device device);
-  // Draws the parameters and allocates memory for keys and values. The factory calls it.
-  absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
-
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
-  void BeginSegment(const Segment& segment) override;
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
-                        const Execution& execution) override;
-  size_t layer_workspace_bytes(int threads) const override;
-  void Forget() override;
-  absl::Status Recall(int64_t n, const ConstTensorView& rows, const Execution& execution) override;
-  // Computes the attention of layer n: y = attention(x) W_o + residual.
-  virtual absl::Status Attend(int64_t n, const ConstTensorView& x, const ConstTensorView& residual,
-                              const TensorView& y, const Execution& execution);
-
+  Device device() const { return device_; }
+  const Problem& problem() const { return problem_; }
+  const RelativeStackShape& shape() const { return shape_; }
   const StackSizes& sizes() const { return shape_.sizes; }
   const MemoryReach& reach() const { return reach_; }
-  int64_t max_rows() const { return problem().batch * max_segment_tokens(); }
   const SegmentView& segment() const { return segment_; }
-  RelativeAttention& attention(int64_t n) { return attentions_[n]; }
-  const RelativeAttention& attention(int64_t n) const { return attentions_[n]; }
-  const DecoderLayer& layer(int64_t n) const { return layers_[n]; }
-  // Returns the workspace of RunLayer with an attention that needs `attention_bytes`.
-  size_t WorkspaceWith(size_t attention_bytes, int threads) const {
-    return DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), shape_.pre_norm,
-                                         attention_bytes, threads);
+  // Returns the position of the segment's first token, counted from the first that is not given.
+  int64_t first_position() const { return next_token_ - segment_.tokens() - reach_.given; }
+  LayerOfStack layer(int64_t n) const {
+    return {device_, sizes(), problem_.batch * reach_.max_segment, n};
   }
 
  private:
   // Returns the context of a sequence; pairs of a head are those of the mean head.
-  MemoryReach::Context ContextOfSequence() const;
-  std::vector<float> Spans() const;
+  MemoryReach::Context ContextOfSequence(const NamedTensors& parameters) const;
+  std::vector<float> Spans(const NamedTensors& parameters) const;
 
+  Device device_;
+  Problem problem_;
   RelativeStackShape shape_;
+  double more_flops_;
   MemoryReach reach_;
   SegmentView segment_;
-  std::vector<RelativeAttention> attentions_;
-  std::vector<DecoderLayer> layers_;
+  int64_t next_token_ = 0;  // of the stream, from the first given one
 };
+
+// Transformer-XL's attention of one layer: core/layers/attention/relative_attention.h in a stack.
+class TransformerXlAttention : public SegmentAttention {
+ public:
+  // The state outlives it.
+  TransformerXlAttention(const RelativeState& state, int64_t n, RelativeAttention own)
+      : state_(&state), n_(n), own_(std::move(own)) {}
+
+  absl::Status Setup(const NamedTensors& parameters, const Distances& distances,
+                     const Execution& execution) override;
+  void Reset() override { own_.Reset(); }
+  absl::Status Recall(const Inputs& given, const LayerNorm* norm,
+                      const Execution& execution) override;
+  absl::Status Run(const Call& call, const Execution& execution) override;
+  size_t workspace_bytes(int threads) const override;
+  // cache_bytes: keys and values.
+  std::map<std::string, double> statistics() const override {
+    return {{"cache_bytes", static_cast<double>(own_.cache_bytes())}};
+  }
+
+  // For attentions and blocks that do more with it.
+  RelativeAttention& own() { return own_; }
+  const RelativeAttention& own() const { return own_; }
+  const SegmentView& segment() const { return state_->segment(); }
+
+ private:
+  const RelativeState* state_;
+  int64_t n_;
+  RelativeAttention own_;
+};
+
+// Makes layer n with this attention.
+using MakeBlock = std::function<absl::StatusOr<std::unique_ptr<Block>>(
+    const LayerOfStack& layer, std::unique_ptr<TransformerXlAttention> attention)>;
+
+// Draws the parameters, allocates the attentions' memory, and makes the layer. The caller sets the
+// tensors of `stack`, its state, of which `shared` is a part or all, and depends_on_split where the
+// result depends on the split even with same_length.
+absl::StatusOr<std::unique_ptr<Layer>> MakeRelativeStack(
+    SegmentedStack stack, const RelativeState& shared, const std::vector<ParameterSpec>& parameters,
+    uint64_t seed, const MakeBlock& make);
 
 }  // namespace tfb::layers
 

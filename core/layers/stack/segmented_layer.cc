@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/layers/copy_rows.h"
 #include "core/layers/layer_parameters.h"
+#include "core/layers/matmul.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
 
@@ -56,21 +57,6 @@ std::vector<TensorSpec> RunInputs(const Problem& problem, const std::vector<Tens
   return inputs;
 }
 
-// Returns the tokens begin, ..., begin + count - 1; empty where there is no tensor.
-TensorView Tokens(const TensorView& view, int64_t begin, int64_t count) {
-  return view.empty() ? view : Slice(view, 1, begin, count);
-}
-
-// Copies rows [batch, tokens, model_dim], all of them.
-absl::Status CopyAll(Device device, const ConstTensorView& from, const TensorView& to,
-                     const Execution& execution) {
-  CopyRowsCall copy;
-  copy.from = from;
-  copy.to = to;
-  copy.rows = from.dim(1);
-  return CopyRows(device, copy, execution);
-}
-
 }  // namespace
 
 TensorSpec MemoriesSpec(const Problem& problem, int64_t layers, int64_t tokens) {
@@ -84,37 +70,74 @@ std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
   return outputs;
 }
 
-SegmentedLayer::SegmentedLayer(Device device, const Problem& problem, const SegmentedStack& stack)
+int64_t LongestSegment(const Problem& problem, int64_t segment) {
+  return std::min(segment, std::max<int64_t>(problem.query_tokens, 1));
+}
+
+SegmentedLayer::SegmentedLayer(Device device, const Problem& problem, SegmentedStack stack)
     : StreamingLayer(problem, RunInputs(problem, stack.more_inputs), stack.outputs,
                      SegmentInputs(problem, stack.more_inputs),
                      SegmentOutputs(problem, stack.outputs, stack.more_outputs),
-                     std::min(stack.segment, std::max<int64_t>(problem.query_tokens, 1))),
+                     LongestSegment(problem, stack.segment)),
       device_(device),
-      layers_(stack.layers),
       has_final_norm_(stack.final_norm),
-      given_(NamesOfGiven(stack.more_inputs)) {}
+      depends_on_split_(stack.depends_on_split),
+      given_(NamesOfGiven(stack.more_inputs)),
+      state_(std::move(stack.state)),
+      blocks_(std::move(stack.blocks)) {
+  parameters_ = std::move(stack.parameters);
+}
 
-TensorView SegmentedLayer::LayOutState(int64_t tokens, Workspace& workspace) const {
+TensorView SegmentedLayer::LayOutHidden(int64_t tokens, Workspace& workspace) const {
   const Shape shape = {problem().batch, tokens, problem().model_dim()};
   return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
 }
 
+// A block's workspace covers the final norm's.
 size_t SegmentedLayer::workspace_bytes(int threads) const {
-  return layer_workspace_bytes(threads) + Workspace::Measure([&](Workspace& workspace) {
-           LayOutState(max_segment_tokens(), workspace);
-         });
+  if (threads == asked_threads_) return asked_bytes_;
+  size_t of_block = 0;
+  for (const auto& block : blocks_) of_block = std::max(of_block, block->workspace_bytes(threads));
+  asked_threads_ = threads;
+  asked_bytes_ = of_block + Workspace::Measure([this](Workspace& workspace) {
+                   LayOutHidden(max_segment_tokens(), workspace);
+                 });
+  return asked_bytes_;
+}
+
+Cost SegmentedLayer::cost() const {
+  Cost cost;
+  cost.flops = state_->flops(parameters_);
+  cost.bytes = TensorBytes();
+  return cost;
+}
+
+std::map<std::string, double> SegmentedLayer::statistics() const {
+  std::map<std::string, double> statistics = state_->statistics(parameters_);
+  for (const auto& block : blocks_) {
+    for (const auto& [name, value] : block->attention().statistics()) statistics[name] += value;
+  }
+  if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+  return statistics;
 }
 
 absl::Status SegmentedLayer::Reset() {
   is_at_beginning_ = true;
-  Forget();
+  state_->Reset();
+  for (const auto& block : blocks_) block->attention().Reset();
   return absl::OkStatus();
 }
 
-absl::Status SegmentedLayer::DoSetup(const Inputs&, const Execution&) {
+absl::Status SegmentedLayer::DoSetup(const Inputs&, const Execution& execution) {
+  const DistanceRange range = state_->distances();
+  const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
+  for (const auto& block : blocks_) {
+    TFB_RETURN_IF_ERROR(block->Setup(parameters_, {range, sinusoids.view()}, execution));
+  }
   if (has_final_norm_) {
     TFB_ASSIGN_OR_RETURN(final_norm_, MakeLayerNorm(device_, parameters_, kFinalNorm));
   }
+  TFB_RETURN_IF_ERROR(state_->Setup(parameters_));
   return Reset();
 }
 
@@ -128,6 +151,9 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
     const int64_t tokens = std::min(max_segment_tokens(), total - begin);
     TFB_RETURN_IF_ERROR(AppendSegment({begin, tokens, inputs, outputs}, execution));
+  }
+  for (const auto& block : blocks_) {
+    TFB_RETURN_IF_ERROR(block->attention().KeepState(inputs, outputs, execution));
   }
   return absl::OkStatus();
 }
@@ -146,14 +172,8 @@ absl::Status SegmentedLayer::RecallGiven(const Inputs& inputs, const Execution& 
     return absl::InvalidArgumentError(
         absl::StrCat("input ", name, " is missing; the first segment has need of it"));
   }
-  const ConstTensorView memories = inputs.Get(kMemories);
-  for (int64_t n = 0; n < layers_ && !memories.empty(); ++n) {
-    for (int64_t begin = 0; begin < memories.dim(2); begin += max_segment_tokens()) {
-      const int64_t count = std::min(max_segment_tokens(), memories.dim(2) - begin);
-      TFB_RETURN_IF_ERROR(Recall(n, Slice(OfLayer(memories, n), 1, begin, count), execution));
-    }
-  }
-  return RecallMore(inputs, execution);
+  for (const auto& block : blocks_) TFB_RETURN_IF_ERROR(block->Recall(inputs, execution));
+  return absl::OkStatus();
 }
 
 absl::Status SegmentedLayer::KeepGiven(const ConstTensorView& memories,
@@ -161,10 +181,10 @@ absl::Status SegmentedLayer::KeepGiven(const ConstTensorView& memories,
   if (final_memories_.empty() || memories.empty()) return absl::OkStatus();
   const int64_t count = final_memories_.dim(2) - problem().query_tokens;
   if (count <= 0) return absl::OkStatus();
-  for (int64_t n = 0; n < layers_; ++n) {
-    TFB_RETURN_IF_ERROR(CopyAll(device_,
-                                Slice(OfLayer(memories, n), 1, memories.dim(2) - count, count),
-                                Slice(OfLayer(final_memories_, n), 1, 0, count), execution));
+  for (int64_t n = 0; n < layers(); ++n) {
+    TFB_RETURN_IF_ERROR(CopyAllRows(device_,
+                                    Slice(OfLayer(memories, n), 1, memories.dim(2) - count, count),
+                                    Slice(OfLayer(final_memories_, n), 1, 0, count), execution));
   }
   return absl::OkStatus();
 }
@@ -176,32 +196,29 @@ absl::Status SegmentedLayer::Keep(int64_t n, int64_t begin, const ConstTensorVie
   const int64_t first_kept = problem().query_tokens - final_memories_.dim(2);
   const int64_t first = std::max(begin, first_kept), count = begin + rows.dim(1) - first;
   if (count <= 0) return absl::OkStatus();
-  return CopyAll(device_, Slice(rows, 1, first - begin, count),
-                 Slice(OfLayer(final_memories_, n), 1, first - first_kept, count), execution);
+  return CopyAllRows(device_, Slice(rows, 1, first - begin, count),
+                     Slice(OfLayer(final_memories_, n), 1, first - first_kept, count), execution);
 }
 
 absl::Status SegmentedLayer::AppendSegment(const Segment& segment, const Execution& execution) {
-  const ConstTensorView x = Slice(segment.inputs.Get("x"), 1, segment.begin, segment.tokens);
-  const TensorView out = Tokens(segment.outputs.Get("out"), segment.begin, segment.tokens);
+  const ConstTensorView x = segment.Input("x");
+  const TensorView out = segment.Output("out");
   is_at_beginning_ = false;
-  BeginSegment(segment);
+  state_->Begin(segment);
   Workspace workspace(execution.workspace);
-  const TensorView state = LayOutState(segment.tokens, workspace);
+  const TensorView hidden = LayOutHidden(segment.tokens, workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  for (int64_t n = 0; n < layers_; ++n) {
-    const bool is_last = n + 1 == layers_;
-    DecoderLayer::Call call;
-    call.input = n == 0 ? x : state;
-    call.state = state;
-    call.output = is_last && !has_final_norm_ ? out : state;
-    if (is_last) {
-      call.context = Tokens(segment.outputs.Get("context"), segment.begin, segment.tokens);
-    }
-    TFB_RETURN_IF_ERROR(Keep(n, segment.begin, call.input, rest));
-    TFB_RETURN_IF_ERROR(RunLayer(n, call, rest));
+  for (int64_t n = 0; n < layers(); ++n) {
+    const bool is_last = n + 1 == layers();
+    const ConstTensorView input = n == 0 ? x : ConstTensorView(hidden);
+    TFB_RETURN_IF_ERROR(Keep(n, segment.begin, input, rest));
+    TFB_RETURN_IF_ERROR(
+        blocks_[n]->Run({segment, input, hidden, is_last && !has_final_norm_ ? out : hidden,
+                         is_last ? segment.Output("context") : TensorView()},
+                        rest));
   }
-  return has_final_norm_ ? final_norm_.Run(state, out, rest) : absl::OkStatus();
+  return has_final_norm_ ? final_norm_.Run(hidden, out, rest) : absl::OkStatus();
 }
 
 }  // namespace tfb::layers

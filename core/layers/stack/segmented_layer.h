@@ -1,15 +1,18 @@
-// A stack of layers that reads its hidden states segment by segment, in a Run as in a stream.
+// A stack of blocks that reads its hidden states segment by segment, in a Run as in a stream. What
+// techniques differ in lies in their blocks (block.h).
 #ifndef TFB_CORE_LAYERS_STACK_SEGMENTED_LAYER_H_
 #define TFB_CORE_LAYERS_STACK_SEGMENTED_LAYER_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "core/layers/layer_norm.h"
-#include "core/layers/stack/decoder_layer.h"
+#include "core/layers/stack/block.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -37,56 +40,37 @@ View OfLayer(const View& view, int64_t n) {
   return layer;
 }
 
-// What a stack has in a Run and in a stream, without its layers.
+// Returns the tokens of a Run's longest segment, where `segment` are read at a time.
+int64_t LongestSegment(const Problem& problem, int64_t segment);
+
+// What a SegmentedLayer is made of.
 struct SegmentedStack {
-  int64_t layers = 1;
-  int64_t segment = 1;      // tokens that are read at a time, or all where there are fewer
-  bool final_norm = false;  // a norm of what the last layer writes: the parameters of kFinalNorm
-  std::vector<TensorSpec> outputs;       // of a Run: out, perhaps context, and more
-  std::vector<TensorSpec> more_outputs;  // of a segment, beside out and the context
+  std::unique_ptr<StackState> state;
+  std::vector<TensorSpec> outputs = {};       // of a Run: out, perhaps context, and more
+  std::vector<TensorSpec> more_outputs = {};  // of a segment, beside out and the context
   // Inputs of a segment beside x, which a Run reads for all tokens. Of an input that has no
   // dimension of tokens only a stream's first segment has need.
-  std::vector<TensorSpec> more_inputs;
+  std::vector<TensorSpec> more_inputs = {};
+  bool depends_on_split = false;  // whether another split of the stream gives another result
+  int64_t segment = 1;            // tokens that are read at a time, or all where there are fewer
+  bool final_norm = false;  // a norm of what the last layer writes: the parameters of kFinalNorm
+  NamedTensors parameters = {};
+  std::vector<std::unique_ptr<Block>> blocks = {};
 };
 
-class SegmentedLayer : public StreamingLayer {
+class SegmentedLayer final : public StreamingLayer {
  public:
+  SegmentedLayer(Device device, const Problem& problem, SegmentedStack stack);
+
   size_t workspace_bytes(int threads) const override;
-  // The segments decide the mask, unless a technique overrides this.
-  int64_t split_tokens() const override { return max_segment_tokens(); }
-  absl::Status Reset() final;
+  Cost cost() const override;
+  // Returns the numbers of the state and of the attentions, and cublas: on a GPU, 1 where cuBLAS
+  // computes the products with matrices, else 0.
+  std::map<std::string, double> statistics() const override;
+  int64_t split_tokens() const override { return depends_on_split_ ? max_segment_tokens() : 0; }
+  absl::Status Reset() override;
 
  protected:
-  SegmentedLayer(Device device, const Problem& problem, const SegmentedStack& stack);
-
-  // A segment of a call: its tokens are `tokens` ones of the call's tensors, from `begin` on.
-  struct Segment {
-    int64_t begin;
-    int64_t tokens;
-    const Inputs& inputs;
-    const Outputs& outputs;
-  };
-  // Begins the next segment.
-  virtual void BeginSegment(const Segment& segment) = 0;
-  // Runs layer n on the segment. The call has a context in the last layer only.
-  virtual absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
-                                const Execution& execution) = 0;
-  // Covers the final norm's workspace, too.
-  virtual size_t layer_workspace_bytes(int threads) const = 0;
-  virtual void Forget() = 0;  // forgets all tokens
-  // Makes layer n remember rows [batch, tokens, model_dim], a segment's at most, that went into it
-  // before. Layers that read memories define it.
-  virtual absl::Status Recall(int64_t /*n*/, const ConstTensorView& /*rows*/,
-                              const Execution& /*execution*/) {
-    return absl::UnimplementedError("the layer reads no memories");
-  }
-  // Makes the layers remember what a stream is given beside the memories. The inputs have been
-  // checked.
-  virtual absl::Status RecallMore(const Inputs& /*inputs*/, const Execution& /*execution*/) {
-    return absl::OkStatus();
-  }
-
-  // Sets up the final norm and begins a new stream. Stacks call it when their layers are set up.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   // Leaves the stream at the end of the sequence, as appending the sequence would.
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
@@ -94,10 +78,8 @@ class SegmentedLayer : public StreamingLayer {
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                         const Execution& execution) override;
 
-  Device device() const { return device_; }
-
  private:
-  TensorView LayOutState(int64_t tokens, Workspace& workspace) const;
+  TensorView LayOutHidden(int64_t tokens, Workspace& workspace) const;
   absl::Status AppendSegment(const Segment& segment, const Execution& execution);
   // Hands what is given to the layers, if this is a stream's first segment.
   absl::Status RecallGiven(const Inputs& inputs, const Execution& execution);
@@ -105,14 +87,20 @@ class SegmentedLayer : public StreamingLayer {
   absl::Status Keep(int64_t n, int64_t begin, const ConstTensorView& rows,
                     const Execution& execution) const;
   absl::Status KeepGiven(const ConstTensorView& memories, const Execution& execution) const;
+  int64_t layers() const { return static_cast<int64_t>(blocks_.size()); }
 
   Device device_;
-  int64_t layers_;
   bool has_final_norm_;
-  LayerNorm final_norm_;
+  bool depends_on_split_;
   std::vector<std::string> given_;  // the inputs that have no dimension of tokens
-  TensorView final_memories_;       // of a Run; empty where the caller does not want them
-  bool is_at_beginning_ = true;     // of a stream
+  std::unique_ptr<StackState> state_;
+  std::vector<std::unique_ptr<Block>> blocks_;  // they use the state
+  LayerNorm final_norm_;
+  TensorView final_memories_;    // of a Run; empty where the caller does not want them
+  bool is_at_beginning_ = true;  // of a stream
+  // The answer of the last workspace_bytes, which every call asks again: it walks all layers.
+  mutable int asked_threads_ = -1;
+  mutable size_t asked_bytes_ = 0;
 };
 
 }  // namespace tfb::layers

@@ -1,0 +1,146 @@
+// What a stack that reads its hidden states segment by segment is made of (segmented_layer.h): one
+// block a layer, each with an attention that remembers the earlier tokens, and what the blocks
+// share.
+#ifndef TFB_CORE_LAYERS_STACK_BLOCK_H_
+#define TFB_CORE_LAYERS_STACK_BLOCK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "core/cuda/row_list.h"
+#include "core/layers/attention/relative_positions.h"
+#include "core/layers/layer_norm.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb::layers {
+
+// A segment of a call: its tokens are `tokens` ones of the call's tensors, from `begin` on.
+struct Segment {
+  int64_t begin;
+  int64_t tokens;
+  const Inputs& inputs;    // of the call, which is a Run or an Append
+  const Outputs& outputs;  // likewise
+
+  // Return the segment's part of a tensor whose dimension `axis` is of tokens; empty where the call
+  // has no such tensor.
+  ConstTensorView Input(absl::string_view name, int axis = 1) const {
+    return Part(inputs.Get(name), axis);
+  }
+  TensorView Output(absl::string_view name, int axis = 1) const {
+    return Part(outputs.Get(name), axis);
+  }
+
+ private:
+  template <class View>
+  View Part(const View& view, int axis) const {
+    return view.empty() ? view : Slice(view, axis, begin, tokens);
+  }
+};
+
+// The tokens that a layer computes, where these are not all of a segment's. All are keys and
+// values.
+struct SomeTokens {
+  ConstTensorView hidden;  // the layer's input for all tokens, [batch, tokens, model_dim]
+  const int32_t* row_of_token = nullptr;  // CPU: see RelativeAttention::SomeQueries
+  RowList rows = {};                      // CUDA
+};
+
+// The distances between the tokens of a stack, and their sinusoids, which SinusoidsOf returns.
+struct Distances {
+  DistanceRange range;
+  ConstTensorView sinusoids;
+};
+
+// The attention of one layer, and what it remembers of a stream.
+class SegmentAttention {
+ public:
+  virtual ~SegmentAttention() = default;
+
+  // Copies the parameters to the device.
+  virtual absl::Status Setup(const NamedTensors& parameters, const Distances& distances,
+                             const Execution& execution) = 0;
+  virtual void Reset() = 0;  // forgets all tokens
+  // Remembers what a stream is given before its first segment: inputs such as kMemories
+  // (segmented_layer.h). `norm` is that of the rows which the attention reads; null where it reads
+  // them as they are.
+  virtual absl::Status Recall(const Inputs& given, const LayerNorm* norm,
+                              const Execution& execution) = 0;
+
+  // A segment, which must be the stream's next: y = attention(x) + residual. The tensors are
+  // [batch, tokens, model_dim]; y may be the residual, and x.
+  struct Call {
+    const Segment& segment;
+    ConstTensorView x;
+    ConstTensorView residual;  // the layer's input
+    TensorView y;
+    const LayerNorm* norm;   // of the residual, which gave x; null where x is the residual
+    const SomeTokens& some;  // see Block::Call
+  };
+  // Computes y. It allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status Run(const Call& call, const Execution& execution) = 0;
+  // Copies what is remembered at the end of a Run to the outputs that hold it.
+  virtual absl::Status KeepState(const Inputs& /*inputs*/, const Outputs& /*outputs*/,
+                                 const Execution& /*execution*/) const {
+    return absl::OkStatus();
+  }
+
+  virtual size_t workspace_bytes(int threads) const = 0;
+  // Returns numbers by name, of which those of all layers are summed, such as cache_bytes.
+  virtual std::map<std::string, double> statistics() const = 0;
+};
+
+// One layer of a stack.
+class Block {
+ public:
+  virtual ~Block() = default;
+
+  // Copies the parameters to the device.
+  virtual absl::Status Setup(const NamedTensors& parameters, const Distances& distances,
+                             const Execution& execution) = 0;
+  // Hands what a stream is given to the attention.
+  virtual absl::Status Recall(const Inputs& given, const Execution& execution) = 0;
+
+  // The tensors are [batch, tokens, model_dim]. `state`, f32, holds the hidden state between the
+  // sublayers; it may be the input, and the output. `context`, unless empty, becomes the
+  // feed-forward network's input: the last layer has one. With `some`, whose `hidden` is not empty
+  // then, the tensors have the rows of these tokens alone on the CPU, [rows, model_dim].
+  struct Call {
+    const Segment& segment;
+    ConstTensorView input;
+    TensorView state;
+    TensorView output;
+    TensorView context;
+    SomeTokens some = {};
+  };
+  // Computes the output. It allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status Run(const Call& call, const Execution& execution) = 0;
+
+  virtual size_t workspace_bytes(int threads) const = 0;
+  virtual SegmentAttention& attention() = 0;
+};
+
+// What the blocks of a stack share: where the segment stands in the stream. It also knows what can
+// be said of all layers together.
+class StackState {
+ public:
+  virtual ~StackState() = default;
+
+  virtual DistanceRange distances() const = 0;
+  virtual absl::Status Setup(const NamedTensors& /*parameters*/) { return absl::OkStatus(); }
+  virtual void Reset() = 0;                        // begins a new stream
+  virtual void Begin(const Segment& segment) = 0;  // begins the next segment; allocates nothing
+
+  // Returns the FLOPs of a Run; nothing while they are not known.
+  virtual std::optional<double> flops(const NamedTensors& parameters) const = 0;
+  virtual std::map<std::string, double> statistics(const NamedTensors& parameters) const = 0;
+};
+
+}  // namespace tfb::layers
+
+#endif  // TFB_CORE_LAYERS_STACK_BLOCK_H_
