@@ -32,6 +32,22 @@
 //
 // Cost of a step: three tokens of encoder_decoder, so 9 times a Transformer's attention over steps;
 // and for embeddings and heads 4 d (1 + state_dim + action_dim) FLOPs, d = model_dim.
+//
+// The technique is causal self-attention: kv_tokens must equal query_tokens.
+//
+// It reads returns [batch, returns, 1], states [batch, states, state_dim], actions [batch, actions,
+// action_dim] (a discrete state or action is a unit vector), timesteps i32 [batch, returns], and
+// the optional key_mask [batch, tokens], in which padding hides all three tokens of its step. It
+// writes out [batch, tokens, model_dim], the hidden states after the last norm, and the optional
+// action [batch, states, action_dim], state [batch, actions, state_dim] and return [batch, actions,
+// 1].
+//
+// The parameters, f32, y = x W, are embed.return, embed.state, embed.action, head.action,
+// head.state and head.return, each with .w [in, out] and .b [out]; embed.timestep [max_timestep,
+// model_dim]; embed.norm.gamma, .beta [model_dim]; and those of encoder_decoder. Matrices and
+// biases are drawn N(0, 1 / rows), embed.timestep N(0, 1), gammas 1, betas 0.
+//
+// The counterpart is the technique itself: its attention is dense.
 #ifndef TFB_ADAPTIVE_DECISION_TRANSFORMER_DECISION_TRANSFORMER_H_
 #define TFB_ADAPTIVE_DECISION_TRANSFORMER_DECISION_TRANSFORMER_H_
 

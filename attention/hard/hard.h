@@ -31,6 +31,10 @@
 // learned by REINFORCE); scores as in dense attention. Gumbel-max: Maddison, Tarlow, Minka 2014,
 // arXiv:1411.0030v2, section 2.
 // Cost: 2 pairs head_dim FLOPs, no exponentials unless inverse_cdf, which computes every score twice.
+//
+// The technique reads q, k, v, the optional key_mask, and u f32 [batch, query_heads, query_tokens]
+// or g f32 [batch, query_heads, query_tokens, kv_tokens]. It writes out and the optional index, i32
+// [batch, query_heads, query_tokens].
 #ifndef TFB_ATTENTION_HARD_HARD_H_
 #define TFB_ATTENTION_HARD_HARD_H_
 

@@ -67,6 +67,12 @@
 // changes none on the CPU. On a GPU, where few queries would leave multiprocessors idle, engine
 // flash cuts more than 192 slots into parts, whose number depends on the number of sequences and
 // heads; so the result of a sequence may then have other roundings in a batch than alone.
+//
+// The parameters are e and, unless shared, f, in f32: learned [tables, k, kv_tokens]; convolution
+// [tables, channels, channels, w] as [out, in, kernel], depthwise [tables, channels, w]; fit [batch
+// * tables, slots, kv_tokens], 0 until Setup has fitted it, which it does unless the caller has
+// given one. The definition takes the E that it is given, and fits it by the same code where that
+// is 0. Statistics: slots.
 #ifndef TFB_ATTENTION_LINFORMER_LINFORMER_H_
 #define TFB_ATTENTION_LINFORMER_LINFORMER_H_
 

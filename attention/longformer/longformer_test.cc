@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
-#include "attention/multi_head/multi_head.h"
 #include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
@@ -393,7 +392,7 @@ void ExpectInsideMultiHeadIsHuggingFacesLayer(const std::string& name, const std
   const auto heads = [&](const Tensor& y) {
     return Transpose(SplitAxis(y.view(), 2, problem.query_heads), 1, 2);
   };
-  const multi_head::MultiHead layer;
+  const Technique& layer = FindTechnique("multi_head");
   NamedTensors defined;
   ASSERT_TRUE(layer.Define(problem, options, parameters, inputs, {}, &defined).ok());
   ZeroPaddedRows(masks, 1, defined["out"].view());

@@ -23,6 +23,17 @@
 // Cost, d = model_dim: 8 tokens d^2 FLOPs of projections in self-attention, 4 query_tokens d^2 + 4
 // kv_tokens d^2 in cross attention, and those of `inner`; 4 d^2 parameters, 4 d of biases (with
 // kv_heads = query_heads and value_dim = head_dim).
+//
+// The technique reads x [batch, query_tokens, model_dim], with `cross` memory, the optional
+// key_mask, and those of FurtherInputsOf. It writes out, and those of FurtherOutputsOf. Without
+// `cross` kv_tokens must be query_tokens. Its parameters are those of ProjectionSpecs, and the
+// inner technique's as inner.NAME. Its statistics are the inner layer's; on a GPU also cublas, 1
+// where cuBLAS computes the projections.
+//
+// The layer reads whole sequences: it is no StreamingLayer, even where the inner technique's layer
+// is one.
+//
+// The counterpart is the same layer with the inner technique's counterpart inside.
 #ifndef TFB_ATTENTION_MULTI_HEAD_MULTI_HEAD_H_
 #define TFB_ATTENTION_MULTI_HEAD_MULTI_HEAD_H_
 

@@ -47,6 +47,9 @@
 // add a key or to read for a query: linear in tokens, 8 tokens m head_dim a head in all
 // (hyperbolic: 6). Decoding keeps m (value_dim + 1) numbers a head, whatever the number of tokens.
 // Engine linear (core/linear) does the work.
+//
+// The technique has the parameter w f32, W: [rows of W, head_dim], or with per_head [kv_heads, rows
+// of W, head_dim], drawn from the seed.
 #ifndef TFB_ATTENTION_PERFORMER_PERFORMER_H_
 #define TFB_ATTENTION_PERFORMER_PERFORMER_H_
 

@@ -49,6 +49,10 @@
 // to add a key or to read for a query, linear in tokens: 6 tokens features head_dim a head in all
 // (arccos: 8). Decoding keeps features (value_dim + 1) numbers a head, whatever the number of tokens.
 // Engine linear (core/linear) does the work.
+//
+// The parameters, in f32, are w [kv_heads, rows of W, head_dim], drawn from the seed; with a gate
+// `gate` [kv_heads, head_dim + 1], gate_w and then gate_b, of which the first is drawn from N(0, 1
+// / head_dim); with channel_scale that [kv_heads, head_dim].
 #ifndef TFB_ATTENTION_RFA_RFA_H_
 #define TFB_ATTENTION_RFA_RFA_H_
 

@@ -192,6 +192,7 @@ TEST(TechniqueHelp, EveryTechniqueHasItsHeadersFormulaAndAllOptionsAndTensors) {
 }
 
 // The page refers to the header for the meaning of a tensor.
+// Projections and stacks, whose parameters are in the headers of core/layers, read hidden states.
 TEST(TechniqueHelp, EveryHeaderNamesTheTensorsThatOthersDoNotHave) {
   const std::set<std::string> common = {"q",      "k",        "v",   "x",
                                         "memory", "key_mask", "out", "log_sum_exp"};
@@ -206,6 +207,11 @@ TEST(TechniqueHelp, EveryHeaderNamesTheTensorsThatOthersDoNotHave) {
           EXPECT_TRUE(std::find(words.begin(), words.end(), spec.name) != words.end())
               << one.ToString() << ": " << spec.name;
         }
+      }
+      if (technique->info().input_kind != InputKind::kQkv) continue;
+      for (const auto& [name, tensor] : one.layer->parameters()) {
+        EXPECT_TRUE(std::find(words.begin(), words.end(), name) != words.end())
+            << one.ToString() << ": " << name;
       }
     }
   }

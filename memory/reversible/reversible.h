@@ -37,6 +37,17 @@
 // one more forward. Activations: 2 tokens d floats a sequence, whatever the number of blocks (where a
 // plain residual network stores some of that for each), f's scratch, and FF's inner activations
 // for ceil(tokens / chunks) tokens.
+//
+// The technique reads x [batch, tokens, model_dim], the optional key_mask and the further inputs of
+// f; kv_tokens must be query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where
+// concatenated.
+//
+// The parameters, f32, are layerN.f.NAME, those of f; layerN.g.w1 [model_dim, inner], .b1, .w2,
+// .b2; layerN.f_norm and layerN.g_norm with .gamma and .beta [model_dim]. Matrices and biases of g
+// are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
+//
+// It returns InvalidArgument where f has another number of techniques than 1 or `layers`. The
+// counterpart is the same network with f's counterpart inside.
 #ifndef TFB_MEMORY_REVERSIBLE_REVERSIBLE_H_
 #define TFB_MEMORY_REVERSIBLE_REVERSIBLE_H_
 

@@ -18,6 +18,13 @@
 // OPT counts positions without padded tokens.
 //
 // Cost: that of multi_head a layer, and max_tokens model_dim parameters a table.
+//
+// The technique is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
+// the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are p
+// [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are
+// several layers. `inner` is one technique for all layers, or one for each. It returns
+// InvalidArgument where a token is beyond the tables. The counterpart has the inner techniques'
+// counterparts inside.
 #ifndef TFB_POSITIONAL_LEARNED_LEARNED_H_
 #define TFB_POSITIONAL_LEARNED_LEARNED_H_
 

@@ -20,6 +20,10 @@
 // a sine; and their tables begin at a padding index (position_offset does that).
 //
 // Cost: that of multi_head, and a table of tokens x d floats, made at Setup with angles in double.
+//
+// The technique is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
+// the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are
+// those of multi_head. The counterpart has the inner technique's counterpart inside.
 #ifndef TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_
 #define TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_
 

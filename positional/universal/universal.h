@@ -21,6 +21,11 @@
 //
 // Cost: that of multi_head a step; tables of tokens x model_dim and steps x model_dim, and never of
 // their product.
+//
+// The technique is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
+// the further inputs of `inner` (core/layers/attention/encoded_attention.h). Its parameters are
+// those of multi_head, and with time=learned t [steps, model_dim]. The counterpart has the inner
+// technique's counterpart inside.
 #ifndef TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_
 #define TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_
 
