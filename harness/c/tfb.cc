@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <memory>
 #include <new>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
+#include "core/cuda/runtime.h"
 #include "core/options.h"
 #include "core/status.h"
 #include "core/technique.h"
@@ -380,6 +382,7 @@ absl::Status Create(const char* technique, const TfbProblem* problem, const char
   TFB_ASSIGN_OR_RETURN(job.options, job.technique->Canonical(spec.options));
   TFB_ASSIGN_OR_RETURN(job.problem, ToProblem(*problem));
   TFB_ASSIGN_OR_RETURN(job.device, ParseDevice(device));
+  if (job.device != Device::kCpu) TFB_RETURN_IF_ERROR(CudaRuntime::For(job.device).status());
   job.seed = seed;
   job.threads = threads == 0 ? UsableCores() : threads;
   TFB_ASSIGN_OR_RETURN(made->layer, job.CreateLayer());
