@@ -130,13 +130,13 @@ TFB_EXPORT TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t in
                              const TfbTensor* outputs, size_t output_count, void* workspace,
                              size_t workspace_bytes, void* stream);
 
-/* Takes the next segment of a sequence, of 1 to max_segment_tokens tokens, and writes the outputs of
+/* Takes the next segment of a sequence, which tfb_reset begins, of 1 to max_segment_tokens tokens, and writes the outputs of
  * its tokens. TFB_UNIMPLEMENTED where "streaming" is null. */
 TFB_EXPORT TfbStatus tfb_append(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
                                 const TfbTensor* outputs, size_t output_count, void* workspace,
                                 size_t workspace_bytes, void* stream);
 
-/* Forgets what has been appended. */
+/* Begins a new sequence: forgets what has been appended or run. */
 TFB_EXPORT TfbStatus tfb_reset(TfbLayer* layer);
 
 /* Makes `tensor` a view of a parameter's memory, which is the host's on every device. The view is

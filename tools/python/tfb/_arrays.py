@@ -29,10 +29,16 @@ ARRAY_DTYPES = {
     'u8': 'uint8',
 }
 
+_NUMPY_DTYPES = {name: DTYPES[short] for short, name in ARRAY_DTYPES.items()}
+_NUMPY_DTYPES['bool'] = DTYPES['u8']
+_KNOWN = ', '.join(sorted(_NUMPY_DTYPES))
+
 _get_pointer = pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _TensorPointer = POINTER(DLTensor)
+_SizesPointer = POINTER(ctypes.c_int64)
+_HOST = DLDevice(CPU, 0)
 
 
 def kind_of(array: Any) -> str:
@@ -42,7 +48,10 @@ def kind_of(array: Any) -> str:
 
 def borrow(array: Any) -> Tuple[Any, Any]:
     """Returns a pointer to a DLTensor of the array's memory, and what must live as long as it is used."""
-    if kind_of(array) == 'torch' and array.device.type == 'cpu':
+    kind = kind_of(array)
+    if kind == 'numpy':
+        return _borrow_numpy(array)
+    if kind == 'torch' and array.device.type == 'cpu':
         return _borrow_torch(array)
     if not hasattr(array, '__dlpack__'):
         raise TypeError('%s is no array: it has no __dlpack__' % type(array).__name__)
@@ -51,30 +60,37 @@ def borrow(array: Any) -> Tuple[Any, Any]:
     return cast(_get_pointer(capsule, b'dltensor'), _TensorPointer), capsule
 
 
+def _host_tensor(array: Any, address: int, sizes: Sequence[int], strides: Sequence[int], dtype: Tuple[int, int]) -> Any:
+    rank = len(sizes)
+    numbers = (ctypes.c_int64 * (2 * rank))(*sizes, *strides)
+    begin = ctypes.addressof(numbers)
+    tensor = DLTensor(address, _HOST, rank, DLDataType(dtype[0], dtype[1], 1), cast(begin, _SizesPointer),
+                      cast(begin + 8 * rank, _SizesPointer), 0)
+    return ctypes.pointer(tensor), (array, numbers)
+
+
+# These two go without a capsule, which NumPy does not give for bool, bfloat16 and read-only arrays, and which costs more
+# than a small layer for a tensor of PyTorch.
+
+
+def _borrow_numpy(array: Any) -> Tuple[Any, Any]:
+    dtype = _NUMPY_DTYPES.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise TypeError('elements of %s; known are %s' % (array.dtype, _KNOWN))
+    size = array.dtype.itemsize
+    if any(stride % size for stride in array.strides):
+        raise ValueError('elements that do not lie on multiples of their size')
+    return _host_tensor(array, array.__array_interface__['data'][0], array.shape,
+                        [stride // size for stride in array.strides], dtype)
+
+
 def _borrow_torch(array: Any) -> Tuple[Any, Any]:
-    """The same without a capsule, which costs more than a small layer."""
     if array.requires_grad:
         raise ValueError('the tensor requires a gradient, which tfb does not compute: detach() it')
-    code, bits = _torch_dtype(array.dtype)
-    rank = array.dim()
-    sizes = (ctypes.c_int64 * rank)(*array.shape)
-    strides = (ctypes.c_int64 * rank)(*array.stride())
-    tensor = DLTensor(array.data_ptr(), DLDevice(CPU, 0), rank, DLDataType(code, bits, 1), sizes, strides, 0)
-    return ctypes.pointer(tensor), (array, sizes, strides)
-
-
-_torch_dtypes: dict = {}
-
-
-def _torch_dtype(dtype: Any) -> Tuple[int, int]:
-    if not _torch_dtypes:
-        import torch
-        for name, code_and_bits in DTYPES.items():
-            _torch_dtypes[getattr(torch, ARRAY_DTYPES[name])] = code_and_bits
-        _torch_dtypes[torch.bool] = DTYPES['u8']
-    if dtype not in _torch_dtypes:
-        raise TypeError('elements of %s; known are %s' % (dtype, ', '.join(sorted(ARRAY_DTYPES.values()))))
-    return _torch_dtypes[dtype]
+    dtype = _NUMPY_DTYPES.get(str(array.dtype)[len('torch.'):])
+    if dtype is None:
+        raise TypeError('elements of %s; known are %s' % (array.dtype, _KNOWN))
+    return _host_tensor(array, array.data_ptr(), array.shape, array.stride(), dtype)
 
 
 def empty_like_kind(array: Any, shape: Sequence[int], dtype: str) -> Any:

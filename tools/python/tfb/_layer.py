@@ -162,7 +162,7 @@ class Layer:
         return self._call(LIBRARY.tfb_run, self.outputs, names, into, inputs, 0)
 
     def append(self, **segment: Any) -> Any:
-        """Takes the next segment of a sequence and returns the "out" of its tokens."""
+        """Takes the next segment of a sequence, which `reset` begins, and returns the "out" of its tokens."""
         if self.streaming is None:
             raise _library.UnimplementedError('the layer reads no segments')
         first = self.streaming['inputs'][0]
@@ -170,7 +170,7 @@ class Layer:
         return self._call(LIBRARY.tfb_append, self.streaming['outputs'], ['out'], None, segment, tokens)['out']
 
     def reset(self) -> None:
-        """Forgets what has been appended."""
+        """Begins a new sequence: forgets what has been appended or run."""
         check(LIBRARY.tfb_reset(self._layer))
 
     def parameters(self) -> Dict[str, Any]:
