@@ -732,6 +732,12 @@ ResultSet MakeManyErrors() {
   add("failing", "", "plain", 0.01, 0.001)->mutable_outcome()->set_status(Outcome::STATUS_FAILED);
   add("infinite", "", "plain", 0.5, HUGE_VAL);
   add("undefined", "", "plain", 0.5, std::nan(""));
+  // Settings of one technique that are held against another setting of it, which is on no trail.
+  for (int i = 0; i <= 3; ++i) {
+    Case* result = add("basis", absl::StrCat(i), "basis", 1 - 0.2 * i, i == 0 ? 2e-7 : 0.1 * i);
+    (*result->mutable_technique()->mutable_dense_counterpart_options())["size"] = "0";
+    result->mutable_technique()->set_options_are_default(false);
+  }
   for (const char* counterpart : {"ring", "rare"}) {
     add(counterpart, "", counterpart, 2, 3e-7);
     const int members = absl::string_view(counterpart) == "ring" ? 3 : 2;

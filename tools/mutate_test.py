@@ -82,6 +82,10 @@ class Patterns(unittest.TestCase):
             self.assertEqual(mutant.splitlines()[:4], SOURCE.splitlines()[:4])
             self.assertTrue('"7 < 8"' in mutant or edit.pattern == 'error')
 
+    def test_a_check_of_the_compiler_is_a_test_and_no_product(self):
+        source = 'static_assert(kTile * 2 == 128 &&\n              kRows < 9);\nint x = 7;\n'
+        self.assertEqual({edit.line_number(source) for edit in mutate.edits_of('a.cc', source)}, {3})
+
     def test_a_diff_and_the_changed_lines_show_the_edit(self):
         edit = next(edit for edit in mutate.edits_of('d/a.cc', SOURCE) if edit.pattern == 'min and max')
         self.assertEqual(

@@ -309,6 +309,25 @@ TEST(DepthAdaptive, ProbabilitiesOfKnownLogitsAreWhatTheFormulaGivesByHand) {
   }
 }
 
+TEST(DepthAdaptive, TheScaleOfProbabilitiesIsInTheSumOfTheWeightsMagnitudes) {
+  const Problem problem = Make(1, 10);
+  for (const std::string classifier : {"sequence", "multinomial", "geometric"}) {
+    const Options options = {{"layers", "4"}, {"segment", "5"}, {"classifier", classifier}};
+    const auto scale_with = [&](int64_t channels, double weight) {
+      NamedTensors parameters = ParametersOf(problem, options);
+      const TensorView w = parameters.at("likelihood.2." + classifier + ".w").view();
+      Fill(w, 0);
+      Fill(Slice(w, w.dim(0) == problem.model_dim() ? 0 : 1, 0, channels), weight);
+      const auto defined = DefineTechnique(DepthAdaptive(), problem, ViewsOf(InputsFor(problem)),
+                                           {options, Device::kCpu, 1, &parameters});
+      EXPECT_TRUE(defined.ok()) << defined.status();
+      return defined->at("exit_probabilities.scale").view().Get(9);
+    };
+    EXPECT_GT(scale_with(1, 1), 0) << classifier;
+    EXPECT_DOUBLE_EQ(scale_with(6, -0.5), 3 * scale_with(1, 1)) << classifier;
+  }
+}
+
 TEST(DepthAdaptive, AStackOfOneLayerIsLeftAfterItWithProbabilityOne) {
   const Problem problem = Make(1, 10);
   for (const Device device : kHostDevices) {

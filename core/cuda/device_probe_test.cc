@@ -57,6 +57,11 @@ const char* Versions(int* driver, int* runtime) {
   *runtime = 13000;
   return nullptr;
 }
+const char* NoDriver(int* driver, int* runtime) {
+  *driver = 0;
+  *runtime = 13000;
+  return nullptr;
+}
 const char* NoDevices(int* count) {
   *count = 0;
   return nullptr;
@@ -83,6 +88,13 @@ TEST(DeviceProbe, ADriverWithoutDevicesIsUnavailableAndBothVersionsAreSaid) {
               absl::UnavailableError(absl::StrCat(
                   "no CUDA device: ", reason, " (driver for CUDA 12.4, built with CUDA 13.0)")));
   }
+}
+
+TEST(DeviceProbe, AMissingDriverIsUnavailableToo) {
+  EXPECT_EQ(
+      ProbeCudaMachine({"nvcc", &NoDriver, &HiddenDevices, &Describe}).status(),
+      absl::UnavailableError("no CUDA device: no CUDA-capable device is detected (no driver is "
+                             "installed)"));
 }
 
 TEST(DeviceProbe, EveryDeviceIsDescribedAndOneThatFailsIsAnError) {

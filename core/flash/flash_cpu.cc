@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <thread>
@@ -255,16 +256,18 @@ class FlashRun {
     std::fill_n(scratch.sum, task.rows, 0.0f);
 
     Tile chunk[kChunkTiles];
-    int64_t tiles = 0, columns = 0;
+    size_t tiles = 0;
+    int64_t columns = 0;
     bool is_first = true;
     for (const TileRun& run : TileRuns(task)) {
       const uint64_t* mask = run.mask == TileRun::kFull ? nullptr : call_.schedule->Mask(run.mask);
       for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
         if (!WithinSpan(task, t, scratch)) continue;
         const bool gap = tiles > 0 && chunk[tiles - 1].index + 1 != t;
-        if (tiles == kChunkTiles || (gap && reads_offsets_)) {
-          Accumulate(task, chunk, tiles, is_first, scratch);
-          tiles = columns = 0;
+        if (tiles == std::size(chunk) || (gap && reads_offsets_)) {
+          Accumulate(task, {chunk, tiles}, is_first, scratch);
+          tiles = 0;
+          columns = 0;
           is_first = false;
         }
         Tile& tile = chunk[tiles];
@@ -276,7 +279,7 @@ class FlashRun {
         ++tiles;
       }
     }
-    if (tiles > 0) Accumulate(task, chunk, tiles, is_first, scratch);
+    if (tiles > 0) Accumulate(task, {chunk, tiles}, is_first, scratch);
     StoreResults(task, scratch);
     scratch.queries = nullptr;
   }
@@ -316,6 +319,7 @@ class FlashRun {
     Extent extents[kTile / kGroupRows];
     bool all_seen[kTile / kGroupRows];  // each of the rows sees all of `seen`
   };
+  using Tiles = absl::Span<const Tile>;  // a chunk
 
   // Makes rows only for the places for which the order names tokens.
   void LeaveOut(Task* task) const {
@@ -684,15 +688,14 @@ class FlashRun {
   }
 
   // Adds the keys of a chunk of tiles to the running softmax and output.
-  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, bool is_first,
-                  Scratch& scratch) const {
-    ComputeScores(task, chunk, tiles, scratch);
-    if (std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; })) {
-      Softmax(chunk[0], 0, task.rows, {0, tiles * kTile}, scratch);
+  void Accumulate(const Task& task, Tiles chunk, bool is_first, Scratch& scratch) const {
+    ComputeScores(task, chunk, scratch);
+    if (AllWhole(chunk)) {
+      Softmax(chunk[0], 0, task.rows, WholeExtent(chunk), scratch);
     } else {
       for (int64_t first = 0; first < task.rows; first += kGroupRows) {
         const int64_t rows = std::min(kGroupRows, task.rows - first);
-        Softmax(chunk[0], first, rows, ExtentOf(chunk, tiles, first / kGroupRows), scratch);
+        Softmax(chunk[0], first, rows, ExtentOf(chunk, first / kGroupRows), scratch);
       }
     }
 
@@ -701,14 +704,14 @@ class FlashRun {
       kernels_.scale_rows({scratch.accumulator, layout_.value_row, task.rows, layout_.value_row},
                           scratch.rescale);
     }
-    for (int64_t t = 0; t < tiles; ++t) {
-      const float* weights = scratch.scores + chunk[t].column;
-      const PackedTile packed = Packed(task, chunk[t].index);
-      if (!packed.finite && !chunk[t].whole) {
-        AddVisibleValues(task, weights, packed, chunk[t].visible, scratch);
+    for (const Tile& tile : chunk) {
+      const float* weights = scratch.scores + tile.column;
+      const PackedTile packed = Packed(task, tile.index);
+      if (!packed.finite && !tile.whole) {
+        AddVisibleValues(task, weights, packed, tile.visible, scratch);
         continue;
       }
-      ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
+      ForEachPart(task, tile, [&](int64_t first, int64_t rows, const Extent& extent) {
         kernels_.gemm(rows, layout_.value_row, extent.end - extent.begin,
                       weights + first * kScoreRow + extent.begin, kScoreRow, 1,
                       packed.values + extent.begin * packed.value_row, packed.value_row,
@@ -717,14 +720,19 @@ class FlashRun {
     }
   }
 
+  static bool AllWhole(Tiles chunk) {
+    return std::all_of(chunk.begin(), chunk.end(), [](const Tile& tile) { return tile.whole; });
+  }
+  // Returns the columns of a chunk whose tiles are whole; others have fewer.
+  static Extent WholeExtent(Tiles chunk) { return {0, static_cast<int64_t>(chunk.size()) * kTile}; }
   // Returns the extent from the first column of the chunk that the group sees to the last.
-  static Extent ExtentOf(const Tile* chunk, int64_t tiles, int64_t group) {
+  static Extent ExtentOf(Tiles chunk, int64_t group) {
     Extent all{0, 0};
-    for (int64_t t = 0; t < tiles; ++t) {
-      const Extent& extent = chunk[t].extents[group];
+    for (const Tile& tile : chunk) {
+      const Extent& extent = tile.extents[group];
       if (extent.end == extent.begin) continue;
-      if (all.end == 0) all.begin = chunk[t].column + extent.begin;
-      all.end = chunk[t].column + extent.end;
+      if (all.end == 0) all.begin = tile.column + extent.begin;
+      all.end = tile.column + extent.end;
     }
     return all;
   }
@@ -752,14 +760,13 @@ class FlashRun {
     kernels_.softmax(scores, state, &ramp);
   }
 
-  void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
+  void ComputeScores(const Task& task, Tiles chunk, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
-    const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
+    const ScoreRows scores{scratch.scores, kScoreRow, task.rows, WholeExtent(chunk).end};
     // Place 0 of the tile at column 0 has the offset `first`; one place further down it is one
     // less.
     const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
-    const bool whole =
-        std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
+    const bool whole = AllWhole(chunk);
     // One term that depends on the distance is added where the products are still in registers.
     ScoreTerm term;
     const bool adds_positions = rule.relative_keys != nullptr && (!whole || task.gaps);
@@ -767,35 +774,35 @@ class FlashRun {
         rule.bias.values != nullptr &&
         (rule.relative_keys != nullptr || rule.relu_multiplier.values != nullptr || task.gaps);
     if (rule.relative_keys != nullptr && !adds_positions) {
-      term = PositionScores(task, 0, task.rows, {0, tiles * kTile}, first, scratch);
+      term = PositionScores(task, 0, task.rows, WholeExtent(chunk), first, scratch);
     } else if (rule.bias.values != nullptr && !adds_bias) {
       term = {rule.bias.Of(task.head) + first, -1};
     }
-    for (int64_t t = 0; t < tiles; ++t) {
-      const float* keys = Packed(task, chunk[t].index).keys;
-      ForEachPart(task, chunk[t], [&](int64_t row, int64_t rows, const Extent& extent) {
-        const int64_t column = chunk[t].column + extent.begin;
+    for (const Tile& tile : chunk) {
+      const float* keys = Packed(task, tile.index).keys;
+      ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
+        const int64_t column = tile.column + extent.begin;
         kernels_.gemm_plus(rows, extent.end - extent.begin, layout_.key_depth,
                            scratch.content_query + row * layout_.key_depth, layout_.key_depth, 1,
                            keys + extent.begin, kTile, term.At(row, column), term.row,
                            scratch.scores + row * kScoreRow + column, kScoreRow);
       });
     }
-    if (adds_positions) AddPositions(task, chunk, tiles, first, scratch);
+    if (adds_positions) AddPositions(task, chunk, first, scratch);
     if (rule.label_keys.keys != nullptr) {
-      for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], scratch);
+      for (const Tile& tile : chunk) AddLabels(task, tile, scratch);
     }
     if (rule.relu_multiplier.values != nullptr) {
       ApplyTable(task, scores, rule.relu_multiplier.Of(task.head) + first, kernels_.relu_multiply);
     }
     if (adds_bias) ApplyTable(task, scores, rule.bias.Of(task.head) + first, kernels_.add);
     if (call_.rule.tokens.adjusts()) {
-      for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
+      for (const Tile& tile : chunk) AdjustPairs(task, tile, scratch);
     }
     // Hiding comes last, since it also overwrites the columns outside the extents, which hold
     // anything so far.
-    for (int64_t t = 0; t < tiles; ++t) {
-      if (!chunk[t].whole) Hide(task, chunk[t], scratch);
+    for (const Tile& tile : chunk) {
+      if (!tile.whole) Hide(task, tile, scratch);
     }
   }
 
@@ -837,11 +844,10 @@ class FlashRun {
   }
 
   // Adds scores against the relative keys to rows that see different columns, 16 of them at a time.
-  void AddPositions(const Task& task, const Tile* chunk, int64_t tiles, int64_t first,
-                    Scratch& scratch) const {
+  void AddPositions(const Task& task, Tiles chunk, int64_t first, Scratch& scratch) const {
     for (int64_t row = 0; row < task.rows; row += kGroupRows) {
       const int64_t rows = std::min(kGroupRows, task.rows - row);
-      const Extent extent = ExtentOf(chunk, tiles, row / kGroupRows);
+      const Extent extent = ExtentOf(chunk, row / kGroupRows);
       if (extent.end == extent.begin) continue;
       const ScoreTerm positions = PositionScores(task, row, rows, extent, first, scratch);
       if (positions.first == nullptr) continue;

@@ -17,7 +17,7 @@
 namespace tfb {
 namespace {
 
-constexpr int64_t kRounds = 3, kChunk = 40, kBuckets = 5;
+constexpr int64_t kRounds = 3, kBuckets = 5;
 
 struct Rule {
   bool causal;
@@ -28,7 +28,10 @@ struct Rule {
   // kReach away.
   bool mask = false;
   bool band = false;
+  // Tokens of a chunk: the engines' tiles of 64 cross the ends of the one and lie within the other.
+  int64_t chunk = 40;
 };
+constexpr int64_t kChunkOfTiles = 128;
 constexpr int64_t kReach = 30;
 
 // Tells whether the masks show key j to query i.
@@ -51,7 +54,7 @@ std::vector<uint8_t> MaskOf(const Rule& rule, const Problem& problem) {
 // Orders for every batch row, head and round: tokens in the order of drawn buckets, in chunks. A
 // query sees its chunk and the previous one, and slots count the keys of its bucket there.
 struct Sortings {
-  explicit Sortings(const Problem& problem) : problem(problem) {
+  Sortings(const Problem& problem, int64_t chunk) : problem(problem) {
     const int64_t rows = kRounds * problem.batch * problem.query_heads;
     for (int64_t row = 0; row < rows; ++row) {
       Tensor drawn(DType::kF32, {problem.query_tokens});
@@ -64,7 +67,7 @@ struct Sortings {
       std::stable_sort(order.begin(), order.end(),
                        [&](int32_t a, int32_t b) { return bucket[a] < bucket[b]; });
       for (int64_t n = 0; n < problem.query_tokens; ++n) {
-        code[order[n]] = static_cast<int32_t>(1000 * bucket[order[n]] + n / kChunk);
+        code[order[n]] = static_cast<int32_t>(1000 * bucket[order[n]] + n / chunk);
       }
       orders.insert(orders.end(), order.begin(), order.end());
       codes.insert(codes.end(), code.begin(), code.end());
@@ -90,11 +93,15 @@ struct Sortings {
 
 class ChunkPattern : public Pattern {
  public:
+  explicit ChunkPattern(int64_t chunk) : chunk_(chunk) {}
   int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
-    const int64_t begin = i / kChunk * kChunk;
-    keys->Add(begin - kChunk, begin + kChunk);
-    return begin + kChunk;
+    const int64_t begin = i / chunk_ * chunk_;
+    keys->Add(begin - chunk_, begin + chunk_);
+    return begin + chunk_;
   }
+
+ private:
+  int64_t chunk_;
 };
 
 class SortedLayer : public Layer {
@@ -117,7 +124,8 @@ class SortedLayer : public Layer {
     TFB_ASSIGN_OR_RETURN(mask_, DeviceArray<uint8_t>::Create(device_, MaskOf(rule_, problem())));
     std::vector<FlashEngine> engines;
     for (const Problem& part : problems_) {
-      TFB_ASSIGN_OR_RETURN(FlashEngine engine, FlashEngine::Create(device_, part, ChunkPattern()));
+      TFB_ASSIGN_OR_RETURN(FlashEngine engine,
+                           FlashEngine::Create(device_, part, ChunkPattern(rule_.chunk)));
       engines.push_back(std::move(engine));
     }
     parts_ = FlashParts(device_, std::move(engines));
@@ -188,7 +196,7 @@ class TokenRules : public testing::TestWithParam<std::tuple<Device, DType>> {
   NamedTensors Run(const Problem& problem, const Rule& rule, const Inputs& inputs,
                    int threads = 2) {
     const Device device = std::get<0>(GetParam());
-    SortedLayer layer(problem, rule, Sortings(problem), device);
+    SortedLayer layer(problem, rule, Sortings(problem, rule.chunk), device);
     absl::StatusOr<NamedTensors> outputs = device == Device::kCpu
                                                ? RunLayer(layer, inputs, threads)
                                                : RunCudaLayer(layer, device, inputs);
@@ -205,22 +213,32 @@ INSTANTIATE_TEST_SUITE_P(On, TokenRules,
                                                Name(std::get<1>(test.param)));
                          });
 
-constexpr Rule kRules[] = {{false, false, false, 0},     {true, false, false, 0},
-                           {false, true, false, 0},      {true, true, false, -1e5f},
-                           {false, false, false, 0.5},   {true, true, true, -1e5f},
-                           {false, true, true, -2},      {false, false, false, 0, true},
-                           {true, true, true, -2, true}, {false, true, false, 0, true, true}};
+constexpr Rule kRules[] = {{false, false, false, 0},
+                           {true, false, false, 0},
+                           {false, true, false, 0},
+                           {true, true, false, -1e5f},
+                           {false, false, false, 0.5},
+                           {true, true, true, -1e5f},
+                           {false, true, true, -2},
+                           {false, false, false, 0, true},
+                           {true, true, true, -2, true},
+                           {false, true, false, 0, true, true},
+                           {true, false, false, 0, false, false, kChunkOfTiles},
+                           {false, true, true, 0.5, false, false, kChunkOfTiles},
+                           {false, false, false, 0, true, false, kChunkOfTiles}};
 
 TEST_P(TokenRules, AgreeWithLoops) {
-  const Problem problem = Problem::SelfAttention(2, 2, 230, 16, false, dtype());
+  const Problem problem = Problem::SelfAttention(2, 2, 330, 16, false, dtype());
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
   const double bound = dtype() == DType::kF32 ? 3e-6 : 2e-2;
   for (const Rule& rule : kRules) {
-    SCOPED_TRACE(testing::Message() << "causal " << rule.causal << ", own " << rule.own
-                                    << ", counts " << rule.counts << ", self " << rule.self_bias
-                                    << ", mask " << rule.mask << ", band " << rule.band);
+    SCOPED_TRACE(testing::Message()
+                 << "causal " << rule.causal << ", own " << rule.own << ", counts " << rule.counts
+                 << ", self " << rule.self_bias << ", mask " << rule.mask << ", band " << rule.band
+                 << ", chunk " << rule.chunk);
     const NamedTensors outputs = Run(problem, rule, ViewsOf(inputs));
-    const NamedTensors expected = ByLoops(problem, rule, Sortings(problem), ViewsOf(inputs));
+    const NamedTensors expected =
+        ByLoops(problem, rule, Sortings(problem, rule.chunk), ViewsOf(inputs));
     EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), bound);
     // A row that sees only itself has a log-sum-exp of about -1e5.
     EXPECT_LE(MaxDifference(outputs.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),

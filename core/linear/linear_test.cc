@@ -459,6 +459,45 @@ TEST(Linear, AppendingUnderGatesEqualsTheWholeSequence) {
   }
 }
 
+TEST(Linear, MapsThatNoEngineHasAreRefused) {
+  const Problem causal = LinearProblem(8, 8, true), not_causal = LinearProblem(8, 8, false);
+  const FeatureMap exponential = LinearMap(Feature::kExp, 4, 16);
+  const FeatureMap gated = DirectionMap(Feature::kSinCos, 4, true);
+  FeatureMap floored = exponential, gated_exponential = exponential, with_epsilon = gated,
+             with_denominator_epsilon = gated, without_rows = exponential;
+  floored.denominator_floor = 0.1;
+  gated_exponential.gated = true;
+  with_epsilon.epsilon = with_denominator_epsilon.denominator_epsilon = 0.1;
+  without_rows.projections = 0;
+  const Tensor w(DType::kF32, {4, 16}), of_heads(DType::kF32, {2, 4, 16}),
+      f64(DType::kF64, {4, 16}), wide(DType::kF32, {16, 4}), none(DType::kF32, {0, 16});
+  const auto message = [](const Problem& problem, const FeatureMap& map, const ConstTensorView& w) {
+    return std::string(CheckLinearMap(problem, map, w).message());
+  };
+  FeatureMap per_head = exponential;
+  per_head.per_head = true;
+  EXPECT_EQ(message(not_causal, exponential, w.view()), "");
+  EXPECT_EQ(message(causal, per_head, of_heads.view()), "");
+  const Tensor gates_w(DType::kF32, gated.per_head ? Shape{2, 4, 16} : Shape{4, 16});
+  EXPECT_EQ(message(causal, gated, gates_w.view()), "");
+
+  EXPECT_EQ(message(causal, per_head, w.view()),
+            "W is f32 [4, 16]; expected is contiguous f32 [2, 4, 16]");
+  EXPECT_EQ(message(causal, exponential, f64.view()),
+            "W is f64 [4, 16]; expected is contiguous f32 [4, 16]");
+  EXPECT_EQ(message(causal, exponential, Transpose(wide.view(), 0, 1)),
+            "W is f32 [4, 16]; expected is contiguous f32 [4, 16]");
+  EXPECT_EQ(message(causal, without_rows, none.view()),
+            "W is f32 [0, 16]; expected is contiguous f32 [0, 16]");
+  EXPECT_EQ(message(causal, floored, w.view()),
+            "a floor of the denominator is not for exponential features");
+  const char* const kGates = "gates are for causal problems, without epsilon or exponentials";
+  EXPECT_EQ(message(not_causal, gated, gates_w.view()), kGates);
+  EXPECT_EQ(message(causal, gated_exponential, w.view()), kGates);
+  EXPECT_EQ(message(causal, with_epsilon, gates_w.view()), kGates);
+  EXPECT_EQ(message(causal, with_denominator_epsilon, gates_w.view()), kGates);
+}
+
 TEST(Linear, AppendRefusesAMaximumOverTheWholeSequence) {
   LinearCase c{LinearProblem(8, 8, true), LinearMap(Feature::kExp, 8, 16, 1e-4)};
   c.map.stabiliser = KeyStabiliser::kSequence;

@@ -48,14 +48,17 @@ class Machine {
     slow_factor_ = factor;
   }
 
+  static double TokensOf(const Job& one) {
+    return static_cast<double>(std::max(one.problem.query_tokens, one.problem.kv_tokens));
+  }
   double CallSeconds(const Job& one) const {
     const bool network = one.technique->info().input_kind != InputKind::kQkv;
     const double growth = one.added ? 2 : one.technique->info().growth;
-    const double ratio = static_cast<double>(one.problem.query_tokens) / 1024;
+    const double ratio = TokensOf(one) / 1024;
     return (network ? 0.045 : 0.003) * std::pow(ratio, growth) / speed_;
   }
   double CheckSeconds(const Job& one) const {
-    const double tokens = static_cast<double>(one.problem.query_tokens);
+    const double tokens = TokensOf(one);
     if (one.technique->info().input_kind == InputKind::kQkv) return 3e-5 * tokens / speed_;
     return 0.2 * std::pow(tokens / 256, 1.5) / speed_;
   }
@@ -206,6 +209,13 @@ TEST(SweepPlan, OnASlowMachineOneLineSaysWhichLengthsAreOut) {
   ASSERT_NE(line, story.left_out.end());
   EXPECT_THAT(line->reason, HasSubstr("4096 tokens: left out for all techniques alike; "));
   EXPECT_THAT(line->reason, HasSubstr("of --time_budget=5:00 are left"));
+
+  // The keys of a single query make a length, too.
+  std::vector<Job> of_one_query = cases;
+  for (Job& one : of_one_query) one.problem.query_tokens = 1;
+  const Story same = CarryOut(of_one_query, DefaultOptions(), Machine(0.125));
+  EXPECT_EQ(same.samples, story.samples);
+  EXPECT_EQ(same.dropped, story.dropped);
 }
 
 TEST(SweepPlan, RepetitionGoesToTheWidestIntervalsAndTakesTheCounterpartAlong) {

@@ -489,6 +489,29 @@ TEST(Memorizing, ZeroVectorsAndNanVectorsThatNobodyRetrievesLeaveNoNan) {
   for (const float value : read.span<float>()) EXPECT_TRUE(std::isfinite(value));
 }
 
+// Without a memory a segment has the earlier ones in the store alone.
+TEST(Memorizing, TokensOfNanAreNotRetrievedWhereOthersMayBe) {
+  const Problem problem = CausalProblem(1, 2, 40, 4);
+  const Options options = {{"segment", "8"}, {"memory", "0"}, {"store", "40"}, {"k", "4"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  Tensor x = RandomHidden(problem);
+  Fill(Slice(x.view(), 1, 3, 1), NAN);  // and so are the keys of tokens 3 to 7
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+    const NamedTensors defined = Define(problem, options, parameters, x, &computed);
+    for (const char* output : {"out", "context"}) {
+      const ConstTensorView found = Slice(computed.at(output).view(), 1, 8, 32);
+      const ConstTensorView expected = Slice(defined.at(output).view(), 1, 8, 32);
+      EXPECT_TRUE(std::isfinite(MaxAbs(expected))) << output;
+      EXPECT_LE(MaxDifference(found, expected), transformer_xl::StackBound(expected, 3)) << output;
+    }
+    const ConstTensorView retrieved = computed.at("retrieved").view();
+    EXPECT_EQ(MaxDifference(retrieved, defined.at("retrieved").view()), 0);
+    EXPECT_EQ(*retrieved.At<int64_t>(0, 0, 8, 2), 2);
+    EXPECT_EQ(*retrieved.At<int64_t>(0, 0, 8, 3), -1);
+  }
+}
+
 // ---- What is in the store ----
 
 // Checks the tokens of a head that each token retrieves where k is the whole store.
