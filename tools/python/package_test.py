@@ -1,9 +1,10 @@
 #!/usr/bin/python3
-"""Uses the package as a user does, from the wheel's contents: package_test.py FOLDER_OF_WHEEL."""
+"""Uses the package as a user does, from the wheel's contents: package_test.py FOLDER_OF_WHEEL README."""
 
 import inspect
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import zipfile
 
 import numpy
 
+README = pathlib.Path(sys.argv.pop(2)).read_text()
 FOLDER = tempfile.TemporaryDirectory()
 with zipfile.ZipFile(next(pathlib.Path(sys.argv.pop(1)).glob('*.whl'))) as wheel:
     for name in wheel.namelist():
@@ -202,6 +204,12 @@ class Sweeps(unittest.TestCase):
 
 
 class Documentation(unittest.TestCase):
+
+    def test_the_readmes_lines_run(self):
+        (lines,) = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+        subprocess.run([sys.executable, '-c', lines], check=True, cwd=FOLDER.name, stdout=subprocess.DEVNULL,
+                       env=dict(os.environ, PYTHONPATH=FOLDER.name))
+        self.assertTrue(os.path.exists(os.path.join(FOLDER.name, 'report.html')))
 
     def test_everything_public_has_a_docstring_and_types(self):
         for name in tfb.__all__:

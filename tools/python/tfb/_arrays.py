@@ -1,12 +1,10 @@
 """Arrays of NumPy, PyTorch, JAX and whatever else has __dlpack__, as DLTensors over the same memory."""
 
 import ctypes
-from ctypes import POINTER, cast, pythonapi
-from typing import Any, Sequence, Tuple
+from ctypes import addressof, pythonapi
+from typing import Any, Dict, Sequence, Tuple
 
 from tfb._library import DLDataType, DLDevice, DLTensor
-
-CPU, CUDA = 1, 2  # DLPack's types of devices
 
 # DLPack's code and bits by the names that the library gives to dtypes.
 DTYPES = {
@@ -29,16 +27,15 @@ ARRAY_DTYPES = {
     'u8': 'uint8',
 }
 
-_NUMPY_DTYPES = {name: DTYPES[short] for short, name in ARRAY_DTYPES.items()}
-_NUMPY_DTYPES['bool'] = DTYPES['u8']
+_NUMPY_DTYPES = {name: DLDataType(*DTYPES[short], 1) for short, name in ARRAY_DTYPES.items()}
+_NUMPY_DTYPES['bool'] = _NUMPY_DTYPES['uint8']
 _KNOWN = ', '.join(sorted(_NUMPY_DTYPES))
 
 _get_pointer = pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-_TensorPointer = POINTER(DLTensor)
-_SizesPointer = POINTER(ctypes.c_int64)
-_HOST = DLDevice(CPU, 0)
+_HOST = DLDevice(1, 0)  # kDLCPU
+_NUMBERS = [ctypes.c_int64 * (2 * rank) for rank in range(65)]  # NumPy's arrays have at most 64 dimensions
 
 
 def kind_of(array: Any) -> str:
@@ -46,34 +43,40 @@ def kind_of(array: Any) -> str:
     return type(array).__module__.partition('.')[0]
 
 
-def borrow(array: Any) -> Tuple[Any, Any]:
-    """Returns a pointer to a DLTensor of the array's memory, and what must live as long as it is used."""
-    kind = kind_of(array)
-    if kind == 'numpy':
-        return _borrow_numpy(array)
-    if kind == 'torch' and array.device.type == 'cpu':
-        return _borrow_torch(array)
+def borrow(array: Any) -> Tuple[int, Any]:
+    """Returns the address of a DLTensor of the array's memory, and what must live as long as it is used."""
+    borrower = _borrowers.get(type(array))
+    if borrower is None:
+        borrower = _borrowers[type(array)] = {'numpy': _borrow_numpy, 'torch': _borrow_torch}.get(kind_of(array), _borrow)
+    return borrower(array)
+
+
+_borrowers: Dict[type, Any] = {}
+
+
+def _borrow(array: Any) -> Tuple[int, Any]:
     if not hasattr(array, '__dlpack__'):
         raise TypeError('%s is no array: it has no __dlpack__' % type(array).__name__)
     # A capsule that nobody takes frees what it holds; the tensor is the first member of what it points to.
     capsule = array.__dlpack__()
-    return cast(_get_pointer(capsule, b'dltensor'), _TensorPointer), capsule
+    return _get_pointer(capsule, b'dltensor'), capsule
 
 
-def _host_tensor(array: Any, address: int, sizes: Sequence[int], strides: Sequence[int], dtype: Tuple[int, int]) -> Any:
+def _host_tensor(array: Any, address: int, sizes: Sequence[int], strides: Sequence[int],
+                 dtype: DLDataType) -> Tuple[int, Any]:
     rank = len(sizes)
-    numbers = (ctypes.c_int64 * (2 * rank))(*sizes, *strides)
-    begin = ctypes.addressof(numbers)
-    tensor = DLTensor(address, _HOST, rank, DLDataType(dtype[0], dtype[1], 1), cast(begin, _SizesPointer),
-                      cast(begin + 8 * rank, _SizesPointer), 0)
-    return ctypes.pointer(tensor), (array, numbers)
+    numbers = _NUMBERS[rank](*sizes, *strides)
+    begin = addressof(numbers)
+    tensor = DLTensor(address, _HOST, rank, dtype, begin, begin + 8 * rank, 0)
+    return addressof(tensor), (array, numbers, tensor)
 
 
-# These two go without a capsule, which NumPy does not give for bool, bfloat16 and read-only arrays, and which costs more
-# than a small layer for a tensor of PyTorch.
-
-
-def _borrow_numpy(array: Any) -> Tuple[Any, Any]:
+def _borrow_numpy(array: Any) -> Tuple[int, Any]:
+    try:
+        capsule = array.__dlpack__()
+        return _get_pointer(capsule, b'dltensor'), capsule
+    except (BufferError, RuntimeError, TypeError):  # NumPy gives none for read-only arrays, bool and bfloat16
+        pass
     dtype = _NUMPY_DTYPES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
         raise TypeError('elements of %s; known are %s' % (array.dtype, _KNOWN))
@@ -84,9 +87,12 @@ def _borrow_numpy(array: Any) -> Tuple[Any, Any]:
                         [stride // size for stride in array.strides], dtype)
 
 
-def _borrow_torch(array: Any) -> Tuple[Any, Any]:
+def _borrow_torch(array: Any) -> Tuple[int, Any]:
     if array.requires_grad:
         raise ValueError('the tensor requires a gradient, which tfb does not compute: detach() it')
+    if array.device.type != 'cpu':
+        return _borrow(array)
+    # A capsule of PyTorch's costs more than a small layer.
     dtype = _NUMPY_DTYPES.get(str(array.dtype)[len('torch.'):])
     if dtype is None:
         raise TypeError('elements of %s; known are %s' % (array.dtype, _KNOWN))
@@ -115,7 +121,7 @@ def copy_of(tensor: DLTensor) -> Any:
     import numpy
     names = {code_and_bits: name for name, code_and_bits in DTYPES.items()}
     dtype = numpy.dtype(ARRAY_DTYPES[names[(tensor.dtype.code, tensor.dtype.bits)]])
-    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    shape = tuple(_NUMBERS[tensor.ndim].from_address(tensor.shape)[:tensor.ndim])
     size = dtype.itemsize
     for dimension in shape:
         size *= dimension

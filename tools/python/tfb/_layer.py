@@ -59,9 +59,9 @@ class _Tensors:
         self.count = len(arrays)
         self.array = (TfbTensor * self.count)()
         self._kept = []
-        for place, (name, array) in enumerate(arrays.items()):
-            pointer, kept = _arrays.borrow(array)
-            self.array[place] = (name.encode(), pointer)
+        for tensor, (name, array) in zip(self.array, arrays.items()):
+            tensor.name = name.encode()
+            tensor.tensor, kept = _arrays.borrow(array)
             self._kept.append(kept)
 
 

@@ -63,13 +63,13 @@ class DLDataType(Structure):
     _fields_ = [('code', c_uint8), ('bits', c_uint8), ('lanes', c_uint16)]
 
 
-class DLTensor(Structure):
+class DLTensor(Structure):  # pointers are addresses, which cost less than pointers of types
     _fields_ = [('data', c_void_p), ('device', DLDevice), ('ndim', c_int32), ('dtype', DLDataType),
-                ('shape', POINTER(c_int64)), ('strides', POINTER(c_int64)), ('byte_offset', c_uint64)]
+                ('shape', c_void_p), ('strides', c_void_p), ('byte_offset', c_uint64)]
 
 
 class TfbTensor(Structure):
-    _fields_ = [('name', c_char_p), ('tensor', POINTER(DLTensor))]
+    _fields_ = [('name', c_char_p), ('tensor', c_void_p)]
 
 
 class TfbProblem(Structure):
