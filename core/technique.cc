@@ -148,7 +148,7 @@ absl::Status Layer::CheckCall(const Execution& execution) const {
 
 absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckCall(execution));
-  TFB_RETURN_IF_ERROR(CheckTensors("input", inputs_, inputs));
+  TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
   const ScopedFlushDenormals flush;
   TFB_RETURN_IF_ERROR(DoSetup(inputs, execution));
   ready_ = true;
@@ -158,8 +158,8 @@ absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
 absl::Status Layer::Run(const Inputs& inputs, const Outputs& outputs, const Execution& execution) {
   if (!ready_) return absl::FailedPreconditionError("Setup must be called before Run");
   TFB_RETURN_IF_ERROR(CheckCall(execution));
-  TFB_RETURN_IF_ERROR(CheckTensors("input", inputs_, inputs));
-  TFB_RETURN_IF_ERROR(CheckTensors("output", outputs_, outputs));
+  TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
+  TFB_RETURN_IF_ERROR(CheckOutputs(outputs_, outputs));
   const ScopedFlushDenormals flush;
   return DoRun(inputs, outputs, execution);
 }
@@ -184,6 +184,14 @@ absl::Status StreamingLayer::Append(const Inputs& segment, const Outputs& output
   TFB_RETURN_IF_ERROR(CheckTensors("output", segment_outputs_, outputs, tokens));
   const ScopedFlushDenormals flush;
   return DoAppend(tokens, segment, outputs, execution);
+}
+
+absl::Status CheckInputs(const std::vector<TensorSpec>& specs, const Inputs& inputs) {
+  return CheckTensors("input", specs, inputs);
+}
+
+absl::Status CheckOutputs(const std::vector<TensorSpec>& specs, const Outputs& outputs) {
+  return CheckTensors("output", specs, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Technique::Counterpart(const Problem&, const Options&) const {

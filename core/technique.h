@@ -273,6 +273,11 @@ class Technique {
   TechniqueInfo info_;
 };
 
+// Returns InvalidArgument, with both sides of the difference, unless the views have the names, shapes
+// and dtypes of the specs; optional ones may be left out.
+absl::Status CheckInputs(const std::vector<TensorSpec>& specs, const Inputs& inputs);
+absl::Status CheckOutputs(const std::vector<TensorSpec>& specs, const Outputs& outputs);
+
 // Returns the specs of q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is
 // a token and 0 where it is padding.
 std::vector<TensorSpec> QkvInputs(const Problem& problem);

@@ -17,10 +17,16 @@ namespace {
 struct Job {
   Job(int64_t tasks, int helpers, absl::FunctionRef<void(int64_t, int)> body)
       : tasks(tasks), body(body), helpers_left(helpers) {}
-  void Work(int worker) {
+  // Stops before the next task where `interrupted` returns true, which then holds for all workers.
+  template <class Interrupted>
+  void Work(int worker, const Interrupted& interrupted) {
     const ScopedFloatingPointControl as_the_caller(control);
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       body(task, worker);
+      if (interrupted()) {
+        given_up = true;
+        next.store(tasks, std::memory_order_relaxed);
+      }
     }
   }
   void HelperDone() {
@@ -40,7 +46,10 @@ struct Job {
   std::mutex mutex;
   std::condition_variable all_done;
   int helpers_left;
+  bool given_up = false;  // set and read on the calling thread alone
 };
+
+constexpr bool Never() { return false; }
 
 }  // namespace
 
@@ -52,19 +61,32 @@ ThreadPool::~ThreadPool() = default;
 
 void ThreadPool::ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t, int)> body) {
   const int helpers = static_cast<int>(std::min<int64_t>(threads_, tasks)) - 1;
-  if (helpers <= 0) {
+  if (helpers <= 0 && !interrupted_) {
     for (int64_t task = 0; task < tasks; ++task) body(task, 0);
     return;
   }
-  Job job(tasks, helpers, body);
+  Job job(tasks, std::max(helpers, 0), body);
   for (int worker = 1; worker <= helpers; ++worker) {
     pool_->Schedule([&job, worker] {
-      job.Work(worker);
+      job.Work(worker, Never);
       job.HelperDone();
     });
   }
-  job.Work(0);
+  if (interrupted_) {
+    job.Work(0, [this] { return AskWhetherInterrupted(); });
+  } else {
+    job.Work(0, Never);
+  }
   job.WaitForHelpers();
+  if (job.given_up) throw Interrupted();
+}
+
+bool ThreadPool::AskWhetherInterrupted() {
+  constexpr std::chrono::milliseconds kInterval(100);
+  const std::chrono::steady_clock::time_point now = std::chrono::steady_clock::now();
+  if (now - asked_ < kInterval) return false;
+  asked_ = now;
+  return interrupted_();
 }
 
 }  // namespace tfb

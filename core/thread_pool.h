@@ -3,8 +3,11 @@
 #define TFB_CORE_THREAD_POOL_H_
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 
@@ -30,6 +33,13 @@ class ThreadPool {
   // (core/denormals.h). Allocates nothing. Calls must not be nested.
   void ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t task, int worker)> body);
 
+  // What ParallelFor throws where a call is given up.
+  struct Interrupted {};
+  // Lets ParallelFor ask `interrupted`, on the calling thread between tasks and at most every 100 ms.
+  // Where it returns true, tasks that have not begun are left out, and ParallelFor throws Interrupted
+  // when the others are done. An empty function, which is the default, asks nobody.
+  void SetInterrupt(std::function<bool()> interrupted) { interrupted_ = std::move(interrupted); }
+
   // Calls body(begin, end, worker) in the same way for ranges of `size` numbers that cover [0,
   // count); the last one may be shorter. Each is a task.
   template <class Body>
@@ -40,7 +50,12 @@ class ThreadPool {
   }
 
  private:
+  // Tells whether the call is to be given up.
+  bool AskWhetherInterrupted();
+
   int threads_;
+  std::function<bool()> interrupted_;
+  std::chrono::steady_clock::time_point asked_;  // when it was asked last
   std::unique_ptr<Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>>
       pool_;  // null for one thread
 };

@@ -1,6 +1,7 @@
 #include "core/thread_pool.h"
 
 #include <atomic>
+#include <thread>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -32,6 +33,34 @@ TEST(ThreadPool, ManyShortCallsFinish) {
     pool.ParallelFor(4, [&](int64_t task, int) { sum += task; });
   }
   EXPECT_EQ(sum, 5000 * 6);
+}
+
+TEST(ThreadPool, AnInterruptedCallThrowsWhenItsTasksAreDoneAndTheNextOneRuns) {
+  for (int threads : {1, 3}) {
+    ThreadPool pool(threads);
+    const std::thread::id caller = std::this_thread::get_id();
+    bool given_up = true;
+    int asked = 0;
+    pool.SetInterrupt([&] {
+      EXPECT_EQ(std::this_thread::get_id(), caller);
+      ++asked;
+      return given_up;
+    });
+    constexpr int64_t kTasks = int64_t{1} << 40;  // hours of work
+    std::atomic<int> running{0};
+    EXPECT_THROW(pool.ParallelFor(kTasks,
+                                  [&](int64_t, int) {
+                                    ++running;
+                                    --running;
+                                  }),
+                 ThreadPool::Interrupted);
+    EXPECT_EQ(running, 0);
+    EXPECT_EQ(asked, 1);
+    given_up = false;
+    std::atomic<int> runs{0};
+    pool.ParallelFor(10, [&](int64_t, int) { ++runs; });
+    EXPECT_EQ(runs, 10);
+  }
 }
 
 }  // namespace

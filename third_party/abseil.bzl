@@ -40,6 +40,14 @@ cc_library(
     linkopts = ["-Wl,--start-group"] + {archives} + ["-Wl,--end-group", "-lpthread"],
     visibility = ["//visibility:public"],
 )
+
+# The archives' code is for programs. A shared library's own linkopts name these, which come before the archives and leave
+# nothing for them to define.
+exports_files(["shared.bzl"])
+"""
+
+_SHARED = """\
+SHARED = ["-Wl,--as-needed"] + {libraries}
 """
 
 _ALIAS = """\
@@ -65,6 +73,7 @@ def _abseil_repository_impl(ctx):
         fail("@%s: libabsl_base.a not found under /usr/lib. Run tools/setup, or install: libabsl-dev" % ctx.name)
     ctx.file("WORKSPACE", "workspace(name = \"%s\")\n" % ctx.name)
     ctx.file("BUILD", _ROOT.format(archives = archives))
+    ctx.file("shared.bzl", _SHARED.format(libraries = [archive[:-len(".a")] + ".so" for archive in archives]))
     for package, names in _TARGETS.items():
         ctx.file(
             "absl/%s/BUILD" % package,

@@ -41,6 +41,12 @@ def third_party_repositories():
         packages = ["nlohmann-json3-dev"],
     )
     system_repository(
+        name = "dlpack",
+        build_file = "//third_party:dlpack.BUILD",
+        files = ["/usr/include/dlpack/dlpack.h"],
+        packages = ["libdlpack-dev"],
+    )
+    system_repository(
         name = "boost",
         build_file = "//third_party:boost.BUILD",
         files = ["/usr/include/boost/context/fiber.hpp"],

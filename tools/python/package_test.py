@@ -1,0 +1,229 @@
+#!/usr/bin/python3
+"""Uses the package as a user does, from the wheel's contents: package_test.py FOLDER_OF_WHEEL README."""
+
+import inspect
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+import zipfile
+
+import numpy
+
+README = pathlib.Path(sys.argv.pop(2)).read_text()
+FOLDER = tempfile.TemporaryDirectory()
+with zipfile.ZipFile(next(pathlib.Path(sys.argv.pop(1)).glob('*.whl'))) as wheel:
+    for name in wheel.namelist():
+        os.chmod(wheel.extract(name, FOLDER.name), wheel.getinfo(name).external_attr >> 16)
+sys.path.insert(0, FOLDER.name)
+import tfb  # pylint: disable=wrong-import-position
+
+
+def draw(*shape, dtype='float32', seed=1):
+    return numpy.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def softmax_attention(q, k, v, causal):
+    scores = numpy.einsum('bhid,bhjd->bhij', q, k).astype('float64') / numpy.sqrt(q.shape[3])
+    if causal:
+        scores[..., numpy.triu(numpy.ones(scores.shape[2:], bool), 1)] = -numpy.inf
+    weights = numpy.exp(scores - scores.max(-1, keepdims=True))
+    return numpy.einsum('bhij,bhjd->bhid', weights / weights.sum(-1, keepdims=True), v)
+
+
+class Attention(unittest.TestCase):
+
+    def test_is_softmax_attention_where_it_is_dense(self):
+        q, k, v = draw(3, 2, 4, 50, 16)
+        for causal in (False, True):
+            y = tfb.attention('dense', q, k, v, causal=causal)
+            self.assertIsInstance(y, numpy.ndarray)
+            self.assertEqual((y.shape, y.dtype), (q.shape, q.dtype))
+            numpy.testing.assert_allclose(y, softmax_attention(q, k, v, causal), atol=2e-6)
+
+    def test_reads_arrays_where_they_lie(self):
+        q, k, v = draw(3, 2, 50, 4, 16).transpose(0, 1, 3, 2, 4)  # tokens before heads
+        numpy.testing.assert_array_equal(tfb.attention('dense', q, k, v),
+                                         tfb.attention('dense', *(numpy.ascontiguousarray(one) for one in (q, k, v))))
+
+    def test_takes_half_precision_groups_of_heads_and_a_mask(self):
+        q, k, v = draw(1, 4, 30, 16, dtype='float16'), draw(1, 2, 40, 16, dtype='float16'), draw(1, 2, 40, 8, dtype='float16')
+        mask = numpy.arange(40)[None] < 33
+        y = tfb.attention('dense', q, k, v, key_mask=mask)
+        self.assertEqual((y.shape, y.dtype), ((1, 4, 30, 8), numpy.float16))
+        shorter = tfb.attention('dense', q, k[:, :, :33], v[:, :, :33])
+        numpy.testing.assert_allclose(y.astype('float32'), shorter.astype('float32'), atol=2e-3)
+
+    def test_of_techniques_that_do_not_read_k(self):
+        q, k, v = draw(3, 1, 2, 64, 16)
+        self.assertEqual(tfb.attention('lsh:rounds=2', q, k, v).shape, v.shape)
+
+    def test_threads_may_call_at_once(self):
+        q, k, v = draw(3, 1, 2, 64, 16)
+        expected, found = tfb.attention('dense', q, k, v), []
+        threads = [threading.Thread(target=lambda: found.append(tfb.attention('dense', q, k, v))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(len(found), 4)
+        for y in found:
+            numpy.testing.assert_array_equal(y, expected)
+
+
+class Errors(unittest.TestCase):
+
+    def test_of_a_technique_are_within_its_bound_and_beside_dense_attention(self):
+        q, k, v = draw(3, 1, 2, 200, 16)
+        found = tfb.error('longformer:window=32', q, k, v, causal=True)
+        self.assertTrue(found['passed'])
+        self.assertLess(found['definition']['max_abs_over_max_value'], found['definition']['bound'])
+        self.assertGreater(found['dense']['relative_frobenius'], 0.1)
+        self.assertTrue(0 < found['kept_mass'] < 1 and 0 < found['recall'] < 1)
+
+    def test_of_the_callers_own_result(self):
+        q, k, v = draw(3, 1, 2, 60, 16)
+        own = softmax_attention(q, k, v, True).astype('float32')
+        self.assertTrue(tfb.error('dense', q, k, v, out=own, causal=True)['passed'])
+        own[0, 1, 7, 3] += 0.25
+        found = tfb.error('dense', q, k, v, out=own, causal=True)
+        self.assertFalse(found['passed'])
+        self.assertAlmostEqual(found['definition']['max_abs'], 0.25, 5)
+
+
+class Exceptions(unittest.TestCase):
+
+    def expect(self, kinds, message, call):
+        with self.assertRaises(kinds[0]) as caught:
+            call()
+        for kind in kinds:
+            self.assertIsInstance(caught.exception, kind)
+        self.assertEqual(str(caught.exception), message)
+
+    def test_have_the_librarys_message(self):
+        q, k, v = draw(3, 1, 2, 60, 16)
+        self.expect([tfb.NotFoundError, tfb.Error, KeyError], 'there is no technique "dens"; nearest are dense, etc, calm',
+                    lambda: tfb.attention('dens', q, k, v))
+        self.expect([tfb.InvalidArgumentError, ValueError],
+                    'unknown option "windw"; known are window, one_sided, dilation, globals, max_globals, projections',
+                    lambda: tfb.attention('longformer:windw=3', q, k, v))
+        self.expect([tfb.InvalidArgumentError], 'input k has shape [1, 2, 60, 3]; expected is [1, 2, 60, 16]',
+                    lambda: tfb.attention('dense', q, k[..., :3], v))
+        self.expect([tfb.InvalidArgumentError], 'q has shape [2, 60, 16]; it must be [batch, heads, tokens, channels]',
+                    lambda: tfb.attention('dense', q[0], k, v))
+        self.expect([tfb.InvalidArgumentError], 'there is no input "mask"',
+                    lambda: tfb.attention('dense', q, k, v, mask=numpy.ones((1, 60), bool)))
+        self.expect([tfb.UnimplementedError, NotImplementedError], 'strided is causal only',
+                    lambda: tfb.attention('strided', q, k, v))
+        self.expect([TypeError], 'list is no array: it has no __dlpack__', lambda: tfb.attention('dense', q, k, v, key_mask=[1]))
+
+    def test_an_interrupt_ends_a_call(self):
+        code = ('import numpy, sys, tfb\n'
+                'q = numpy.zeros((1, 1, 1 << 19, 16), "float32")\n'
+                'tfb.attention("dense", q[:, :, :8], q[:, :, :8], q[:, :, :8])\n'
+                'try:\n'
+                '    print("ready", flush=True)\n'
+                '    tfb.attention("dense", q, q, q)\n'
+                'except KeyboardInterrupt:\n'
+                '    print("interrupted")\n')
+        process = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, env=dict(os.environ, PYTHONPATH=FOLDER.name))
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)  # once more would do no harm; minutes of work are left
+        self.assertEqual(process.communicate()[0], b'interrupted\n')
+
+
+class Layers(unittest.TestCase):
+
+    def test_read_hidden_states_and_have_parameters(self):
+        layer = tfb.Layer('multi_head:inner=longformer[window=16]', tokens=80, heads=2, head_dim=16)
+        x = draw(1, 80, 32)
+        parameters = layer.parameters()
+        self.assertEqual(sorted(parameters), ['w_k', 'w_o', 'w_q', 'w_v'])
+        y = layer.run(x=x)
+        numpy.testing.assert_allclose(y, layer.define(x=x)['out'], atol=1e-4)
+        layer.set_parameters({'w_o': numpy.zeros((32, 32), 'float64')})
+        self.assertFalse(layer.run(x=x).any())
+        self.assertTrue(parameters['w_o'].any())  # a copy
+
+    def test_write_further_outputs_and_into_arrays(self):
+        q, k, v = draw(3, 1, 2, 40, 16)
+        layer = tfb.Layer('dense', tokens=40, heads=2, head_dim=16)
+        out = numpy.empty_like(q)
+        found = layer.run_for(['out', 'log_sum_exp'], into={'out': out}, q=q, k=k, v=v)
+        self.assertIs(found['out'], out)
+        scores = numpy.einsum('bhid,bhjd->bhij', q, k) / 4
+        numpy.testing.assert_allclose(found['log_sum_exp'], numpy.log(numpy.exp(scores).sum(-1)), atol=1e-5)
+        weights = layer.define(['weights'], q=q, k=k, v=v)['weights']
+        numpy.testing.assert_allclose(weights.sum(-1), 1, atol=1e-12)
+
+    def test_read_segments(self):
+        layer = tfb.Layer('transformer_xl', tokens=256, heads=2, head_dim=16, causal=True)
+        x = draw(1, 256, 32)
+        whole = layer.run(x=x)
+        step = layer.streaming['split_tokens']
+        layer.reset()
+        parts = [layer.append(x=x[:, begin:begin + step]) for begin in range(0, 256, step)]
+        numpy.testing.assert_allclose(numpy.concatenate(parts, 1), whole, atol=1e-5)
+        layer.reset()
+        numpy.testing.assert_array_equal(layer.append(x=x[:, :step]), parts[0])
+
+    def test_of_every_technique_are_made(self):
+        known = tfb.techniques()
+        self.assertEqual(len(known), 38)
+        for one in known:
+            layer = tfb.Layer(one['name'], tokens=96, heads=2, head_dim=16, causal=one['causal'][-1])
+            self.assertIn('out', [spec.name for spec in layer.outputs])
+
+
+class Sweeps(unittest.TestCase):
+
+    def test_are_records_frames_and_pages(self):
+        path = os.path.join(FOLDER.name, 'results.pb')
+        swept = tfb.sweep(['dense', 'longformer:window=32'], '128,256', path, accuracy=False, repetitions=3, heads=1, head_dims=16)
+        results = tfb.read(path)
+        self.assertEqual(results, swept)
+        self.assertEqual({(one['key']['technique'], one['key']['query_tokens']) for one in results},
+                         {(name, tokens) for name in ('dense', 'longformer') for tokens in (128, 256)})
+        self.assertGreater(results[0]['times']['run_median_ns'], 0)
+        self.assertIn('longformer', results.table())
+        page = os.path.join(FOLDER.name, 'report.html')
+        results.html(page)
+        self.assertIn('<svg', pathlib.Path(page).read_text())
+
+    def test_of_what_is_not_there_fail(self):
+        with self.assertRaises(tfb.InvalidArgumentError) as caught:
+            tfb.read('/nowhere/x.pb')
+        self.assertIn('/nowhere/x.pb', str(caught.exception))
+        with self.assertRaises(TypeError):
+            tfb.sweep([softmax_attention])
+
+
+class Documentation(unittest.TestCase):
+
+    def test_the_readmes_lines_run(self):
+        (lines,) = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
+        subprocess.run([sys.executable, '-c', lines], check=True, cwd=FOLDER.name, stdout=subprocess.DEVNULL,
+                       env=dict(os.environ, PYTHONPATH=FOLDER.name))
+        self.assertTrue(os.path.exists(os.path.join(FOLDER.name, 'report.html')))
+
+    def test_everything_public_has_a_docstring_and_types(self):
+        for name in tfb.__all__:
+            one = getattr(tfb, name)
+            self.assertTrue(inspect.getdoc(one), name)
+            functions = [one] if inspect.isfunction(one) else [
+                member for label, member in vars(one).items() if inspect.isfunction(member) and not label.startswith('_')
+            ]
+            for function in functions:
+                self.assertTrue(inspect.getdoc(function), function)
+                parameters = [p for p in inspect.signature(function).parameters.values() if p.name != 'self']
+                for parameter in parameters:
+                    self.assertIsNot(parameter.annotation, inspect.Parameter.empty, '%s: %s' % (function, parameter))
+
+
+if __name__ == '__main__':
+    unittest.main()

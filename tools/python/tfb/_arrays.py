@@ -1,0 +1,128 @@
+"""Arrays of NumPy, PyTorch, JAX and whatever else has __dlpack__, as DLTensors over the same memory."""
+
+import ctypes
+from ctypes import addressof, pythonapi
+from typing import Any, Dict, Sequence, Tuple
+
+from tfb._library import DLDataType, DLDevice, DLTensor
+
+# DLPack's code and bits by the names that the library gives to dtypes.
+DTYPES = {
+    'f32': (2, 32),
+    'f64': (2, 64),
+    'f16': (2, 16),
+    'bf16': (4, 16),
+    'i32': (0, 32),
+    'i64': (0, 64),
+    'u8': (1, 8),
+}
+# The names that NumPy, PyTorch and JAX give to them.
+ARRAY_DTYPES = {
+    'f32': 'float32',
+    'f64': 'float64',
+    'f16': 'float16',
+    'bf16': 'bfloat16',
+    'i32': 'int32',
+    'i64': 'int64',
+    'u8': 'uint8',
+}
+
+_NUMPY_DTYPES = {name: DLDataType(*DTYPES[short], 1) for short, name in ARRAY_DTYPES.items()}
+_NUMPY_DTYPES['bool'] = _NUMPY_DTYPES['uint8']
+_KNOWN = ', '.join(sorted(_NUMPY_DTYPES))
+
+_get_pointer = pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_HOST = DLDevice(1, 0)  # kDLCPU
+_NUMBERS = [ctypes.c_int64 * (2 * rank) for rank in range(65)]  # NumPy's arrays have at most 64 dimensions
+
+
+def kind_of(array: Any) -> str:
+    """Returns the top module of the array's type: "numpy", "torch", "jaxlib", ..."""
+    return type(array).__module__.partition('.')[0]
+
+
+def borrow(array: Any) -> Tuple[int, Any]:
+    """Returns the address of a DLTensor of the array's memory, and what must live as long as it is used."""
+    borrower = _borrowers.get(type(array))
+    if borrower is None:
+        borrower = _borrowers[type(array)] = {'numpy': _borrow_numpy, 'torch': _borrow_torch}.get(kind_of(array), _borrow)
+    return borrower(array)
+
+
+_borrowers: Dict[type, Any] = {}
+
+
+def _borrow(array: Any) -> Tuple[int, Any]:
+    if not hasattr(array, '__dlpack__'):
+        raise TypeError('%s is no array: it has no __dlpack__' % type(array).__name__)
+    # A capsule that nobody takes frees what it holds; the tensor is the first member of what it points to.
+    capsule = array.__dlpack__()
+    return _get_pointer(capsule, b'dltensor'), capsule
+
+
+def _host_tensor(array: Any, address: int, sizes: Sequence[int], strides: Sequence[int],
+                 dtype: DLDataType) -> Tuple[int, Any]:
+    rank = len(sizes)
+    numbers = _NUMBERS[rank](*sizes, *strides)
+    begin = addressof(numbers)
+    tensor = DLTensor(address, _HOST, rank, dtype, begin, begin + 8 * rank, 0)
+    return addressof(tensor), (array, numbers, tensor)
+
+
+def _borrow_numpy(array: Any) -> Tuple[int, Any]:
+    try:
+        capsule = array.__dlpack__()
+        return _get_pointer(capsule, b'dltensor'), capsule
+    except (BufferError, RuntimeError, TypeError):  # NumPy gives none for read-only arrays, bool and bfloat16
+        pass
+    dtype = _NUMPY_DTYPES.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise TypeError('elements of %s; known are %s' % (array.dtype, _KNOWN))
+    size = array.dtype.itemsize
+    if any(stride % size for stride in array.strides):
+        raise ValueError('elements that do not lie on multiples of their size')
+    return _host_tensor(array, array.__array_interface__['data'][0], array.shape,
+                        [stride // size for stride in array.strides], dtype)
+
+
+def _borrow_torch(array: Any) -> Tuple[int, Any]:
+    if array.requires_grad:
+        raise ValueError('the tensor requires a gradient, which tfb does not compute: detach() it')
+    if array.device.type != 'cpu':
+        return _borrow(array)
+    # A capsule of PyTorch's costs more than a small layer.
+    dtype = _NUMPY_DTYPES.get(str(array.dtype)[len('torch.'):])
+    if dtype is None:
+        raise TypeError('elements of %s; known are %s' % (array.dtype, _KNOWN))
+    return _host_tensor(array, array.data_ptr(), array.shape, array.stride(), dtype)
+
+
+def empty_like_kind(array: Any, shape: Sequence[int], dtype: str) -> Any:
+    """Returns a new array of the kind and device of `array`; one of NumPy for a kind that cannot be written."""
+    if kind_of(array) == 'torch':
+        import torch
+        return torch.empty(tuple(shape), dtype=getattr(torch, ARRAY_DTYPES[dtype]), device=array.device)
+    import numpy
+    return numpy.empty(tuple(shape), dtype=ARRAY_DTYPES[dtype])
+
+
+def of_kind(array: Any, made: Any) -> Any:
+    """Returns what empty_like_kind made, now written, as the kind of `array`."""
+    if kind_of(array) in ('jax', 'jaxlib'):
+        import jax.numpy
+        return jax.numpy.asarray(made)
+    return made
+
+
+def copy_of(tensor: DLTensor) -> Any:
+    """Returns a NumPy array with a copy of a contiguous tensor of the host."""
+    import numpy
+    names = {code_and_bits: name for name, code_and_bits in DTYPES.items()}
+    dtype = numpy.dtype(ARRAY_DTYPES[names[(tensor.dtype.code, tensor.dtype.bits)]])
+    shape = tuple(_NUMBERS[tensor.ndim].from_address(tensor.shape)[:tensor.ndim])
+    size = dtype.itemsize
+    for dimension in shape:
+        size *= dimension
+    return numpy.frombuffer(bytearray(ctypes.string_at(tensor.data, size)), dtype=dtype).reshape(shape)

@@ -1,0 +1,351 @@
+"""A layer: one technique with its options on one problem and one device."""
+
+import ctypes
+import json
+import threading
+from collections import OrderedDict
+from ctypes import byref, c_char_p, c_size_t, c_void_p
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from tfb import _arrays, _library
+from tfb._library import LIBRARY, DLDataType, DLTensor, TfbProblem, TfbTensor, check
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that a layer reads or writes."""
+    name: str
+    dtype: str  # "f32", "f64", "f16", "bf16", "i32", "i64" or "u8"
+    shape: Tuple[int, ...]  # -1: the tokens of a segment
+    optional: bool
+    noise: Optional[str]  # the distribution of an input that is noise: "normal", "uniform" or "gumbel"
+
+
+def _specs(given: Sequence[Mapping[str, Any]]) -> List[TensorSpec]:
+    return [
+        TensorSpec(one['name'], one['dtype'], tuple(one['shape']), one['optional'], one['noise']) for one in given
+    ]
+
+
+# Python's signal handlers run when its main thread runs Python: here, some ten times a second.
+class _Interrupt(threading.local):
+    raised: Optional[BaseException] = None
+
+
+_interrupt = _Interrupt()
+
+
+@_library.Interrupted
+def _interrupted(_: Any) -> int:
+    try:
+        ctypes.pythonapi.PyErr_CheckSignals()
+        return 0
+    except BaseException as error:  # KeyboardInterrupt, or what a handler raises
+        _interrupt.raised = error
+        return 1
+
+
+def _check(status: int) -> None:
+    """Raises what a signal's handler has raised, or the library's error."""
+    if status == 1 and _interrupt.raised is not None:
+        error, _interrupt.raised = _interrupt.raised, None
+        raise error
+    check(status)
+
+
+class _Tensors:
+    """Arrays as an argument of the library's functions."""
+
+    def __init__(self, arrays: Mapping[str, Any]):
+        self.count = len(arrays)
+        self.array = (TfbTensor * self.count)()
+        self._kept = []
+        for tensor, (name, array) in zip(self.array, arrays.items()):
+            tensor.name = name.encode()
+            tensor.tensor, kept = _arrays.borrow(array)
+            self._kept.append(kept)
+
+
+class Layer:
+    """A technique with its options on one problem and one device, with its parameters.
+
+    A layer serves one call at a time; use one a thread. Calls let go of the GIL, and Ctrl-C interrupts them.
+
+    Attributes:
+      inputs, outputs: the tensors that `run` takes and gives (TensorSpec).
+      streaming: of a layer that reads segments, a dict with "inputs", "outputs", "max_segment_tokens" and
+        "split_tokens" (0: every split gives the result of the whole); else None.
+    """
+
+    def __init__(self,
+                 technique: str,
+                 *,
+                 tokens: int,
+                 heads: int = 8,
+                 head_dim: int = 64,
+                 batch: int = 1,
+                 kv_heads: Optional[int] = None,
+                 kv_tokens: Optional[int] = None,
+                 value_dim: Optional[int] = None,
+                 causal: bool = False,
+                 dtype: str = 'f32',
+                 device: str = 'cpu',
+                 seed: int = 1,
+                 threads: int = 0):
+        """Creates a layer.
+
+        Args:
+          technique: a name with its options: "longformer:window=256,dilation=2".
+          tokens: of the queries.
+          heads: of the queries; hidden states have heads * head_dim channels.
+          head_dim: channels of queries and keys, 1 to 256.
+          batch: sequences.
+          kv_heads: of keys and values, of which each serves heads / kv_heads query heads; by default `heads`.
+          kv_tokens: of keys and values; by default `tokens`. A causal query i sees keys j <= i + kv_tokens - tokens.
+          value_dim: channels of values and outputs; by default `head_dim`.
+          causal: whether queries see no later keys.
+          dtype: of inputs and outputs: "f32", "f16" or "bf16". Sums are in f32.
+          device: "cpu" or "cuda".
+          seed: of the parameters and other random numbers.
+          threads: that share the work of a CPU; 0 means one for each processor that the program may use.
+
+        Raises:
+          NotFoundError: there is no such technique.
+          InvalidArgumentError: an option or a size that cannot be.
+          UnimplementedError: the technique does not have this combination.
+        """
+        self._layer = c_void_p()
+        if dtype not in ('f32', 'f16', 'bf16'):
+            raise _library.InvalidArgumentError('dtype is "%s"; allowed are f32, f16, bf16' % dtype)
+        code, bits = _arrays.DTYPES[dtype]
+        problem = TfbProblem(batch, heads, heads if kv_heads is None else kv_heads, tokens,
+                             tokens if kv_tokens is None else kv_tokens, head_dim,
+                             head_dim if value_dim is None else value_dim, 1 if causal else 0, DLDataType(code, bits, 1))
+        check(LIBRARY.tfb_create(technique.encode(), byref(problem), device.encode(), seed, threads, byref(self._layer)))
+        check(LIBRARY.tfb_set_interrupt(self._layer, _interrupted, None))
+        said = self.describe()
+        self.inputs = _specs(said['inputs'])
+        self.outputs = _specs(said['outputs'])
+        self._input_names = frozenset(spec.name for spec in self.inputs)
+        self.streaming = said['streaming']
+        if self.streaming is not None:
+            self.streaming.update(inputs=_specs(self.streaming['inputs']), outputs=_specs(self.streaming['outputs']))
+        self._is_set_up = False
+
+    def __del__(self) -> None:
+        if getattr(self, '_layer', None) and self._layer.value:
+            LIBRARY.tfb_destroy(self._layer)
+
+    def __repr__(self) -> str:
+        said = self.describe()
+        return '<tfb.Layer %s: %s, %s>' % (said['technique'], said['problem'], said['device'])
+
+    def describe(self) -> Dict[str, Any]:
+        """Returns what tfb_describe of harness/c/tfb.h says: tensors, cost, workspace, statistics of the last run."""
+        return _library.text(LIBRARY.tfb_describe, self._layer)
+
+    def setup(self, **inputs: Any) -> None:
+        """Does the work that need not be repeated while the inputs' sizes and the parameters stay.
+
+        `run` and `append` do it where it was not done.
+        """
+        tensors = _Tensors(inputs)
+        _check(LIBRARY.tfb_setup(self._layer, tensors.array, tensors.count, None, 0, None))
+        self._is_set_up = True
+
+    def run(self, **inputs: Any) -> Any:
+        """Returns the output "out", of the kind of the first input, with the shape that `outputs` tells."""
+        return self.run_for(['out'], **inputs)['out']
+
+    def run_for(self, names: Sequence[str], into: Optional[Mapping[str, Any]] = None, **inputs: Any) -> Dict[str, Any]:
+        """Returns the named outputs, of which `into` may give arrays to write."""
+        self._set_up_with(inputs)
+        return self._call(LIBRARY.tfb_run, self.outputs, names, into, inputs, 0)
+
+    def append(self, **segment: Any) -> Any:
+        """Takes the next segment of a sequence, which `reset` begins, and returns the "out" of its tokens."""
+        if self.streaming is None:
+            raise _library.UnimplementedError('the layer reads no segments')
+        first = self.streaming['inputs'][0]
+        tokens = segment[first.name].shape[first.shape.index(-1)] if first.name in segment else 0
+        return self._call(LIBRARY.tfb_append, self.streaming['outputs'], ['out'], None, segment, tokens)['out']
+
+    def reset(self) -> None:
+        """Begins a new sequence: forgets what has been appended or run."""
+        check(LIBRARY.tfb_reset(self._layer))
+
+    def parameters(self) -> Dict[str, Any]:
+        """Returns copies of the parameters, as NumPy arrays."""
+        copies = {}
+        for one in self.describe()['parameters']:
+            tensor = DLTensor()
+            check(LIBRARY.tfb_get_parameter(self._layer, one['name'].encode(), byref(tensor)))
+            copies[one['name']] = _arrays.copy_of(tensor)
+        return copies
+
+    def set_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Replaces the parameters that are given by copies of these arrays of the host, in the parameters' shapes."""
+        tensors = _Tensors(parameters)
+        check(LIBRARY.tfb_set_parameters(self._layer, tensors.array, tensors.count))
+        self._is_set_up = False
+
+    def define(self, names: Sequence[str] = ('out',), **inputs: Any) -> Dict[str, Any]:
+        """Returns outputs of the technique's float64 definition with the layer's parameters, as float64 arrays.
+
+        "weights" [batch, heads, tokens, kv_tokens], attention weights, is an output of those that have them.
+        """
+        shapes = {spec.name: spec.shape for spec in self.outputs}
+        made = {}
+        for name in names:
+            if name == 'weights':
+                q, k = (inputs[one].shape for one in ('q', 'k'))
+                shapes[name] = (q[0], q[1], q[2], k[2])
+            if name not in shapes:
+                raise _library.NotFoundError('there is no output "%s"' % name)
+            made[name] = _arrays.empty_like_kind(_first(inputs), shapes[name], 'f64')
+        given, written = _Tensors(inputs), _Tensors(made)
+        _check(LIBRARY.tfb_define(self._layer, given.array, given.count, written.array, written.count))
+        return {name: _arrays.of_kind(_first(inputs), array) for name, array in made.items()}
+
+    def evaluate(self, outputs: Optional[Mapping[str, Any]] = None, rows: int = 0, **inputs: Any) -> Dict[str, Any]:
+        """Judges `outputs`, or those of the layer itself, against the definition and dense attention.
+
+        Returns what tfb_evaluate of harness/c/tfb.h says. `rows` query tokens are checked; 0 means all.
+        """
+        given, judged = _Tensors(inputs), _Tensors(outputs or {})
+        said = c_char_p()
+        _check(
+            LIBRARY.tfb_evaluate(self._layer, given.array, given.count, judged.array, judged.count, rows, byref(said)))
+        return json.loads(said.value.decode())
+
+    def read_of(self, **arrays: Any) -> Dict[str, Any]:
+        """Returns those of the arrays that are inputs of the layer."""
+        return {name: array for name, array in arrays.items() if name in self._input_names}
+
+    def workspace_bytes(self) -> int:
+        """Returns the bytes of memory that a run needs beside its tensors, which the layer keeps."""
+        size = c_size_t()
+        check(LIBRARY.tfb_workspace_bytes(self._layer, byref(size)))
+        return size.value
+
+    def _set_up_with(self, inputs: Mapping[str, Any]) -> None:
+        if not self._is_set_up:
+            self.setup(**inputs)
+
+    def _call(self, function: Any, specs: Sequence[TensorSpec], names: Sequence[str], into: Optional[Mapping[str, Any]],
+              inputs: Mapping[str, Any], tokens: int) -> Dict[str, Any]:
+        made = dict(into or {})
+        for spec in specs:
+            if spec.name in names and spec.name not in made:
+                shape = [tokens if size == -1 else size for size in spec.shape]
+                made[spec.name] = _arrays.empty_like_kind(_first(inputs), shape, spec.dtype)
+        missing = [name for name in names if name not in made]
+        if missing:
+            raise _library.NotFoundError('there is no output "%s"; the layer writes %s' %
+                                         (missing[0], ', '.join(spec.name for spec in specs)))
+        given, written = _Tensors(inputs), _Tensors(made)
+        status = function(self._layer, given.array, given.count, written.array, written.count, None, 0, None)
+        if status != 0:
+            self._is_set_up = self._is_set_up and status != 1
+            _check(status)
+        return {name: _arrays.of_kind(_first(inputs), made[name]) for name in names}
+
+
+def _first(inputs: Mapping[str, Any]) -> Any:
+    return next(iter(inputs.values()), None)
+
+
+class _Cache(threading.local):
+    """The layers of a thread's last calls of `attention`."""
+    kMost = 16
+
+    def __init__(self) -> None:
+        self._layers: 'OrderedDict[Any, Layer]' = OrderedDict()
+
+    def layer(self, key: Any, **sizes: Any) -> Layer:
+        layer = self._layers.get(key)
+        if layer is None:
+            layer = Layer(key[0], **sizes)
+            self._layers[key] = layer
+            if len(self._layers) > self.kMost:
+                self._layers.popitem(last=False)
+        else:
+            self._layers.move_to_end(key)
+        return layer
+
+
+_cache = _Cache()
+_DTYPE_NAMES = {name: short for short, name in _arrays.ARRAY_DTYPES.items()}
+
+
+def _layer_of(technique: str, q: Any, k: Any, v: Any, causal: bool, seed: int, threads: int) -> Layer:
+    for name, array in (('q', q), ('k', k), ('v', v)):
+        if len(array.shape) != 4:
+            raise _library.InvalidArgumentError(
+                '%s has shape %s; it must be [batch, heads, tokens, channels]' % (name, list(array.shape)))
+    dtype = str(q.dtype).rpartition('.')[2]
+    key = (technique, tuple(q.shape), tuple(k.shape), v.shape[3], dtype, causal, seed, threads)
+    return _cache.layer(key,
+                        batch=q.shape[0],
+                        heads=q.shape[1],
+                        kv_heads=k.shape[1],
+                        tokens=q.shape[2],
+                        kv_tokens=k.shape[2],
+                        head_dim=q.shape[3],
+                        value_dim=v.shape[3],
+                        causal=causal,
+                        dtype=_DTYPE_NAMES.get(dtype, dtype),
+                        seed=seed,
+                        threads=threads)
+
+
+def attention(technique: str,
+              q: Any,
+              k: Any,
+              v: Any,
+              *,
+              causal: bool = False,
+              seed: int = 1,
+              threads: int = 0,
+              **inputs: Any) -> Any:
+    """Returns the technique's attention of queries q to keys k and values v, as an array of q's kind.
+
+    Args:
+      technique: a name with its options: "longformer:window=256".
+      q: [batch, heads, tokens, head_dim], float32, float16 or bfloat16.
+      k: [batch, kv_heads, kv_tokens, head_dim]; kv_heads divides heads. Techniques whose queries are their keys, such
+        as lsh, do not read it.
+      v: [batch, kv_heads, kv_tokens, value_dim].
+      causal: whether query i sees only keys j <= i + kv_tokens - tokens.
+      seed: of parameters and other random numbers.
+      threads: that share the work; 0 means one for each processor that the program may use.
+      **inputs: further inputs of the technique, such as key_mask [batch, kv_tokens] of uint8 or bool, 1 for a token
+        and 0 for padding.
+
+    Returns:
+      [batch, heads, tokens, value_dim] of q's dtype.
+
+    The layers of the last calls are kept, so that a call like an earlier one does not set up again.
+    """
+    layer = _layer_of(technique, q, k, v, causal, seed, threads)
+    return layer.run(**layer.read_of(q=q, k=k, v=v), **inputs)
+
+
+def error(technique: str,
+          q: Any,
+          k: Any,
+          v: Any,
+          *,
+          out: Any = None,
+          causal: bool = False,
+          seed: int = 1,
+          threads: int = 0,
+          rows: int = 0,
+          **inputs: Any) -> Dict[str, Any]:
+    """Returns how far the technique's result, or `out`, is from its float64 definition and from dense attention.
+
+    The arguments are those of `attention`; `out`, [batch, heads, tokens, value_dim], is the result of other code for the
+    same formula. `rows` query tokens are checked; 0 means all. The result is that of Layer.evaluate: "definition" and
+    "dense" with relative and largest errors, "kept_mass", "recall", "passed", ...
+    """
+    layer = _layer_of(technique, q, k, v, causal, seed, threads)
+    return layer.evaluate(None if out is None else {'out': out}, rows, **layer.read_of(q=q, k=k, v=v), **inputs)
