@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import signal
 import threading
 from collections import OrderedDict
 from ctypes import byref, c_char_p, c_size_t, c_void_p
@@ -26,29 +27,14 @@ def _specs(given: Sequence[Mapping[str, Any]]) -> List[TensorSpec]:
     ]
 
 
-# Python's signal handlers run when its main thread runs Python: here, some ten times a second.
-class _Interrupt(threading.local):
-    raised: Optional[BaseException] = None
-
-
-_interrupt = _Interrupt()
-
-
-@_library.Interrupted
-def _interrupted(_: Any) -> int:
-    try:
-        ctypes.pythonapi.PyErr_CheckSignals()
-        return 0
-    except BaseException as error:  # KeyboardInterrupt, or what a handler raises
-        _interrupt.raised = error
-        return 1
+# Tells, some ten times a second, whether Ctrl-C was pressed; no Python runs for it, in which its handler could raise.
+_interrupted = _library.Interrupted(ctypes.pythonapi.PyOS_InterruptOccurred)
 
 
 def _check(status: int) -> None:
-    """Raises what a signal's handler has raised, or the library's error."""
-    if status == 1 and _interrupt.raised is not None:
-        error, _interrupt.raised = _interrupt.raised, None
-        raise error
+    """Raises KeyboardInterrupt, or what else the handler of SIGINT raises, where the call was interrupted."""
+    if status == 1:
+        signal.raise_signal(signal.SIGINT)
     check(status)
 
 
