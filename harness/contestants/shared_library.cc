@@ -179,15 +179,17 @@ class ContestantLayer : public Layer {
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     TFB_RETURN_IF_ERROR(Make(execution.pool->threads()));
-    Tensors given;
+    Inputs parameters;
     for (const std::string& name : has_) {
       const auto found = parameters_.find(name);
       if (found == parameters_.end()) {
         return absl::UnimplementedError(
             absl::StrCat("it has the parameter ", name, ", which its definition does not have"));
       }
-      given.Add(found->first, found->second.view(), {kDLCPU, 0});
+      parameters.Set(name, found->second.view());
     }
+    Tensors given;
+    for (const auto& [name, view] : parameters) given.Add(name, view, {kDLCPU, 0});
     TFB_RETURN_IF_ERROR(api_.ToStatus(api_.set_parameters(own_, given.data(), given.size())));
     TFB_RETURN_IF_ERROR(ReadInputs(inputs));
     TFB_RETURN_IF_ERROR(

@@ -115,7 +115,9 @@ TEST(SharedLibrary, WhatALayerCannotDoIsItsStatus) {
             absl::StatusCode::kUnimplemented);
   // A mask that is not read is not ignored.
   const Technique& dense = Contestant("dense@toy");
-  const NamedTensors inputs = RandomInputs(*dense.InputSpecs(problem, {}), 3);
+  NamedTensors inputs = RandomInputs(*dense.InputSpecs(problem, {}), 3);
+  inputs["key_mask"] = Tensor(DType::kU8, {1, 50});
+  Fill(inputs["key_mask"].view(), 1);
   EXPECT_EQ(RunTechnique(dense, problem, ViewsOf(inputs), {}).status(),
             absl::UnimplementedError("it does not read key_mask"));
 }

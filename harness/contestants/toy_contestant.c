@@ -76,6 +76,13 @@ TfbStatus tfb_setup(TfbLayer* layer, const TfbTensor* inputs, size_t input_count
   return TFB_OK;
 }
 
+static const DLTensor* Find(const TfbTensor* tensors, size_t count, const char* name) {
+  for (size_t n = 0; n < count; ++n) {
+    if (strcmp(tensors[n].name, name) == 0) return tensors[n].tensor;
+  }
+  return NULL;
+}
+
 static float* At(const DLTensor* t, int64_t b, int64_t h, int64_t n) {
   return (float*)t->data + b * t->strides[0] + h * t->strides[1] + n * t->strides[2];
 }
@@ -83,9 +90,12 @@ static float* At(const DLTensor* t, int64_t b, int64_t h, int64_t n) {
 TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
                   const TfbTensor* outputs, size_t output_count, void* workspace,
                   size_t workspace_bytes, void* stream) {
-  (void)input_count, (void)output_count, (void)workspace_bytes, (void)stream;
+  (void)workspace_bytes, (void)stream;
   const TfbProblem* p = &layer->problem;
-  const DLTensor *q = inputs[0].tensor, *k = inputs[1].tensor, *v = inputs[2].tensor;
+  const DLTensor* q = Find(inputs, input_count, "q");
+  const DLTensor* k = Find(inputs, input_count, "k");
+  const DLTensor* v = Find(inputs, input_count, "v");
+  const DLTensor* out = Find(outputs, output_count, "out");
   double* weights = workspace;
   double scale = 1 / sqrt((double)p->head_dim);
   if (strcmp(layer->name, "half") == 0) scale = 0.5;
@@ -110,7 +120,7 @@ TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
           for (int64_t j = 0; j < end; ++j) {
             y += weights[j] * At(v, b, of, j)[c * v->strides[3]] / sum;
           }
-          At(outputs[0].tensor, b, h, i)[c * outputs[0].tensor->strides[3]] = (float)y;
+          At(out, b, h, i)[c * out->strides[3]] = (float)y;
         }
       }
     }
