@@ -10,9 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "core/cuda/dynamic_library.h"
 #include "core/options.h"
@@ -115,6 +117,7 @@ struct Contestant {
   std::string name;  // as the library calls it
   const Technique* definition;
   TechniqueSpec definition_spec;  // as the library states it
+  absl::Status status;            // why there are no layers
 };
 
 class ContestantLayer : public Layer {
@@ -291,6 +294,7 @@ class ContestantTechnique : public Technique {
   }
   absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem, const Options& options,
                                                 Device device, uint64_t seed) const override {
+    TFB_RETURN_IF_ERROR(contestant_.status);
     TFB_RETURN_IF_ERROR(CheckSupported(info(), problem, device));
     TFB_ASSIGN_OR_RETURN(const Api api, Load(contestant_.path));
     TFB_ASSIGN_OR_RETURN(const Options canonical, Canonical(options));
@@ -332,6 +336,29 @@ class ContestantTechnique : public Technique {
   const Contestant contestant_;
 };
 
+// Returns FILE of a path to libFILE.so, with '_' for what a technique's name cannot have.
+std::string FileName(absl::string_view path) {
+  path.remove_prefix(path.find_last_of('/') + 1);
+  std::string name(absl::StripSuffix(absl::StripPrefix(path, "lib"), ".so"));
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return !absl::ascii_isalnum(c); }, '_');
+  return name;
+}
+
+// Returns a technique without layers, of a library that cannot be used.
+std::unique_ptr<Technique> Unusable(const std::string& path, const absl::Status& status,
+                                    const Technique* definition) {
+  TechniqueInfo info = definition->info();
+  info.name = absl::StrCat("unknown@", FileName(path));
+  info.title = absl::StrCat("A contestant that cannot be used: ", path);
+  info.citation = path;
+  info.options.clear();
+  info.budget_option.clear();
+  return std::make_unique<ContestantTechnique>(
+      std::move(info),
+      Contestant{path, "unknown", definition, {definition->info().name, {}}, status});
+}
+
 // Returns the technique that an element of the library's list describes.
 absl::StatusOr<std::unique_ptr<Technique>> ToTechnique(const std::string& path, const Json& said,
                                                        const Registry& registry) {
@@ -339,8 +366,13 @@ absl::StatusOr<std::unique_ptr<Technique>> ToTechnique(const std::string& path, 
   const auto text = [&](const char* member) {
     return said.contains(member) && said[member].is_string() ? said[member].get<std::string>() : "";
   };
-  Contestant contestant = {path, text("name"), nullptr, {}};
+  Contestant contestant = {path, text("name"), nullptr, {}, {}};
   if (contestant.name.empty()) return absl::InvalidArgumentError("an element has no name");
+  if (!std::all_of(contestant.name.begin(), contestant.name.end(),
+                   [](char c) { return absl::ascii_isalnum(c) || c == '_'; })) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", contestant.name, "\" is no name: it may have letters, digits and _"));
+  }
   const auto wrong = [&](absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat(contestant.name, ": ", what));
   };
@@ -351,9 +383,7 @@ absl::StatusOr<std::unique_ptr<Technique>> ToTechnique(const std::string& path, 
   if (!found.ok()) return wrong(absl::StrCat("definition: ", found.status().message()));
   contestant.definition = *found;
 
-  absl::string_view file = path;
-  file.remove_prefix(file.find_last_of('/') + 1);
-  file = absl::StripSuffix(absl::StripPrefix(file, "lib"), ".so");
+  const std::string file = FileName(path);
   TechniqueInfo info = contestant.definition->info();
   info.name = absl::StrCat(contestant.name, "@", file);
   if (registry.Find(info.name).ok())
@@ -444,6 +474,28 @@ absl::Status AddContestants(const std::string& path, const std::string& json, Re
     techniques.push_back(*std::move(technique));
   }
   for (auto& technique : techniques) registry->Add(std::move(technique));
+  return absl::OkStatus();
+}
+
+absl::Status AddContestantFiles(absl::string_view files, Registry* registry,
+                                std::string* techniques) {
+  const bool named = absl::StrContains(*techniques, "@");
+  for (const absl::string_view one : absl::StrSplit(files, ',', absl::SkipEmpty())) {
+    const std::string path(one);
+    if (!absl::EndsWith(path, ".so")) {
+      return absl::InvalidArgumentError(absl::StrCat(path, " is no shared library (FILE.so)"));
+    }
+    const absl::StatusOr<std::string> list = AskForTechniques(path);
+    absl::Status status = list.status();
+    if (status.ok()) status = AddContestants(path, *list, registry);
+    if (!status.ok()) {
+      TFB_ASSIGN_OR_RETURN(const Technique* dense, registry->Find("dense"));
+      auto unusable = Unusable(path, status, dense);
+      if (registry->Find(unusable->info().name).ok()) return status;
+      registry->Add(std::move(unusable));
+    }
+    if (!named) absl::StrAppend(techniques, ",*@", FileName(path));
+  }
   return absl::OkStatus();
 }
 

@@ -3,8 +3,8 @@
 // The library exports the functions of harness/c/tfb.h. A technique in its tfb_techniques names, as
 // "definition", the technique of this suite whose float64 definition it computes. It gets that
 // technique's inputs and the parameters that it has of the same names, and becomes a technique of
-// the registry, NAME@FILE for a technique NAME of libFILE.so, so that sweeps, checks and reports
-// treat it like any other.
+// the registry, NAME@FILE for a technique NAME of libFILE.so, with '_' for signs in FILE, so that
+// sweeps, checks and reports treat it like any other.
 #ifndef TFB_HARNESS_CONTESTANTS_SHARED_LIBRARY_H_
 #define TFB_HARNESS_CONTESTANTS_SHARED_LIBRARY_H_
 
@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/technique.h"
 
 namespace tfb {
@@ -27,6 +28,14 @@ absl::StatusOr<std::string> AskForTechniques(const std::string& path, double sec
 // where the text is not as harness/c/tfb.h says, a definition does not exist, or a name is taken;
 // then nothing has been added.
 absl::Status AddContestants(const std::string& path, const std::string& json, Registry* registry);
+
+// Does both for each of the files, which are separated by commas, and adds "*@FILE" to `techniques`,
+// the flag --techniques, for each, unless that names contestants already. A library that cannot be
+// asked, or whose list is refused, becomes the technique unknown@FILE, whose layers have that status,
+// so that a sweep has a row with the reason. Returns InvalidArgument for what is no shared library by
+// its name.
+absl::Status AddContestantFiles(absl::string_view files, Registry* registry,
+                                std::string* techniques);
 
 }  // namespace tfb
 

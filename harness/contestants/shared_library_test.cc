@@ -34,6 +34,27 @@ const Technique& Contestant(const std::string& name) {
   return **Registry::Global().Find(name);
 }
 
+// A technique that is only a name.
+std::unique_ptr<Technique> MakeNamed(const std::string& name) {
+  class Named : public TechniqueOf<NoOptions> {
+   public:
+    explicit Named(TechniqueInfo info) : TechniqueOf(std::move(info)) {}
+
+   protected:
+    absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem&, const NoOptions&, Device,
+                                                     uint64_t) const override {
+      return absl::UnimplementedError("a name has no layer");
+    }
+    absl::Status Definition(const Problem&, const NoOptions&, const NamedTensors&, const Inputs&,
+                            const DefinitionRequest&, NamedTensors*) const override {
+      return absl::UnimplementedError("a name has no definition");
+    }
+  };
+  TechniqueInfo info;
+  info.name = name;
+  return std::make_unique<Named>(info);
+}
+
 absl::StatusOr<Accuracy> Judged(const Technique& technique, const Problem& problem,
                                 const Options& options = {}) {
   const auto specs = technique.InputSpecs(problem, options);
@@ -150,6 +171,7 @@ TEST(SharedLibrary, AListThatIsNotAsTheHeaderSaysAddsNothing) {
       {"{}", "its list of techniques is no JSON array"},
       {"[1]", "an element is no object"},
       {"[{}]", "an element has no name"},
+      {R"([{"name": "a b"}])", "\"a b\" is no name: it may have letters, digits and _"},
       {R"([{"name": "x"}])", "x: definition: "},
       {R"([{"name": "x", "definition": "dens"}])",
        "x: definition: there is no technique \"dens\"; nearest are "},
@@ -164,6 +186,27 @@ TEST(SharedLibrary, AListThatIsNotAsTheHeaderSaysAddsNothing) {
                 HasSubstr(absl::StrCat("/a/liby.so: ", list.message)));
     EXPECT_FALSE(Registry::Global().Find("x@y").ok());
   }
+}
+
+TEST(SharedLibrary, FilesOfAFlagAreAddedAndThoseThatCannotBeUsedHaveARowWithTheReason) {
+  Registry registry;
+  registry.Add(MakeNamed("dense"));
+  std::string techniques = "dense";
+  setenv("TOY_LOAD", "list", 1);
+  ASSERT_EQ(AddContestantFiles(absl::StrCat(kToy, ",no-where.so"), &registry, &techniques),
+            absl::OkStatus());
+  unsetenv("TOY_LOAD");
+  EXPECT_EQ(techniques, "dense,*@toy,*@no_where");
+  const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
+  EXPECT_EQ((*registry.Find("unknown@toy"))->Create(problem, {}, Device::kCpu, 1).status(),
+            absl::InvalidArgumentError(absl::StrCat(kToy, " lists no techniques")));
+  EXPECT_EQ((*registry.Find("unknown@no_where"))->Create(problem, {}, Device::kCpu, 1).status(),
+            absl::NotFoundError("no-where.so: there is no such file"));
+  techniques = "dense@toy";
+  ASSERT_EQ(AddContestantFiles(kOurs, &registry, &techniques).code(), absl::StatusCode::kOk);
+  EXPECT_EQ(techniques, "dense@toy");  // named already
+  EXPECT_EQ(AddContestantFiles("mine.py:f", &registry, &techniques),
+            absl::InvalidArgumentError("mine.py:f is no shared library (FILE.so)"));
 }
 
 }  // namespace
