@@ -130,6 +130,8 @@ TEST(SharedLibrary, WhatALayerCannotDoIsItsStatus) {
             absl::InternalError("the kernel fell over"));
   EXPECT_EQ(Judged(Contestant("reads_more@toy"), problem).status(),
             absl::UnimplementedError("it reads bias, which its definition does not have"));
+  EXPECT_EQ(Judged(Contestant("writes_inputs@toy"), problem).status(),
+            absl::InternalError("the layer wrote into its inputs"));
   Problem causal = problem;
   causal.causal = true;
   EXPECT_EQ(Contestant("half@toy").Create(causal, {}, Device::kCpu, 1).status().code(),

@@ -39,6 +39,9 @@ const char* tfb_techniques(void) {
          " {\"name\": \"half\", \"definition\": \"dense:scale=0.5\", \"causal\": [false]},"
          " {\"name\": \"wrong\", \"definition\": \"dense\"},"
          " {\"name\": \"crashes\", \"definition\": \"dense\"},"
+         " {\"name\": \"hangs\", \"definition\": \"dense\"},"
+         " {\"name\": \"writes_inputs\", \"definition\": \"dense\"},"
+         " {\"name\": \"writes_nothing\", \"definition\": \"dense\"},"
          " {\"name\": \"fails\", \"definition\": \"dense\"},"
          " {\"name\": \"refuses\", \"definition\": \"dense\"},"
          " {\"name\": \"reads_more\", \"definition\": \"dense\"}]";
@@ -101,6 +104,9 @@ TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
   if (strcmp(layer->name, "half") == 0) scale = 0.5;
   if (strcmp(layer->name, "wrong") == 0) scale *= 1.01;
   if (strcmp(layer->name, "crashes") == 0) abort();
+  if (strcmp(layer->name, "hangs") == 0) pause();
+  if (strcmp(layer->name, "writes_nothing") == 0) return TFB_OK;
+  if (strcmp(layer->name, "writes_inputs") == 0) ((float*)v->data)[0] += 1;
   if (strcmp(layer->name, "fails") == 0) return Fail(TFB_INTERNAL, "the kernel fell over");
   for (int64_t b = 0; b < p->batch; ++b) {
     for (int64_t h = 0; h < p->query_heads; ++h) {
