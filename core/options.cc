@@ -52,7 +52,7 @@ int EditDistance(absl::string_view a, absl::string_view b) {
 
 bool IsIdentifier(absl::string_view text) {
   return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) {
-    return absl::ascii_isalnum(c) || c == '_' || c == '*' || c == '?';
+    return absl::ascii_isalnum(c) || c == '_' || c == '@' || c == '*' || c == '?';
   });
 }
 

@@ -11,10 +11,13 @@
 #include "absl/flags/flag.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "core/command_line.h"
 #include "core/status.h"
+#include "harness/contestants/shared_library.h"
 #include "harness/measure/device_presence.h"
 #include "harness/measure/machine.h"
 #include "harness/measure/sweep.h"
@@ -29,6 +32,11 @@ ABSL_FLAG(std::string, techniques, "*",
           "What to run: names or globs, each with options, as in "
           "dense,longformer:window=256,performer:features=*. A value of * takes every value that "
           "--list shows for the option.");
+ABSL_FLAG(
+    std::string, contestants, "",
+    "Shared libraries of somebody else's techniques, as in libmine.so,other.so, with the "
+    "functions of harness/c/tfb.h: they run beside ours as NAME@mine, on the same tensors, and "
+    "are judged by the definitions that they name.");
 ABSL_FLAG(std::string, devices, "", "Of cpu, cuda. Empty: those that are present.");
 ABSL_FLAG(std::string, dtypes, "f32", "Of f32, bf16, f16: the type of inputs and outputs.");
 ABSL_FLAG(std::string, lengths, "",
@@ -229,9 +237,22 @@ std::string Command(const std::vector<std::string>& argv) {
   return command;
 }
 
+// Adds the contestants to the registry, and to the chosen techniques.
+absl::Status AddContestantsFromFlags(Registry* registry, std::string* techniques) {
+  std::vector<std::string> paths;
+  for (const absl::string_view path :
+       absl::StrSplit(absl::GetFlag(FLAGS_contestants), ',', absl::SkipEmpty())) {
+    paths.push_back(CallerPath(path));
+  }
+  const absl::Status status = AddContestantFiles(absl::StrJoin(paths, ","), registry, techniques);
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat("--contestants: ", status.message()));
+}
+
 absl::StatusOr<int> Sweep(const std::vector<std::string>& argv) {
-  const Registry& registry = Registry::Global();
-  const CaseFlags flags = CaseFlagsFromFlags();
+  Registry& registry = Registry::Global();
+  CaseFlags flags = CaseFlagsFromFlags();
+  TFB_RETURN_IF_ERROR(AddContestantsFromFlags(&registry, &flags.techniques));
   if (absl::GetFlag(FLAGS_list)) {
     TFB_ASSIGN_OR_RETURN(const auto chosen, ChooseTechniques(flags.techniques, registry));
     std::vector<const Technique*> techniques;

@@ -276,6 +276,7 @@ std::string Techniques() {
                     {"family", info.family},
                     {"title", info.title},
                     {"citation", info.citation},
+                    {"definition", info.name},
                     {"input_kind", std::string(Name(info.input_kind))},
                     {"exactness", std::string(Name(info.exactness))},
                     {"causal", causal},

@@ -85,9 +85,11 @@ TFB_EXPORT int32_t tfb_interface_version(void);
 TFB_EXPORT const char* tfb_last_error(void);
 
 /* Returns a JSON array of all techniques by name:
- *   [{"name", "family", "title", "citation", "input_kind": "qkv" | "hidden" | "tokens",
+ *   [{"name", "family", "title", "citation", "definition", "input_kind": "qkv" | "hidden" | "tokens",
  *     "exactness": "exact" | "approximate" | "own", "causal": [false, true], "devices": ["cpu", ...],
- *     "options": [{"name", "type", "default", "range", "help"}, ...]}, ...] */
+ *     "options": [{"name", "type", "default", "range", "help"}, ...]}, ...]
+ * `definition` is the technique of this suite, with options where they are not the technique's own of
+ * the same names, whose float64 definition the technique computes: for libtfb.so its own name. */
 TFB_EXPORT const char* tfb_techniques(void);
 
 /* Creates a layer. `technique` is a name with its options, "longformer:window=256,dilation=2".

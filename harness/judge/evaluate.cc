@@ -1,6 +1,7 @@
 #include "harness/judge/evaluate.h"
 
 #include <algorithm>
+#include <cstring>
 #include <set>
 #include <utility>
 
@@ -247,6 +248,25 @@ NamedTensors Copies(const NamedTensors& tensors) {
   return copies;
 }
 
+// Returns a number that other contents of the contiguous tensors among them would hardly have; 0 where
+// they are not in the host's memory.
+uint64_t ChecksumOf(const Inputs& inputs, Device device) {
+  if (device != Device::kCpu) return 0;
+  constexpr uint64_t kOffset = 0xcbf29ce484222325, kPrime = 0x100000001b3;  // FNV-1a's
+  uint64_t sum = kOffset;
+  for (const auto& [name, view] : inputs) {
+    if (view.empty() || !view.is_contiguous()) continue;
+    const char* bytes = static_cast<const char*>(view.data);
+    const auto count = static_cast<size_t>(view.num_elements() * SizeOf(view.dtype));
+    for (size_t begin = 0; begin < count; begin += sizeof(uint64_t)) {
+      uint64_t word = 0;
+      std::memcpy(&word, bytes + begin, std::min(sizeof(word), count - begin));
+      sum = (sum ^ word) * kPrime;
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
@@ -273,8 +293,12 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   }
   bound.execution.pool = pool;
   bound.execution.workspace = workspace.bytes();
+  const uint64_t inputs_before = ChecksumOf(inputs, device);
   TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup", [&] { return bound.Setup(); }));
   TFB_RETURN_IF_ERROR(workspace.Call("workspace", [&] { return bound.Run(); }));
+  if (ChecksumOf(inputs, device) != inputs_before) {
+    return absl::InternalError("the layer wrote into its inputs");
+  }
   for (auto& [name, tensor] : guarded) {
     TFB_RETURN_IF_ERROR(tensor.Download());
     TFB_RETURN_IF_ERROR(tensor.CheckGuards(absl::StrCat("output ", name)));

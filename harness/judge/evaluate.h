@@ -74,7 +74,8 @@ constexpr int64_t kMaxWeightBytes = int64_t{1} << 28;
 
 // Creates the layer, runs it once with outputs and workspace full of NaN, and judges it. Returns
 // the status of the step that failed: InvalidArgument for a wrong request, Unimplemented where the
-// technique does not support it, ResourceExhausted where there is no memory. An error beyond its
+// technique does not support it, ResourceExhausted where there is no memory, Internal where a layer
+// writes what is not its own: beyond its outputs or workspace, or its inputs. An error beyond its
 // bound is not a failure of Evaluate, but clears Accuracy::passed.
 absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 
@@ -90,7 +91,7 @@ struct LayerRun {
 };
 // Sets the layer up and runs it once on `inputs`, which are in the memory of its device and may
 // lack optional tensors. Returns Internal where the layer writes beyond its outputs or its
-// workspace, or a kernel fails.
+// workspace, or on a CPU into its inputs, or a kernel fails.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool);
 
