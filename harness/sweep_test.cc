@@ -747,6 +747,7 @@ TEST_F(SweepTest, EveryFlagHasItsDefault) {
             "--batches  (default: 1)\n"
             "--case_timeout  (default: 60s)\n"
             "--causal  (default: auto)\n"
+            "--contestants  (default: none)\n"
             "--counterparts  (default: true)\n"
             "--devices  (default: none)\n"
             "--dry_run  (default: false)\n"
