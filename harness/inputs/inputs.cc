@@ -137,7 +137,7 @@ absl::StatusOr<NamedTensors> Draw(const std::vector<TensorSpec>& specs, uint64_t
 // many as there are peaks, have one vector, scaled to the length that gives their score.
 void RepeatQueries(const PeakShape& shape, const Problem& problem, const TensorView& q) {
   const int64_t tokens = problem.query_tokens;
-  const int64_t period = std::max<int64_t>(1, (tokens + shape.peaks) / (shape.peaks + 1));
+  const int64_t period = (tokens + shape.peaks) / (shape.peaks + 1);  // rounded up
   const double peaks = static_cast<double>(shape.peaks);
   const double length = PeakScore(tokens, 1, shape.ratio / peaks, problem.head_dim);
   for (int64_t row = 0; row < q.num_elements() / problem.head_dim; ++row) {
