@@ -17,6 +17,7 @@ expect 'wrong@toy' '[0-9.]+ ms, failed: max error over max value is [0-9.]+, its
 expect 'crashes@toy' 'failed: "first run" ended the process: signal 6 \(Aborted\)'
 expect 'hangs@toy' '.*3 ?s.*'
 expect 'writes_inputs@toy' 'failed: the layer wrote into its inputs'
+expect 'keeps_its_result@toy' '[0-9.]+ ms, failed: max error over max value is .*'
 expect 'writes_nothing@toy' '.*failed: .*'
 expect 'fails@toy' 'failed: the kernel fell over'
 expect 'refuses@toy' 'unsupported: not today'

@@ -84,6 +84,9 @@ TEST(SharedLibrary, OfPlainCIsJudgedByTheDefinitionThatItNames) {
   ASSERT_TRUE(wrong.ok()) << wrong.status();
   EXPECT_FALSE(wrong->passed);
   EXPECT_THAT(wrong->failure, HasSubstr("bound"));
+  const auto kept = Judged(Contestant("keeps_its_result@toy"), problem);
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  EXPECT_FALSE(kept->passed);
   // Options of the definition are those that the library states.
   const auto half = Judged(Contestant("half@toy"), Problem::SelfAttention(1, 2, 50, 16));
   ASSERT_TRUE(half.ok()) << half.status();

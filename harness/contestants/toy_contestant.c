@@ -11,6 +11,7 @@
 struct TfbLayer {
   char name[32];
   TfbProblem problem;
+  float* result;
 };
 
 static const char* error = "";
@@ -41,6 +42,7 @@ const char* tfb_techniques(void) {
          " {\"name\": \"crashes\", \"definition\": \"dense\"},"
          " {\"name\": \"hangs\", \"definition\": \"dense\"},"
          " {\"name\": \"writes_inputs\", \"definition\": \"dense\"},"
+         " {\"name\": \"keeps_its_result\", \"definition\": \"dense\"},"
          " {\"name\": \"writes_nothing\", \"definition\": \"dense\"},"
          " {\"name\": \"fails\", \"definition\": \"dense\"},"
          " {\"name\": \"refuses\", \"definition\": \"dense\"},"
@@ -54,10 +56,14 @@ TfbStatus tfb_create(const char* technique, const TfbProblem* problem, const cha
   *layer = malloc(sizeof(TfbLayer));
   snprintf((*layer)->name, sizeof((*layer)->name), "%s", technique);
   (*layer)->problem = *problem;
+  (*layer)->result = NULL;
   return TFB_OK;
 }
 
-void tfb_destroy(TfbLayer* layer) { free(layer); }
+void tfb_destroy(TfbLayer* layer) {
+  free(layer->result);
+  free(layer);
+}
 
 TfbStatus tfb_describe(TfbLayer* layer, const char** json) {
   *json = strcmp(layer->name, "reads_more") == 0
@@ -108,6 +114,12 @@ TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
   if (strcmp(layer->name, "writes_nothing") == 0) return TFB_OK;
   if (strcmp(layer->name, "writes_inputs") == 0) ((float*)v->data)[0] += 1;
   if (strcmp(layer->name, "fails") == 0) return Fail(TFB_INTERNAL, "the kernel fell over");
+  const size_t bytes =
+      sizeof(float) * (size_t)(p->batch * p->query_heads * p->query_tokens * p->value_dim);
+  if (layer->result != NULL) {
+    memcpy(out->data, layer->result, bytes);
+    return TFB_OK;
+  }
   for (int64_t b = 0; b < p->batch; ++b) {
     for (int64_t h = 0; h < p->query_heads; ++h) {
       const int64_t of = h / (p->query_heads / p->kv_heads);
@@ -130,6 +142,10 @@ TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
         }
       }
     }
+  }
+  if (strcmp(layer->name, "keeps_its_result") == 0) {
+    layer->result = malloc(bytes);
+    memcpy(layer->result, out->data, bytes);
   }
   return TFB_OK;
 }
