@@ -23,6 +23,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/c/dlpack_dtype.h"
 #include "harness/inputs/job.h"
 #include "harness/judge/device_memory.h"
 #include "harness/judge/errors.h"
@@ -125,26 +126,6 @@ absl::StatusOr<DType> DTypeOf(DLDataType type) {
       "elements of DLPack's type code ", type.code, ", ", type.bits, " bits, ", type.lanes,
       " lanes; known are float of 16, 32 and 64 bits, bfloat16, int32, "
       "int64, uint8 and bool"));
-}
-
-DLDataType ToDLDataType(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return {kDLFloat, 32, 1};
-    case DType::kF64:
-      return {kDLFloat, 64, 1};
-    case DType::kF16:
-      return {kDLFloat, 16, 1};
-    case DType::kBF16:
-      return {kDLBfloat, 16, 1};
-    case DType::kI32:
-      return {kDLInt, 32, 1};
-    case DType::kI64:
-      return {kDLInt, 64, 1};
-    case DType::kU8:
-      break;
-  }
-  return {kDLUInt, 8, 1};
 }
 
 // Returns the status of memory of device type `of` given to a layer on `device`.

@@ -45,27 +45,27 @@ extern "C" {
 /* The numbers are those of absl::StatusCode. */
 typedef enum TfbStatus {
   TFB_OK = 0,
-  TFB_CANCELLED = 1,            /* the caller's TfbInterrupted said so */
-  TFB_INVALID_ARGUMENT = 3,     /* no such option, size, tensor, ... : the message names it */
-  TFB_NOT_FOUND = 5,            /* no such technique or parameter */
-  TFB_RESOURCE_EXHAUSTED = 8,   /* no memory */
-  TFB_FAILED_PRECONDITION = 9,  /* called before tfb_setup, or while another call runs */
-  TFB_UNIMPLEMENTED = 12,       /* the technique does not have this combination, or no such device */
-  TFB_INTERNAL = 13             /* a kernel failed, or a defect of the library */
+  TFB_CANCELLED = 1,           /* the caller's TfbInterrupted said so */
+  TFB_INVALID_ARGUMENT = 3,    /* no such option, size, tensor, ... : the message names it */
+  TFB_NOT_FOUND = 5,           /* no such technique or parameter */
+  TFB_RESOURCE_EXHAUSTED = 8,  /* no memory */
+  TFB_FAILED_PRECONDITION = 9, /* called before tfb_setup, or while another call runs */
+  TFB_UNIMPLEMENTED = 12,      /* the technique does not have this combination, or no such device */
+  TFB_INTERNAL = 13            /* a kernel failed, or a defect of the library */
 } TfbStatus;
 
 /* What is asked of a technique. Query i of a causal problem sees keys j <= i + kv_tokens -
  * query_tokens. Hidden states have query_heads * head_dim channels. */
 typedef struct TfbProblem {
-  int64_t batch;        /* sequences, 0 or more */
-  int64_t query_heads;  /* 1 or more, a multiple of kv_heads */
+  int64_t batch;       /* sequences, 0 or more */
+  int64_t query_heads; /* 1 or more, a multiple of kv_heads */
   int64_t kv_heads;
   int64_t query_tokens; /* 0 or more */
   int64_t kv_tokens;
-  int64_t head_dim;     /* channels of queries and keys, 1 to 256 */
-  int64_t value_dim;    /* channels of values and outputs, 1 to 256 */
-  int32_t causal;       /* 1 or 0 */
-  DLDataType dtype;     /* of inputs and outputs: float32, float16 or bfloat16; sums are float32 */
+  int64_t head_dim;  /* channels of queries and keys, 1 to 256 */
+  int64_t value_dim; /* channels of values and outputs, 1 to 256 */
+  int32_t causal;    /* 1 or 0 */
+  DLDataType dtype;  /* of inputs and outputs: float32, float16 or bfloat16; sums are float32 */
 } TfbProblem;
 
 /* A tensor of a call, by the name that tfb_describe gives. */
@@ -98,8 +98,9 @@ TFB_EXPORT const char* tfb_techniques(void);
  * program may use. Fails with TFB_NOT_FOUND for an unknown technique, with
  * TFB_INVALID_ARGUMENT for an option or a size that cannot be, and with TFB_UNIMPLEMENTED, and the
  * reason, for a combination that the technique does not have. */
-TFB_EXPORT TfbStatus tfb_create(const char* technique, const TfbProblem* problem, const char* device,
-                                uint64_t seed, int32_t threads, TfbLayer** layer);
+TFB_EXPORT TfbStatus tfb_create(const char* technique, const TfbProblem* problem,
+                                const char* device, uint64_t seed, int32_t threads,
+                                TfbLayer** layer);
 
 /* Frees a layer; null is none. No call with it may be running. */
 TFB_EXPORT void tfb_destroy(TfbLayer* layer);

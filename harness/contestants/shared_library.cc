@@ -20,6 +20,7 @@
 #include "core/cuda/dynamic_library.h"
 #include "core/options.h"
 #include "core/status.h"
+#include "harness/c/dlpack_dtype.h"
 #include "harness/c/tfb.h"
 #include "harness/measure/worker.h"
 #include "nlohmann/json.hpp"
@@ -76,13 +77,6 @@ absl::StatusOr<Api> Load(const std::string& path) {
 }
 
 // ---- Tensors ----
-
-DLDataType ToDLDataType(DType dtype) {
-  const auto bits = static_cast<uint8_t>(8 * SizeOf(dtype));
-  if (dtype == DType::kBF16) return {kDLBfloat, bits, 1};
-  if (dtype == DType::kU8) return {kDLUInt, bits, 1};
-  return {static_cast<uint8_t>(IsFloating(dtype) ? kDLFloat : kDLInt), bits, 1};
-}
 
 // Views as an argument of the library's functions. Reading views of the same number again allocates
 // nothing.
