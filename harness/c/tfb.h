@@ -15,14 +15,14 @@
  *
  * Tensors. A DLTensor is read and written in place, whatever its strides (null: contiguous, last
  * dimension fastest), and must live until the call returns; a GPU layer's until its stream has done
- * the work. It has 1 to 5 dimensions, and the dtype and shape that tfb_describe names; booleans count
- * as u8. Its device is the layer's: kDLCPU for "cpu", kDLCUDA or kDLCUDAManaged, number 0, for
- * "cuda". An output must not overlap another tensor of the call.
+ * the work. It has 1 to 5 dimensions, and the dtype and shape that tfb_describe names; booleans
+ * count as u8. Its device is the layer's: kDLCPU for "cpu", kDLCUDA or kDLCUDAManaged, number 0,
+ * for "cuda". An output must not overlap another tensor of the call.
  *
- * Threads. Functions without a layer may be called from any thread at any time, and so may functions
- * of different layers. A layer serves one call at a time: a second one that comes while the first
- * runs is refused with TFB_FAILED_PRECONDITION. What a layer returns a pointer to is the layer's, and
- * stays until the next call of the same function with it, or tfb_destroy.
+ * Threads. Functions without a layer may be called from any thread at any time, and so may
+ * functions of different layers. A layer serves one call at a time: a second one that comes while
+ * the first runs is refused with TFB_FAILED_PRECONDITION. What a layer returns a pointer to is the
+ * layer's, and stays until the next call of the same function with it, or tfb_destroy.
  *
  * Version. A program built with this header runs with every later library of the same
  * TFB_INTERFACE_VERSION; JSON may gain members. A shared library that exports these functions for
@@ -85,19 +85,20 @@ TFB_EXPORT int32_t tfb_interface_version(void);
 TFB_EXPORT const char* tfb_last_error(void);
 
 /* Returns a JSON array of all techniques by name:
- *   [{"name", "family", "title", "citation", "definition", "input_kind": "qkv" | "hidden" | "tokens",
- *     "exactness": "exact" | "approximate" | "own", "causal": [false, true], "devices": ["cpu", ...],
+ *   [{"name", "family", "title", "citation", "definition",
+ *     "input_kind": "qkv" | "hidden" | "tokens", "exactness": "exact" | "approximate" | "own",
+ *     "causal": [false, true], "devices": ["cpu", ...],
  *     "options": [{"name", "type", "default", "range", "help"}, ...]}, ...]
- * `definition` is the technique of this suite, with options where they are not the technique's own of
- * the same names, whose float64 definition the technique computes: for libtfb.so its own name. */
+ * `definition` is the technique of this suite, with options where they are not the technique's own
+ * of the same names, whose float64 definition it computes: for libtfb.so its own name. */
 TFB_EXPORT const char* tfb_techniques(void);
 
 /* Creates a layer. `technique` is a name with its options, "longformer:window=256,dilation=2".
- * `device` is "cpu" or "cuda". Parameters and noise are drawn from `seed`. `threads` share the work
- * on a CPU, and what Setup does on the host for a GPU; 0 means one for each processor that the
- * program may use. Fails with TFB_NOT_FOUND for an unknown technique, with
- * TFB_INVALID_ARGUMENT for an option or a size that cannot be, and with TFB_UNIMPLEMENTED, and the
- * reason, for a combination that the technique does not have. */
+ * `device` is "cpu" or "cuda". Parameters are drawn from `seed`; inputs that are noise are the
+ * caller's. `threads` share the work on a CPU, and what Setup does on the host for a GPU; 0 means
+ * one for each processor that the program may use. Fails with TFB_NOT_FOUND for an unknown
+ * technique, with TFB_INVALID_ARGUMENT for an option or a size that cannot be, and with
+ * TFB_UNIMPLEMENTED, and the reason, for a combination that the technique does not have. */
 TFB_EXPORT TfbStatus tfb_create(const char* technique, const TfbProblem* problem,
                                 const char* device, uint64_t seed, int32_t threads,
                                 TfbLayer** layer);
@@ -110,8 +111,8 @@ TFB_EXPORT void tfb_destroy(TfbLayer* layer);
  *    "inputs": [{"name", "dtype", "shape", "optional", "noise"}, ...], "outputs", "parameters",
  *    "streaming": {"max_segment_tokens", "split_tokens", "inputs", "outputs"} | null,
  *    "flops", "bytes": numbers | null, "counterpart": "dense" | ..., "statistics": {...}}
- * A shape's -1 is the number of tokens of a segment. `noise` tells the distribution of an input that
- * is noise, or is null. `statistics` are of the last run. */
+ * A shape's -1 is the number of tokens of a segment. `noise` tells the distribution of an input
+ * that is noise, or is null. `statistics` are of the last run. */
 TFB_EXPORT TfbStatus tfb_describe(TfbLayer* layer, const char** json);
 
 /* Writes the bytes of workspace that setup, run and append need, in the memory of the device. */
@@ -122,8 +123,9 @@ TFB_EXPORT TfbStatus tfb_workspace_bytes(TfbLayer* layer, size_t* bytes);
  * tfb_set_parameters. Every input that is not optional must be given, and no other.
  *
  * `workspace` has at least tfb_workspace_bytes bytes at an address that 64 divides, of the device's
- * memory. Null, with 0 bytes, lets the layer keep one of its own, which it allocates here, or in the
- * first call that has none. `stream` is the cudaStream_t to work on; null is the default stream. */
+ * memory. Null, with 0 bytes, lets the layer keep one of its own, which it allocates here, or in
+ * the first call that has none. `stream` is the cudaStream_t to work on; null is the default
+ * stream. */
 TFB_EXPORT TfbStatus tfb_setup(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
                                void* workspace, size_t workspace_bytes, void* stream);
 
@@ -133,8 +135,8 @@ TFB_EXPORT TfbStatus tfb_run(TfbLayer* layer, const TfbTensor* inputs, size_t in
                              const TfbTensor* outputs, size_t output_count, void* workspace,
                              size_t workspace_bytes, void* stream);
 
-/* Takes the next segment of a sequence, which tfb_reset begins, of 1 to max_segment_tokens tokens, and writes the outputs of
- * its tokens. TFB_UNIMPLEMENTED where "streaming" is null. */
+/* Takes the next segment of a sequence, which tfb_reset begins, of 1 to max_segment_tokens tokens,
+ * and writes the outputs of its tokens. TFB_UNIMPLEMENTED where "streaming" is null. */
 TFB_EXPORT TfbStatus tfb_append(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
                                 const TfbTensor* outputs, size_t output_count, void* workspace,
                                 size_t workspace_bytes, void* stream);
@@ -153,16 +155,16 @@ TFB_EXPORT TfbStatus tfb_set_parameters(TfbLayer* layer, const TfbTensor* parame
 
 /* Evaluates the technique's float64 definition with the layer's parameters. Inputs and outputs are
  * in the memory of the host. The outputs are float64 with the shapes of the layer's; of "weights"
- * [batch, query_heads, query_tokens, kv_tokens], the attention weights, too, where the technique has
- * them. TFB_NOT_FOUND for an output that the definition does not have. It takes time and memory of
- * its own: tokens squared, for most. */
+ * [batch, query_heads, query_tokens, kv_tokens], the attention weights, too, where the technique
+ * has them. TFB_NOT_FOUND for an output that the definition does not have. It takes time and memory
+ * of its own: tokens squared, for most. */
 TFB_EXPORT TfbStatus tfb_define(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
                                 const TfbTensor* outputs, size_t output_count);
 
 /* Judges outputs that were computed from these inputs, or, where there are none, those of a run of
  * the layer itself, against the technique's float64 definition and against dense attention. All
- * tensors are in the memory of the host. `rows` query tokens are checked, evenly spread; 0 means all.
- * Writes a JSON object:
+ * tensors are in the memory of the host. `rows` query tokens are checked, evenly spread; 0 means
+ * all. Writes a JSON object:
  *   {"definition": {"relative_frobenius": |y - r| / |r|, "max_abs": max |y - r|,
  *                   "max_abs_over_max_value": max |y - r| / max |v|, "mean_cosine",
  *                   "bound": of max_abs_over_max_value, "rows_checked", "not_finite"},

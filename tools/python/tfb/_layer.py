@@ -91,7 +91,7 @@ class Layer:
           causal: whether queries see no later keys.
           dtype: of inputs and outputs: "f32", "f16" or "bf16". Sums are in f32.
           device: "cpu" or "cuda".
-          seed: of the parameters and other random numbers.
+          seed: of the parameters; inputs that are noise are the caller's.
           threads: that share the work of a CPU; 0 means one for each processor that the program may use.
 
         Raises:
@@ -302,7 +302,7 @@ def attention(technique: str,
         as lsh, do not read it.
       v: [batch, kv_heads, kv_tokens, value_dim].
       causal: whether query i sees only keys j <= i + kv_tokens - tokens.
-      seed: of parameters and other random numbers.
+      seed: of the parameters; inputs that are noise are the caller's.
       threads: that share the work; 0 means one for each processor that the program may use.
       **inputs: further inputs of the technique, such as key_mask [batch, kv_tokens] of uint8 or bool, 1 for a token
         and 0 for padding.
