@@ -33,7 +33,7 @@
 
 using Json = nlohmann::ordered_json;
 
-// What the header's TfbLayer is.
+// The header's TfbLayer holds a layer with its threads and what its calls reuse.
 struct TfbLayer {
   tfb::Job job;
   std::unique_ptr<tfb::ThreadPool> pool;
@@ -43,11 +43,12 @@ struct TfbLayer {
   bool given_up = false;                     // a call was interrupted, and no Setup came since
   std::optional<tfb::DeviceMemory> workspace;
 
-  // Of the last call. They stay, so that a call with the same names allocates nothing.
+  // These are the tensors of the last call. They stay, so that a call with the same names allocates
+  // nothing.
   tfb::Inputs inputs;
   tfb::Outputs outputs;
 
-  // What the caller was given pointers to.
+  // The caller has pointers to these.
   std::string description, evaluation;
   std::map<std::string, std::vector<int64_t>> parameter_sizes;  // shape, and then strides
 };

@@ -106,7 +106,7 @@ class Tensors {
 
 // ---- The technique ----
 
-// What a layer is made of.
+// A contestant names the code and the definition that its layers are made of.
 struct Contestant {
   std::string path;
   std::string name;  // as the library calls it
@@ -209,7 +209,6 @@ class ContestantLayer : public Layer {
       }
       CopyElements(view, ours.view());
     }
-    is_first_run_ = true;
     return absl::OkStatus();
   }
 
@@ -274,7 +273,7 @@ class ContestantLayer : public Layer {
   mutable TfbLayer* own_ = nullptr;
   mutable int threads_ = 0;
   mutable std::vector<std::string> reads_, has_;  // names of its inputs and parameters
-  bool is_first_run_ = false;                     // after a setup
+  bool is_first_run_ = true;  // nothing has run yet, so that nothing is being timed
   Tensors read_, written_;
 };
 

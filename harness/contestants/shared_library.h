@@ -4,8 +4,8 @@
 // "definition", the technique of this suite whose float64 definition it computes. It gets that
 // technique's inputs and the parameters that it has of the same names, and becomes a technique of
 // the registry, NAME@FILE for a technique NAME of libFILE.so, with '_' for signs in FILE, so that
-// sweeps, checks and reports treat it like any other. On a CPU the first run after a setup comes
-// after one on other inputs, so that a library that gives its last result again is found.
+// sweeps, checks and reports treat it like any other. On a CPU the first run of a layer comes after
+// one on other inputs, so that a library that gives its last result again is found.
 #ifndef TFB_HARNESS_CONTESTANTS_SHARED_LIBRARY_H_
 #define TFB_HARNESS_CONTESTANTS_SHARED_LIBRARY_H_
 

@@ -149,9 +149,9 @@ TEST(SharedLibrary, WhatALayerCannotDoIsItsStatus) {
 }
 
 TEST(SharedLibrary, ThatCannotBeLoadedIsAnErrorOfItsName) {
-  const auto ask = [](const char* how) {
+  const auto ask = [](const char* how, double seconds = 60) {
     setenv("TOY_LOAD", how, 1);
-    const absl::Status status = AskForTechniques(kToy, 5).status();
+    const absl::Status status = AskForTechniques(kToy, seconds).status();
     unsetenv("TOY_LOAD");
     return status;
   };
@@ -160,8 +160,8 @@ TEST(SharedLibrary, ThatCannotBeLoadedIsAnErrorOfItsName) {
   EXPECT_EQ(ask("version"), absl::InvalidArgumentError(absl::StrCat(
                                 kToy, " has version 2 of the interface; this program has 1")));
   EXPECT_EQ(ask("list"), absl::InvalidArgumentError(absl::StrCat(kToy, " lists no techniques")));
-  EXPECT_EQ(ask("hang"),
-            absl::DeadlineExceededError(absl::StrCat(kToy, ": loading it took more than 5 s")));
+  EXPECT_EQ(ask("hang", 1),
+            absl::DeadlineExceededError(absl::StrCat(kToy, ": loading it took more than 1 s")));
   EXPECT_EQ(AskForTechniques("nowhere.so").status(),
             absl::NotFoundError("nowhere.so: there is no such file"));
   EXPECT_EQ(AskForTechniques("/etc/hostname").status().code(), absl::StatusCode::kInvalidArgument);

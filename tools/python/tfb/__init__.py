@@ -4,7 +4,7 @@
     q, k, v = torch.randn(3, 1, 8, 4096, 64)
     y = tfb.attention("longformer:window=256", q, k, v, causal=True)
     print(tfb.error("lsh:rounds=4", q, k, v))    # against its definition and dense attention; kept mass, recall
-    tfb.sweep(["dense", "performer"], lengths="1k:16k").html("report.html")
+    tfb.sweep(["dense", "longformer:window=256"], lengths="1k:16k").html("report.html")
 
 Arrays are those of NumPy, PyTorch, JAX or whatever else has __dlpack__; they are read in place, and results are of the
 caller's kind. Errors are exceptions below tfb.Error.
