@@ -1,5 +1,6 @@
 // Applies one technique to the caller's own tensors and prints its errors.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <map>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "core/status.h"
 #include "core/technique.h"
 #include "core/thread_pool.h"
+#include "harness/contestants/flags.h"
 #include "harness/inputs/job.h"
 #include "harness/inputs/technique_help.h"
 #include "harness/inputs/technique_tensors.h"
@@ -83,6 +85,8 @@ absl::Status WithFlag(absl::string_view flag, const absl::Status& status) {
 
 absl::Status ReadTechnique(Job* job) {
   std::string text = absl::GetFlag(FLAGS_technique);
+  std::string all;
+  TFB_RETURN_IF_ERROR(AddContestantsFromFlags(/*memory_limit=*/0, &Registry::Global(), &all));
   if (text.empty()) {
     std::vector<std::string> names;
     for (const Technique* technique : Registry::Global().All()) {
@@ -253,6 +257,7 @@ void PrintLine(absl::string_view what, const std::string& text) {
 }
 
 std::string Against(const Bounded& error) {
+  if (std::isinf(error.bound)) return absl::StrCat(FormatError(error.value), " (no bound)");
   return absl::StrCat(FormatError(error.value), " (<= ", FormatBound(error.bound), ")",
                       error.passed() ? "" : "  EXCEEDED");
 }

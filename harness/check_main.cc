@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "core/command_line.h"
 #include "core/status.h"
+#include "harness/contestants/flags.h"
 #include "harness/inputs/inputs.h"
 #include "harness/judge/device_memory.h"
 #include "harness/measure/machine.h"
@@ -81,6 +82,8 @@ bool IsDrawn(absl::string_view input) {
 absl::StatusOr<std::vector<Job>> MakeAllCases() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_techniques);
+  TFB_RETURN_IF_ERROR(
+      AddContestantsFromFlags(/*memory_limit=*/0, &Registry::Global(), &flags.techniques));
   flags.devices = absl::GetFlag(FLAGS_devices);
   flags.simulator = true;
   if (absl::StrContains(flags.devices, Name(Device::kSimulator))) {

@@ -226,6 +226,7 @@ TEST_F(Programs, EveryFlagHasItsDefault) {
   };
   EXPECT_EQ(defaults("tiny_apply"),
             "--causal  (default: false)\n"
+            "--contestants  (default: none)\n"
             "--device  (default: cpu)\n"
             "--draw_input  (default: none)\n"
             "--dtype  (default: f32)\n"
@@ -236,6 +237,7 @@ TEST_F(Programs, EveryFlagHasItsDefault) {
             "--options  (default: none)\n"
             "--output  (default: none)\n"
             "--parameters  (default: none)\n"
+            "--python  (default: python3)\n"
             "--rows  (default: 256)\n"
             "--seed  (default: 1)\n"
             "--technique  (default: none)\n"
@@ -243,6 +245,7 @@ TEST_F(Programs, EveryFlagHasItsDefault) {
   EXPECT_EQ(defaults("tiny_check"),
             "--batches  (default: 1)\n"
             "--causal  (default: auto)\n"
+            "--contestants  (default: none)\n"
             "--devices  (default: none)\n"
             "--dtypes  (default: f32,bf16)\n"
             "--head_dims  (default: 64)\n"
@@ -250,6 +253,7 @@ TEST_F(Programs, EveryFlagHasItsDefault) {
             "--input  (default: real,gaussian,peaked,needle)\n"
             "--kv_heads  (default: none)\n"
             "--lengths  (default: none)\n"
+            "--python  (default: python3)\n"
             "--rows  (default: 128)\n"
             "--seed  (default: 1)\n"
             "--techniques  (default: *)\n"

@@ -11,13 +11,11 @@
 #include "absl/flags/flag.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "core/command_line.h"
 #include "core/status.h"
-#include "harness/contestants/shared_library.h"
+#include "harness/contestants/flags.h"
 #include "harness/measure/device_presence.h"
 #include "harness/measure/machine.h"
 #include "harness/measure/sweep.h"
@@ -32,11 +30,6 @@ ABSL_FLAG(std::string, techniques, "*",
           "What to run: names or globs, each with options, as in "
           "dense,longformer:window=256,performer:features=*. A value of * takes every value that "
           "--list shows for the option.");
-ABSL_FLAG(
-    std::string, contestants, "",
-    "Shared libraries of somebody else's techniques, as in libmine.so,other.so, with the "
-    "functions of harness/c/tfb.h: they run beside ours as NAME@mine, on the same tensors, and "
-    "are judged by the definitions that they name.");
 ABSL_FLAG(std::string, devices, "", "Of cpu, cuda. Empty: those that are present.");
 ABSL_FLAG(std::string, dtypes, "f32", "Of f32, bf16, f16: the type of inputs and outputs.");
 ABSL_FLAG(std::string, lengths, "",
@@ -138,6 +131,11 @@ CaseFlags CaseFlagsFromFlags() {
   return flags;
 }
 
+absl::StatusOr<int64_t> MemoryLimitFromFlags() {
+  const std::string limit = absl::GetFlag(FLAGS_memory_limit);
+  return limit.empty() ? DefaultMemoryLimit() : ParseBytes("memory_limit", limit);
+}
+
 absl::StatusOr<SweepOptions> OptionsFromFlags() {
   SweepOptions options;
   options.measure.repetitions = absl::GetFlag(FLAGS_repetitions);
@@ -156,12 +154,7 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
                        ParseSeconds("case_timeout", absl::GetFlag(FLAGS_case_timeout)));
   TFB_ASSIGN_OR_RETURN(options.time_budget,
                        ParseSeconds("time_budget", absl::GetFlag(FLAGS_time_budget)));
-  const std::string memory_limit = absl::GetFlag(FLAGS_memory_limit);
-  if (memory_limit.empty()) {
-    options.measure.memory_limit = DefaultMemoryLimit();
-  } else {
-    TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, ParseBytes("memory_limit", memory_limit));
-  }
+  TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, MemoryLimitFromFlags());
   options.resume = absl::GetFlag(FLAGS_resume);
   options.allow_different_environment = absl::GetFlag(FLAGS_allow_different_environment);
   const std::string output = absl::GetFlag(FLAGS_output);
@@ -237,22 +230,11 @@ std::string Command(const std::vector<std::string>& argv) {
   return command;
 }
 
-// Adds the contestants to the registry, and to the chosen techniques.
-absl::Status AddContestantsFromFlags(Registry* registry, std::string* techniques) {
-  std::vector<std::string> paths;
-  for (const absl::string_view path :
-       absl::StrSplit(absl::GetFlag(FLAGS_contestants), ',', absl::SkipEmpty())) {
-    paths.push_back(CallerPath(path));
-  }
-  const absl::Status status = AddContestantFiles(absl::StrJoin(paths, ","), registry, techniques);
-  if (status.ok()) return status;
-  return absl::Status(status.code(), absl::StrCat("--contestants: ", status.message()));
-}
-
 absl::StatusOr<int> Sweep(const std::vector<std::string>& argv) {
   Registry& registry = Registry::Global();
   CaseFlags flags = CaseFlagsFromFlags();
-  TFB_RETURN_IF_ERROR(AddContestantsFromFlags(&registry, &flags.techniques));
+  TFB_ASSIGN_OR_RETURN(const int64_t memory_limit, MemoryLimitFromFlags());
+  TFB_RETURN_IF_ERROR(AddContestantsFromFlags(memory_limit, &registry, &flags.techniques));
   if (absl::GetFlag(FLAGS_list)) {
     TFB_ASSIGN_OR_RETURN(const auto chosen, ChooseTechniques(flags.techniques, registry));
     std::vector<const Technique*> techniques;

@@ -696,6 +696,9 @@ TEST_F(SweepTest, BadUsageIsOneLineThatNamesTheFlag) {
       {{"--input=real", "--lengths=1000000"},
        "--lengths: no case is left: no input of \"real\" has as many tokens as \"1000000\""},
       {{"--shard=0/4"}, "--shard: \"0/4\"; wanted is a part of up to 10000, as in 2/4"},
+      {{"--contestants=mine.txt"},
+       "--contestants: mine.txt is neither a shared library (FILE.so) nor Python (FILE.py, "
+       "FILE.py:FUNCTION)"},
       {{"--repetitions=0"}, "--repetitions: 0; allowed are 1 to 100000"},
       {{"--repetitions=100001"}, "--repetitions: 100001; allowed are 1 to 100000"},
       {{"--repetitions=few"},
@@ -762,6 +765,7 @@ TEST_F(SweepTest, EveryFlagHasItsDefault) {
             "--memory_limit  (default: none)\n"
             "--min_time  (default: 10ms)\n"
             "--output  (default: none)\n"
+            "--python  (default: python3)\n"
             "--repetitions  (default: 33)\n"
             "--resume  (default: false)\n"
             "--rounds  (default: 0)\n"

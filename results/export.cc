@@ -143,18 +143,23 @@ void AddBounded(const std::string& name, const BoundedNumber& number, Fields* fi
 
 Fields TechniqueFields(const Case& result) {
   const TechniqueDescription& technique = result.technique();
-  return {{"display_name", Value::Text(DisplayName(result))},
-          {"title", Value::Text(technique.title())},
-          {"citation", Value::Text(technique.citation())},
-          {"family", Value::Text(technique.family())},
-          {"exactness", Value::Text(Name(technique.exactness()))},
-          {"input_kind", Value::Text(Name(technique.input_kind()))},
-          {"weights", Value::Text(Name(technique.weights()))},
-          {"weights_file", Value::Text(technique.weights_file())},
-          {"dense_counterpart", Value::Text(technique.dense_counterpart())},
-          {"dense_counterpart_options",
-           Value::Text(CanonicalOptions({technique.dense_counterpart_options().begin(),
-                                         technique.dense_counterpart_options().end()}))}};
+  return {
+      {"display_name", Value::Text(DisplayName(result))},
+      {"title", Value::Text(technique.title())},
+      {"citation", Value::Text(technique.citation())},
+      {"family", Value::Text(technique.family())},
+      {"exactness", Value::Text(Name(technique.exactness()))},
+      {"input_kind", Value::Text(Name(technique.input_kind()))},
+      {"weights", Value::Text(Name(technique.weights()))},
+      {"weights_file", Value::Text(technique.weights_file())},
+      {"dense_counterpart", Value::Text(technique.dense_counterpart())},
+      {"dense_counterpart_options",
+       Value::Text(CanonicalOptions({technique.dense_counterpart_options().begin(),
+                                     technique.dense_counterpart_options().end()}))},
+      {"contestant_file", Value::Text(technique.contestant().file())},
+      {"contestant_definition", Value::Text(technique.contestant().definition())},
+      {"contestant_about", Value::Text(CanonicalOptions({technique.contestant().about().begin(),
+                                                         technique.contestant().about().end()}))}};
 }
 
 Fields TimeFields(const Analysis& analysis, const Case& result) {
@@ -176,6 +181,7 @@ Fields TimeFields(const Analysis& analysis, const Case& result) {
                                                                timing.discarded_samples())));
   fields.emplace_back("throttled_samples", Value::Number(Known(result.outcome().has_timing(),
                                                                timing.throttled_samples())));
+  fields.emplace_back("cpus", Value::Text(absl::StrJoin(timing.cpus(), " ")));
   fields.emplace_back("speed_up_over_dense",
                       Value::Number(SpeedUp(result, analysis.DenseOf(result))));
   return fields;

@@ -63,6 +63,7 @@ plot::Curve CurveOf(const Series& series, int style, PointsOf points_of, const s
   curve.group = figure::FamilyOf(series);
   curve.key = figure::CurveKey(series);
   curve.style = style;
+  curve.hollow = series.first().technique().has_contestant();
   LengthPoints points = points_of(series);
   curve.points = std::move(points.points);
   curve.description = absl::StrCat(curve.name, ": ", absl::StrJoin(points.words, ", "), " ", unit);
@@ -211,6 +212,11 @@ plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const P
     plot.curves.push_back(std::move(curve));
   }
   if (times) plot.slopes = SlopesOf(plot.curves, slopes);
+  if (std::any_of(plot.curves.begin(), plot.curves.end(),
+                  [](const plot::Curve& curve) { return curve.hollow; })) {
+    plot.keys.push_back({"NAME@FILE: somebody else's code", plot::kReferenceStyle,
+                         plot::Curve::Kind::kLine, /*hollow=*/true, /*ring=*/false});
+  }
   return plot;
 }
 

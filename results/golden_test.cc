@@ -392,6 +392,16 @@ TEST(Golden, EachKindOfPlotInAFile) {
   }
 }
 
+// Makes the case one of somebody else's code.
+void MakeContestant(const std::string& version, Case* result) {
+  TechniqueDescription::Contestant* contestant = result->mutable_technique()->mutable_contestant();
+  contestant->set_file("/home/somebody/mine.py");
+  contestant->set_definition("near:window=64");
+  contestant->set_approximates(true);
+  (*contestant->mutable_about())["torch"] = version;
+  (*contestant->mutable_about())["torch threads"] = "2";
+}
+
 // Two cases with every field that an export has, and one that has next to none.
 ResultSet MakeFullAndEmptyCases() {
   ResultSet results;
@@ -433,9 +443,12 @@ ResultSet MakeFullAndEmptyCases() {
     description->set_weights(TechniqueDescription::WEIGHTS_FILE);
     description->set_weights_file("weights.safetensors");
     (*description->mutable_dense_counterpart_options())["window"] = "64";
+    if (spec.technique == "near") MakeContestant("2.10", &result);
     Outcome* outcome = result.mutable_outcome();
     Timing* timing = outcome->mutable_timing();
     timing->mutable_run_ns()->Truncate(6);
+    timing->add_cpus(0);
+    timing->add_cpus(2);
     timing->set_discarded_samples(4);
     timing->set_throttled_samples(2);
     timing->add_cold_run_ns(5e6);
@@ -481,6 +494,24 @@ TEST(Golden, EveryFieldOfAnExport) {
   ExpectGolden("full_and_empty.json", Render(results, OptionsOf(RenderFormat::kJson, true, 0)));
   ExpectGolden("full_and_empty.benchmark.json",
                Render(results, OptionsOf(RenderFormat::kBenchmarkJson, true, 0)));
+}
+
+// Somebody else's code has a mark in tables and plots, and a table that says what it is.
+TEST(Golden, Contestants) {
+  ResultSet results = synthetic::MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().technique() != "near") continue;
+    result.mutable_key()->set_technique("near@mine");
+    result.mutable_technique()->set_display_name("near@mine");
+    MakeContestant("2.9", &result);
+  }
+  ExpectGolden("contestants.txt",
+               Render(results, OptionsOf(RenderFormat::kTerminal, /*details=*/true, 100)));
+  SinglePlotOptions options;
+  options.kind = "scaling";
+  const absl::StatusOr<std::string> svg = RenderSinglePlot(results, options);
+  ASSERT_TRUE(svg.ok()) << svg.status();
+  ExpectGolden("contestants.svg", InLines(*svg));
 }
 
 // The sweep up to 1024 tokens.

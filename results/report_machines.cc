@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -193,6 +194,31 @@ Table EnvironmentTable(const Environment& environment) {
   return table;
 }
 
+// Where contestants come from, what judges them, and what they run with.
+Table ContestantTable(const Analysis& analysis) {
+  Table table;
+  table.title = "Contestants";
+  table.columns = {{"contestant"}, {"code", false, 20}, {"held against"}, {"with", false, 40}};
+  std::set<std::vector<std::string>> seen;
+  for (const Case* result : analysis.cases()) {
+    if (!result->technique().has_contestant()) continue;
+    const TechniqueDescription::Contestant& contestant = result->technique().contestant();
+    std::vector<std::string> with;
+    for (const auto& [name, value] :
+         std::map<std::string, std::string>(contestant.about().begin(), contestant.about().end())) {
+      with.push_back(Printable(absl::StrCat(name, " ", value)));
+    }
+    const std::vector<std::string> row = {
+        Printable(result->key().technique()), Printable(contestant.file()),
+        Printable(absl::StrCat(contestant.definition(),
+                               contestant.approximates() ? " (approximates it)" : "")),
+        absl::StrJoin(with, ", ")};
+    if (!seen.insert(row).second) continue;
+    table.rows.emplace_back(row.begin(), row.end());
+  }
+  return table;
+}
+
 }  // namespace
 
 std::vector<std::string> HeaderLines(const Analysis& analysis, bool details) {
@@ -207,8 +233,11 @@ std::vector<std::string> HeaderLines(const Analysis& analysis, bool details) {
 }
 
 std::string LegendLine(const std::vector<Table>& tables) {
-  bool unsteady = false, absent = false, equal = false, few = false;
+  bool unsteady = false, absent = false, equal = false, few = false, theirs = false;
   for (const Table& table : tables) {
+    for (const auto& row : table.rows) {
+      theirs = theirs || (!row.empty() && absl::StrContains(row.front().text, "@"));
+    }
     for (size_t c = 0; c < table.columns.size(); ++c) {
       if (!table.columns[c].right) continue;
       for (const auto& row : table.rows) {
@@ -225,6 +254,7 @@ std::string LegendLine(const std::vector<Table>& tables) {
   if (few) parts.push_back("]?: from the ranges of all samples, too few for an interval of 95%");
   if (equal) parts.push_back("=: the samples do not tell it apart from dense");
   if (absent) parts.push_back("-: not measured, or there is no such number");
+  if (theirs) parts.push_back("NAME@FILE: somebody else's code, on the same tensors");
   return absl::StrJoin(parts, "; ");
 }
 
@@ -233,6 +263,8 @@ std::vector<Table> EnvironmentTables(const Analysis& analysis) {
   for (const Environment& environment : analysis.results().environments()) {
     tables.push_back(EnvironmentTable(environment));
   }
+  Table contestants = ContestantTable(analysis);
+  if (!contestants.rows.empty()) tables.push_back(std::move(contestants));
   return tables;
 }
 

@@ -1,42 +1,38 @@
-// Contestants: techniques of somebody else's shared library, measured and judged beside ours.
+// Contestants of a shared library, which exports the functions of harness/c/tfb.h.
 //
-// The library exports the functions of harness/c/tfb.h. A technique in its tfb_techniques names, as
-// "definition", the technique of this suite whose float64 definition it computes. It gets that
-// technique's inputs and the parameters that it has of the same names, and becomes a technique of
-// the registry, NAME@FILE for a technique NAME of libFILE.so, with '_' for signs in FILE, so that
-// sweeps, checks and reports treat it like any other. On a CPU the first run of a layer comes after
-// one on other inputs, so that a library that gives its last result again is found.
+// A technique in its tfb_techniques names, as "definition", the technique of this suite whose float64
+// definition it computes. It gets that technique's inputs and the parameters that it has of the same
+// names. It is loaded in the process that calls its layers, a sweep's worker, so that a crash costs
+// its own case.
 #ifndef TFB_HARNESS_CONTESTANTS_SHARED_LIBRARY_H_
 #define TFB_HARNESS_CONTESTANTS_SHARED_LIBRARY_H_
 
+#include <memory>
 #include <string>
+#include <utility>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
-#include "core/technique.h"
+#include "harness/contestants/contestant.h"
 
 namespace tfb {
 
-// Returns what the library's tfb_techniques says. A process of its own loads the library, so that one
-// that crashes or hangs when it is loaded is an error here: NotFound where there is no such file,
-// InvalidArgument where it cannot be loaded, lacks a function or has another version of the
-// interface, DeadlineExceeded where it says nothing for `seconds`.
-absl::StatusOr<std::string> AskForTechniques(const std::string& path, double seconds = 30);
+class SharedLibrary : public ContestantFile {
+ public:
+  // `seconds`: how long it may take to be loaded.
+  explicit SharedLibrary(std::string path, double seconds = 30)
+      : ContestantFile(std::move(path)), seconds_(seconds) {}
 
-// Adds the techniques that `json`, an answer of AskForTechniques, lists to the registry. The library
-// is loaded when a layer is created. Returns InvalidArgument, naming the library and the technique,
-// where the text is not as harness/c/tfb.h says, a definition does not exist, or a name is taken;
-// then nothing has been added.
-absl::Status AddContestants(const std::string& path, const std::string& json, Registry* registry);
+  // Returns what the library's tfb_techniques says. A process of its own loads the library, so that
+  // one that crashes or hangs when it is loaded is an error here: NotFound where there is no such
+  // file, InvalidArgument where it cannot be loaded, lacks a function or has another version of the
+  // interface, DeadlineExceeded where it says nothing for too long.
+  absl::StatusOr<std::string> List() const override;
+  absl::StatusOr<std::unique_ptr<ContestantLayer>> Create(
+      const LayerRequest& request) const override;
 
-// Does both for each of the files, which are separated by commas, and adds "*@FILE" to `techniques`,
-// the flag --techniques, for each, unless that names contestants already. A library that cannot be
-// asked, or whose list is refused, becomes the technique unknown@FILE, whose layers have that status,
-// so that a sweep has a row with the reason. Returns InvalidArgument for what is no shared library by
-// its name.
-absl::Status AddContestantFiles(absl::string_view files, Registry* registry,
-                                std::string* techniques);
+ private:
+  const double seconds_;
+};
 
 }  // namespace tfb
 

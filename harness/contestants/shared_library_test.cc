@@ -23,36 +23,16 @@ constexpr char kToy[] = "harness/contestants/libtoy.so", kOurs[] = "harness/c/li
 const Technique& Contestant(const std::string& name) {
   static const bool added = [] {
     for (const char* path : {kToy, kOurs}) {
-      const auto list = AskForTechniques(path);
+      const auto file = std::make_shared<SharedLibrary>(path);
+      const auto list = file->List();
       EXPECT_TRUE(list.ok()) << list.status();
-      const absl::Status status = AddContestants(path, *list, &Registry::Global());
+      const absl::Status status = AddContestants(file, *list, &Registry::Global());
       EXPECT_TRUE(status.ok()) << status;
     }
     return true;
   }();
   EXPECT_TRUE(added);
   return **Registry::Global().Find(name);
-}
-
-// A technique that is only a name.
-std::unique_ptr<Technique> MakeNamed(const std::string& name) {
-  class Named : public TechniqueOf<NoOptions> {
-   public:
-    explicit Named(TechniqueInfo info) : TechniqueOf(std::move(info)) {}
-
-   protected:
-    absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem&, const NoOptions&, Device,
-                                                     uint64_t) const override {
-      return absl::UnimplementedError("a name has no layer");
-    }
-    absl::Status Definition(const Problem&, const NoOptions&, const NamedTensors&, const Inputs&,
-                            const DefinitionRequest&, NamedTensors*) const override {
-      return absl::UnimplementedError("a name has no definition");
-    }
-  };
-  TechniqueInfo info;
-  info.name = name;
-  return std::make_unique<Named>(info);
 }
 
 absl::StatusOr<Accuracy> Judged(const Technique& technique, const Problem& problem,
@@ -151,7 +131,7 @@ TEST(SharedLibrary, WhatALayerCannotDoIsItsStatus) {
 TEST(SharedLibrary, ThatCannotBeLoadedIsAnErrorOfItsName) {
   const auto ask = [](const char* how, double seconds = 60) {
     setenv("TOY_LOAD", how, 1);
-    const absl::Status status = AskForTechniques(kToy, seconds).status();
+    const absl::Status status = SharedLibrary(kToy, seconds).List().status();
     unsetenv("TOY_LOAD");
     return status;
   };
@@ -162,56 +142,10 @@ TEST(SharedLibrary, ThatCannotBeLoadedIsAnErrorOfItsName) {
   EXPECT_EQ(ask("list"), absl::InvalidArgumentError(absl::StrCat(kToy, " lists no techniques")));
   EXPECT_EQ(ask("hang", 1),
             absl::DeadlineExceededError(absl::StrCat(kToy, ": loading it took more than 1 s")));
-  EXPECT_EQ(AskForTechniques("nowhere.so").status(),
+  EXPECT_EQ(SharedLibrary("nowhere.so").List().status(),
             absl::NotFoundError("nowhere.so: there is no such file"));
-  EXPECT_EQ(AskForTechniques("/etc/hostname").status().code(), absl::StatusCode::kInvalidArgument);
-}
-
-TEST(SharedLibrary, AListThatIsNotAsTheHeaderSaysAddsNothing) {
-  const struct {
-    const char* json;
-    const char* message;
-  } kLists[] = {
-      {"{", "its list of techniques is no JSON array"},
-      {"{}", "its list of techniques is no JSON array"},
-      {"[1]", "an element is no object"},
-      {"[{}]", "an element has no name"},
-      {R"([{"name": "a b"}])", "\"a b\" is no name: it may have letters, digits and _"},
-      {R"([{"name": "x"}])", "x: definition: "},
-      {R"([{"name": "x", "definition": "dens"}])",
-       "x: definition: there is no technique \"dens\"; nearest are "},
-      {R"([{"name": "x", "definition": "dense", "options": [3]}])", "x: an option is no object"},
-      {R"([{"name": "x", "definition": "dense"}, {"name": "x", "definition": "dense"}])",
-       "x@y is listed twice"},
-  };
-  for (const auto& list : kLists) {
-    const absl::Status status = AddContestants("/a/liby.so", list.json, &Registry::Global());
-    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << list.json;
-    EXPECT_THAT(std::string(status.message()),
-                HasSubstr(absl::StrCat("/a/liby.so: ", list.message)));
-    EXPECT_FALSE(Registry::Global().Find("x@y").ok());
-  }
-}
-
-TEST(SharedLibrary, FilesOfAFlagAreAddedAndThoseThatCannotBeUsedHaveARowWithTheReason) {
-  Registry registry;
-  registry.Add(MakeNamed("dense"));
-  std::string techniques = "dense";
-  setenv("TOY_LOAD", "list", 1);
-  ASSERT_EQ(AddContestantFiles(absl::StrCat(kToy, ",no-where.so"), &registry, &techniques),
-            absl::OkStatus());
-  unsetenv("TOY_LOAD");
-  EXPECT_EQ(techniques, "dense,*@toy,*@no_where");
-  const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
-  EXPECT_EQ((*registry.Find("unknown@toy"))->Create(problem, {}, Device::kCpu, 1).status(),
-            absl::InvalidArgumentError(absl::StrCat(kToy, " lists no techniques")));
-  EXPECT_EQ((*registry.Find("unknown@no_where"))->Create(problem, {}, Device::kCpu, 1).status(),
-            absl::NotFoundError("no-where.so: there is no such file"));
-  techniques = "dense@toy";
-  ASSERT_EQ(AddContestantFiles(kOurs, &registry, &techniques).code(), absl::StatusCode::kOk);
-  EXPECT_EQ(techniques, "dense@toy");  // named already
-  EXPECT_EQ(AddContestantFiles("mine.py:f", &registry, &techniques),
-            absl::InvalidArgumentError("mine.py:f is no shared library (FILE.so)"));
+  EXPECT_EQ(SharedLibrary("/etc/hostname").List().status().code(),
+            absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -35,9 +35,11 @@ void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome) {
   Record(accuracy.against_definition, own);
   const Bounded bounded = {accuracy.against_definition.max_abs_over_max_value,
                            accuracy.definition_bound};
-  own->set_bounded_metric(ErrorMeasure::METRIC_MAX_ABS_OVER_MAX_VALUE);
-  own->set_bound(bounded.bound);
-  own->set_passed(bounded.passed());
+  if (std::isfinite(bounded.bound)) {
+    own->set_bounded_metric(ErrorMeasure::METRIC_MAX_ABS_OVER_MAX_VALUE);
+    own->set_bound(bounded.bound);
+    own->set_passed(bounded.passed());
+  }
   if (accuracy.against_dense.has_value()) {
     Record(*accuracy.against_dense, outcome->mutable_against_dense());
   }

@@ -1,7 +1,9 @@
 #include "harness/judge/evaluate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <set>
 #include <utility>
 
@@ -9,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "core/random.h"
 #include "core/status.h"
+#include "harness/contestants/interface.h"
 #include "harness/judge/bound_layer.h"
 #include "harness/judge/device_memory.h"
 #include "harness/judge/guarded.h"
@@ -190,7 +193,9 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
                                                         dense.tensors.at("weights").view(),
                                                         kRecallKeys, request.pool));
   }
-  if (request.job.problem.dtype == DType::kF32) return absl::OkStatus();
+  if (request.job.problem.dtype == DType::kF32 || std::isinf(accuracy->definition_bound)) {
+    return absl::OkStatus();
+  }
   const OutputError& error = accuracy->against_definition;
   if (counterpart.is_self) {
     accuracy->ratio_to_dense_precision = {1, 2};
@@ -248,6 +253,27 @@ NamedTensors Copies(const NamedTensors& tensors) {
   return copies;
 }
 
+// Returns the bound of the technique's error against its definition.
+double DefinitionBound(const Job& job) {
+  const ContestantInfo* contestant = ContestantOf(*job.technique);
+  if (contestant != nullptr && !contestant->exact) return std::numeric_limits<double>::infinity();
+  return AbsoluteBound(job.problem.dtype, Keys(job.problem));
+}
+
+// Runs the layer on the negative of every number.
+absl::Status RunOnNegative(const BoundLayer& bound) {
+  NamedTensors negative;
+  BoundLayer other = bound;
+  for (const auto& [name, view] : bound.inputs) {
+    if (view.empty() || !IsFloating(view.dtype)) continue;
+    Tensor& copy = negative[name] = Tensor(view.dtype, view.shape());
+    CopyElements(view, copy.view());
+    for (int64_t n = 0; n < copy.num_elements(); ++n) copy.view().Set(n, -copy.view().Get(n));
+    other.inputs.Set(name, copy.view());
+  }
+  return other.Run();
+}
+
 // Returns a number that other contents of the contiguous tensors among them would hardly have; 0 where
 // they are not in the host's memory.
 uint64_t ChecksumOf(const Inputs& inputs, Device device) {
@@ -295,6 +321,10 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   bound.execution.workspace = workspace.bytes();
   const uint64_t inputs_before = ChecksumOf(inputs, device);
   TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup", [&] { return bound.Setup(); }));
+  if (device == Device::kCpu && dynamic_cast<ContestantLayer*>(layer) != nullptr) {
+    TFB_RETURN_IF_ERROR(RunOnNegative(bound));
+    for (auto& [name, tensor] : guarded) tensor.Poison();
+  }
   TFB_RETURN_IF_ERROR(workspace.Call("workspace", [&] { return bound.Run(); }));
   if (ChecksumOf(inputs, device) != inputs_before) {
     return absl::InternalError("the layer wrote into its inputs");
@@ -316,12 +346,25 @@ absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensor
                        Define(request, *request.job.technique, request.job.options, parameters,
                               RequestOf(request, weights, &outputs)));
   TFB_ASSIGN_OR_RETURN(accuracy.against_definition, CompareOut(request, outputs, own));
-  accuracy.definition_bound = AbsoluteBound(request.job.problem.dtype, Keys(request.job.problem));
+  accuracy.definition_bound = DefinitionBound(request.job);
   TFB_RETURN_IF_ERROR(CompareFurtherOutputs(request, outputs, own, &accuracy));
   const absl::Status against_dense =
       JudgeAgainstDense(request, parameters, outputs, own, &accuracy);
   if (!against_dense.ok()) accuracy.no_dense_reason = std::string(against_dense.message());
   TFB_ASSIGN_OR_RETURN(accuracy.extrapolation, ExtrapolationOf(request, parameters, own));
+  Pass(&accuracy);
+  return accuracy;
+}
+
+absl::StatusOr<Accuracy> JudgeByDefinition(const EvaluateRequest& request,
+                                           const NamedTensors& parameters,
+                                           const NamedTensors& outputs) {
+  Accuracy accuracy;
+  TFB_ASSIGN_OR_RETURN(const Reference own,
+                       Define(request, *request.job.technique, request.job.options, parameters,
+                              RequestOf(request, /*weights=*/false, &outputs)));
+  TFB_ASSIGN_OR_RETURN(accuracy.against_definition, CompareOut(request, outputs, own));
+  accuracy.definition_bound = DefinitionBound(request.job);
   Pass(&accuracy);
   return accuracy;
 }

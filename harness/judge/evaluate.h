@@ -41,7 +41,8 @@ struct Bounded {
 
 struct Accuracy {
   OutputError against_definition;
-  // The bound of against_definition.max_abs_over_max_value (AbsoluteBound).
+  // The bound of against_definition.max_abs_over_max_value (AbsoluteBound); infinite for a contestant
+  // that only approximates its definition.
   double definition_bound = 0;
   // Absolute, of log_sum_exp; absent where the technique has none.
   std::optional<Bounded> log_sum_exp_error;
@@ -91,7 +92,8 @@ struct LayerRun {
 };
 // Sets the layer up and runs it once on `inputs`, which are in the memory of its device and may
 // lack optional tensors. Returns Internal where the layer writes beyond its outputs or its
-// workspace, or on a CPU into its inputs, or a kernel fails.
+// workspace, or on a CPU into its inputs, or a kernel fails. A contestant on a CPU runs once on
+// other inputs before, so that one that gives its last result again is wrong here.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool);
 
@@ -99,6 +101,12 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
 // Accuracy down to `failure`, and `counterpart`.
 absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensors& parameters,
                                const NamedTensors& outputs);
+
+// Does what Judge does against the technique's definition alone, for the output "out" alone: fills
+// against_definition and its bound, `passed` and `failure`.
+absl::StatusOr<Accuracy> JudgeByDefinition(const EvaluateRequest& request,
+                                           const NamedTensors& parameters,
+                                           const NamedTensors& outputs);
 
 // Returns about `count` of `tokens` rows, ascending: the first and the last, both sides of
 // multiples of 64, and others evenly spread at random by the seed. Returns an empty list, which

@@ -1,7 +1,6 @@
 #include "harness/measure/machine.h"
 
 #include <limits.h>
-#include <sched.h>
 #include <sys/resource.h>
 #include <sys/utsname.h>
 #include <unistd.h>
@@ -26,6 +25,7 @@
 #include "core/cuda/dynamic_library.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/measure/affinity.h"
 #include "harness/measure/build_flags.h"
 #include "harness/measure/device_monitor.h"
 #include "harness/measure/host_files.h"
@@ -33,17 +33,6 @@
 
 namespace tfb {
 namespace {
-
-std::vector<int> AllowedCores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  std::vector<int> cores;
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &set)) cores.push_back(core);
-  }
-  return cores;
-}
 
 // The instruction set's name as people write it.
 std::string SimdName(absl::string_view kernels) {
@@ -255,7 +244,7 @@ uint64_t ReadAll(const uint64_t* words, int64_t count) {
 }
 
 int UsableCores() {
-  return HostFiles().UsableCores(std::max<int>(1, static_cast<int>(AllowedCores().size())));
+  return HostFiles().UsableCores(std::max<int>(1, static_cast<int>(AllowedCpus().size())));
 }
 
 int64_t DefaultMemoryLimit() { return HostFiles().DefaultMemoryLimit(); }
@@ -281,7 +270,7 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
   environment.set_host(HostName());
   environment.set_os(OperatingSystem());
   environment.set_cpu_model(files.CpuModel());
-  environment.set_physical_cores(files.PhysicalCores(AllowedCores()));
+  environment.set_physical_cores(files.PhysicalCores(AllowedCpus()));
   environment.set_logical_cores(UsableCores());
   environment.set_threads(threads);
   for (const Cache& cache : files.Caches()) *environment.add_caches() = cache;

@@ -11,10 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "core/status.h"
+#include "harness/contestants/interface.h"
 #include "harness/judge/accuracy_record.h"
 #include "harness/judge/device_memory.h"
 #include "harness/judge/evaluate.h"
+#include "harness/measure/affinity.h"
 #include "harness/measure/machine.h"
+#include "harness/measure/sample_trial.h"
 
 namespace tfb {
 namespace {
@@ -156,6 +159,7 @@ struct Measurer::Prepared {
   const NamedTensors* inputs = nullptr;  // of the host
   DeviceTensors outputs;
   TimedCase timed;
+  std::unique_ptr<SampleTrial> trial;  // of a contestant
   bool waits = false;  // for the next batch: it does not fit beside the cases of this one
 };
 
@@ -333,6 +337,11 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
   TFB_RETURN_IF_ERROR(Check(hooks, prepared, &device_bytes));
   const int64_t heap_after = HeapBytes();
+  if (const auto* contestant = dynamic_cast<ContestantLayer*>(&layer); contestant != nullptr) {
+    for (const auto& [name, value] : contestant->about()) {
+      (*description.mutable_contestant()->mutable_about())[name] = value;
+    }
+  }
   if (options_.times) TFB_RETURN_IF_ERROR(Bind(batch, prepared));
 
   const double output_bytes = BytesOf(output_specs, false);
@@ -403,7 +412,31 @@ absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
     TFB_RETURN_IF_ERROR(status);
   }
   batch->workspace_bytes = static_cast<double>(batch->workspace.bytes().size());
+  PrepareTrial(prepared);
   return absl::OkStatus();
+}
+
+// Lets a contestant's samples be judged, where its check has not been left out, on inputs of its own.
+void Measurer::PrepareTrial(Prepared* prepared) {
+  const Job& job = *prepared->job;
+  const Outcome& outcome = prepared->report.record().outcome();
+  const bool is_contestant = dynamic_cast<ContestantLayer*>(prepared->layer.get()) != nullptr;
+  if (!is_contestant || job.device != Device::kCpu) return;
+  const Visit::Item& wishes = prepared->timed.wishes;
+  if (!outcome.has_against_definition() && !wishes.has_known_error()) return;
+  if (outcome.status() != Outcome::STATUS_OK) return;  // its check has failed already
+  SampleTrial::Subject subject;
+  subject.request.job = job;
+  subject.request.inputs = prepared->inputs;
+  subject.request.pool = Pool(job.threads);
+  subject.request.registry = options_.registry;
+  subject.layer = prepared->layer.get();
+  subject.usual_error = outcome.has_against_definition()
+                            ? outcome.against_definition().relative_frobenius()
+                            : wishes.known_error();
+  prepared->trial = std::make_unique<SampleTrial>(std::move(subject));
+  prepared->timed.trial = prepared->trial.get();
+  prepared->timed.bound.inputs = prepared->trial->inputs();
 }
 
 // Runs the layer once in guarded memory and holds it against its definition and dense attention.
@@ -495,8 +528,17 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     *report.mutable_record()->mutable_outcome()->mutable_timing() = so_far;
     reports.Add(std::move(report));
   };
+  const bool any_contestant =
+      std::any_of(batch->cases.begin(), batch->cases.end(), [](const auto& prepared) {
+        return dynamic_cast<ContestantLayer*>(prepared->layer.get()) != nullptr;
+      });
+  const std::vector<int> cpus =
+      any_contestant && batch->runtime == nullptr ? FirstCpus(batch->threads) : std::vector<int>();
   const LoadReading load_before = ReadMachineLoad(options_.load);
-  MeasureSideBySide(options, &timed);
+  {
+    const PinnedThreads pinned(cpus);
+    MeasureSideBySide(options, &timed);
+  }
   // All cases of the batch were timed in the same interval.
   const MachineLoad load =
       LoadBetween(load_before, ReadMachineLoad(options_.load), batch->threads, UsableCores());
@@ -505,6 +547,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     // A case that was stopped too early counts as not begun.
     if (absl::IsCancelled(timed[i].status)) continue;
     CaseReport& report = batch->cases[i]->report;
+    for (const int cpu : cpus) timed[i].timing.add_cpus(cpu);
     RecordTimes(timed[i], load, /*monitored=*/options.monitor != nullptr, &report);
     report.set_finished(true);
     hooks.report(std::move(report));

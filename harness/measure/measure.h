@@ -84,6 +84,7 @@ class Measurer {
   absl::Status Fill(const MeasureHooks& hooks, Batch* batch, Prepared* prepared);
   absl::Status PlaceInputs(const std::vector<TensorSpec>& specs, Batch* batch, Prepared* prepared);
   absl::Status Bind(Batch* batch, Prepared* prepared);
+  void PrepareTrial(Prepared* prepared);
   absl::Status Check(const MeasureHooks& hooks, Prepared* prepared, DeviceBytes* device_bytes);
   absl::Status TooLong(absl::string_view what) const;
   void Time(const MeasureHooks& hooks, Batch* batch);

@@ -537,7 +537,12 @@ class Sweep {
     });
     ToWorker request;
     for (Visit::Item& item : items) {
-      item.set_check(records_.count(item.index()) == 0 && unchecked.count(item.index()) == 0);
+      const auto record = records_.find(item.index());
+      item.set_check(record == records_.end() && unchecked.count(item.index()) == 0);
+      if (record != records_.end() && record->second.outcome().status() == Outcome::STATUS_OK &&
+          record->second.outcome().has_against_definition()) {
+        item.set_known_error(record->second.outcome().against_definition().relative_frobenius());
+      }
       *request.mutable_visit()->add_items() = std::move(item);
     }
     return request;

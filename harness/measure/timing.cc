@@ -12,6 +12,7 @@
 #include "benchmark/benchmark.h"
 #include "core/cpu/kernels.h"
 #include "core/status.h"
+#include "harness/contestants/interface.h"
 #include "harness/judge/device_memory.h"
 #include "harness/measure/machine.h"
 
@@ -71,16 +72,19 @@ class Measurement {
                                                             : Timing::CLOCK_DEVICE_EVENTS);
     timed_.state_before = timed_.state_after = ReadState();
     if (timed_.bound.runtime != nullptr && !(Prepare(&begin_) && Prepare(&end_))) return;
+    if (auto* contestant = dynamic_cast<ContestantLayer*>(timed_.bound.layer);
+        contestant != nullptr && contestant->times_itself()) {
+      remote_ = contestant;
+    }
     Announce("run");
     const double start = clock_.Seconds();
+    if (!Keep(BeginTrial()) || !Keep(EndTrial())) return;
+    trial_seconds_ = clock_.Seconds() - start;
     call_seconds_ = std::numeric_limits<double>::infinity();
     for (int64_t calls = 1; calls <= kMostCalls; calls *= 2) {
-      const double begin = clock_.Seconds();
-      for (int64_t i = 0; i < calls; ++i) {
-        if (!Keep(Run())) return;
-      }
-      if (!Keep(Synchronize())) return;
-      const double seconds = clock_.Seconds() - begin;
+      const absl::StatusOr<double> timed = Seconds(calls);
+      if (!Keep(timed.status())) return;
+      const double seconds = *timed;
       call_seconds_ = std::min(call_seconds_, seconds / static_cast<double>(calls));
       if (seconds >= options_.min_time || (seconds >= options_.min_time / 4 && calls >= 4)) break;
     }
@@ -101,6 +105,7 @@ class Measurement {
     wishes.cold = options_.cold && options_.flush_caches != nullptr;
     wishes.stream = !segments_.empty();
     wishes.flush_seconds = options_.flush_seconds;
+    wishes.trial_seconds = timed_.trial == nullptr ? 0 : trial_seconds_;
     const SamplePlan plan = PlanSamples(wishes, call_seconds_, timed_.wishes.share_seconds());
     planned_runs_ = plan.runs;
     samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams;
@@ -113,8 +118,11 @@ class Measurement {
 
   // Counts the instructions of single runs, where there is a counter and time for it.
   void CountInstructions() {
-    if (options_.instructions == nullptr || timed_.bound.runtime != nullptr || !timed_.status.ok())
+    // Those of another process are not counted.
+    if (options_.instructions == nullptr || timed_.bound.runtime != nullptr || remote_ != nullptr ||
+        !timed_.status.ok()) {
       return;
+    }
     const double counting_seconds = kCountedRuns * call_seconds_;
     if (timed_.wishes.share_seconds() > 0 &&
         counting_seconds > kCountedPart * timed_.wishes.share_seconds())
@@ -208,7 +216,26 @@ class Measurement {
     for (int64_t call = 0; call < calls; ++call) TFB_RETURN_IF_ERROR(Run());
     return absl::OkStatus();
   }
-  absl::Status Warm() { return call_seconds_ >= kWarmedSeconds ? absl::OkStatus() : RunAndWait(); }
+  // Returns the seconds of so many calls, by the host's clock.
+  absl::StatusOr<double> Seconds(int64_t calls) {
+    if (remote_ != nullptr) return remote_->RunSeconds(calls);
+    const double begin = clock_.Seconds();
+    TFB_RETURN_IF_ERROR(RunTimes(calls));
+    TFB_RETURN_IF_ERROR(Synchronize());
+    return clock_.Seconds() - begin;
+  }
+  absl::Status Warm() {
+    if (timed_.trial != nullptr) return BeginTrial();
+    return call_seconds_ >= kWarmedSeconds ? absl::OkStatus() : RunAndWait();
+  }
+  absl::Status BeginTrial() {
+    // What times itself does so on the inputs and outputs of its last Run.
+    if (timed_.trial == nullptr) return remote_ == nullptr ? absl::OkStatus() : Run();
+    return timed_.trial->Begin(timed_.bound.outputs, [this] { return Run(); });
+  }
+  absl::Status EndTrial() {
+    return timed_.trial == nullptr ? absl::OkStatus() : timed_.trial->End(timed_.bound.outputs);
+  }
   double ProbeSeconds() {
     const double begin = clock_.Seconds();
     options_.probe();
@@ -218,12 +245,10 @@ class Measurement {
   void RunSample() {
     if (!Keep(Warm())) return;
     const double probe_before = ProbeSeconds();
-    const double begin = clock_.Seconds();
-    const absl::Status status = RunTimes(calls_per_sample_);
-    const double seconds = clock_.Seconds() - begin;
+    const absl::StatusOr<double> seconds = Seconds(calls_per_sample_);
     const double probe_after = ProbeSeconds();
-    if (!Keep(status)) return;
-    run_seconds_.push_back(seconds);
+    if (!Keep(seconds.status()) || !Keep(EndTrial())) return;
+    run_seconds_.push_back(*seconds);
     probes_.push_back(std::max(probe_before, probe_after));
   }
 
@@ -239,6 +264,7 @@ class Measurement {
   }
 
   void SetupSample() {
+    if (remote_ != nullptr) return RemoteSetupSample();
     const double begin = clock_.Seconds();
     absl::Status status = Setup();
     if (status.ok()) status = Synchronize();
@@ -250,6 +276,15 @@ class Measurement {
     timed_.timing.add_end_to_end_ns((end - begin) * 1e9);
   }
 
+  void RemoteSetupSample() {
+    const absl::StatusOr<double> setup = remote_->SetupSeconds();
+    if (!Keep(setup.status())) return;
+    const absl::StatusOr<double> run = remote_->RunSeconds(1);
+    if (!Keep(run.status())) return;
+    timed_.timing.add_setup_ns(*setup * 1e9);
+    timed_.timing.add_end_to_end_ns((*setup + *run) * 1e9);
+  }
+
   void ColdSample() {
     const absl::StatusOr<double> seconds = ColdSeconds();
     if (Keep(seconds.status())) timed_.timing.add_cold_run_ns(*seconds * 1e9);
@@ -257,6 +292,7 @@ class Measurement {
   absl::StatusOr<double> ColdSeconds() {
     TFB_RETURN_IF_ERROR(options_.flush_caches());
     if (timed_.bound.runtime != nullptr) return DeviceSeconds([&] { return Run(); });
+    if (remote_ != nullptr) return remote_->ColdRunSeconds(CpuCacheFlusher::Bytes());
     const double begin = clock_.Seconds();
     TFB_RETURN_IF_ERROR(Run());
     return clock_.Seconds() - begin;
@@ -439,7 +475,9 @@ class Measurement {
   TimedCase& timed_;
   bool& device_lost_;
   const std::function<double()> usual_probe_;
+  ContestantLayer* remote_ = nullptr;  // set where the layer times itself
   double call_seconds_ = 0;
+  double trial_seconds_ = 0;
   double spent_ = 0;
   bool timed_out_ = false;
   bool stopped_ = false;

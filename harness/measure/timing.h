@@ -10,6 +10,9 @@
 //   setup    Setup, timed by itself and then with one Run, which together are "end to end"
 //   stream   Reset, then Append over the whole sequence; a sample is the time of one segment
 //
+// A contestant's samples of `run` begin with an untimed call on new inputs, which is judged
+// (harness/measure/sample_trial.h). One that runs in another process times its own calls.
+//
 // No sample is dropped for being slow: medians and their intervals are robust to outliers, and a
 // sample removed for its value biases both. But directly before and after each sample of `run` a
 // fixed amount of arithmetic (TimingOptions::probe) is timed, on one thread. Where that took over
@@ -41,6 +44,7 @@
 #include "harness/judge/bound_layer.h"
 #include "harness/measure/clock.h"
 #include "harness/measure/device_monitor.h"
+#include "harness/measure/sample_trial.h"
 #include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/sample_plan.h"
 #include "results/results.pb.h"
@@ -57,6 +61,8 @@ struct TimedCase {
   // kFewestSamples.
   Visit::Item wishes;
   double timeout_seconds = 0;  // for all measurements of this case; 0: none
+  // Of a contestant on a CPU, whose calls are judged with each sample of `run`; else null.
+  SampleTrial* trial = nullptr;
 
   // The results.
   Timing timing;

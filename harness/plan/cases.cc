@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "harness/contestants/interface.h"
 #include "harness/measure/machine.h"
 #include "results/reader.h"
 
@@ -463,6 +464,11 @@ Case MakeRecord(const Job& job) {
   technique->set_input_kind(InputKindOf(info.input_kind));
   technique->set_options_are_default(job.ChangedOptions().empty());
   technique->set_expected_growth(info.growth);
+  if (const ContestantInfo* contestant = ContestantOf(*job.technique); contestant != nullptr) {
+    technique->mutable_contestant()->set_file(contestant->file);
+    technique->mutable_contestant()->set_definition(contestant->definition);
+    technique->mutable_contestant()->set_approximates(!contestant->exact);
+  }
   const absl::StatusOr<TechniqueSpec> counterpart =
       job.technique->Counterpart(job.problem, job.options);
   if (counterpart.ok()) {

@@ -25,7 +25,8 @@ int Clamp(double value, int low, int high) {
 SamplePlan PlanSamples(const SampleWishes& wishes, double call_seconds, double share_seconds) {
   SamplePlan plan;
   const double warming = call_seconds < kWarmedSeconds ? call_seconds : 0;
-  const double run_seconds = std::max(wishes.min_time, call_seconds) + warming;
+  const double run_seconds =
+      std::max(wishes.min_time, call_seconds) + warming + wishes.trial_seconds;
   const double fit = Fitting(kRunPart * share_seconds, run_seconds);
   const int fewest = fit >= kIntervalSamples ? kIntervalSamples : kFewestSamples;
   plan.runs = Clamp(fit, std::min(fewest, wishes.repetitions), wishes.repetitions);

@@ -19,6 +19,7 @@ struct SampleWishes {
   bool cold = true;            // also kIntervalSamples of cold runs
   bool stream = false;         // also kIntervalSamples of whole streams
   double flush_seconds = 0.0;  // of overwriting the caches before a cold run
+  double trial_seconds = 0.0;  // of judging a contestant with each sample of warm runs
 };
 
 struct SamplePlan {

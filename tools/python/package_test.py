@@ -200,7 +200,33 @@ class Sweeps(unittest.TestCase):
             tfb.read('/nowhere/x.pb')
         self.assertIn('/nowhere/x.pb', str(caught.exception))
         with self.assertRaises(TypeError):
-            tfb.sweep([softmax_attention])
+            tfb.sweep([1.5])
+        with self.assertRaises(ValueError):
+            tfb.sweep([softmax_attention, softmax_attention])
+
+    def test_have_the_callers_functions_beside_the_techniques(self):
+
+        @tfb.definition('dense')
+        def exact(q, k, v, causal):
+            return softmax_attention(q, k, v, causal).astype('float32')
+
+        def mean(v):
+            return numpy.broadcast_to(v.mean(2, keepdims=True), v.shape).astype('float32')
+
+        @tfb.definition('dense')
+        def fails(q):
+            raise RuntimeError('fell over')
+
+        results = tfb.sweep([exact, mean, fails, 'dense'], '64', accuracy=False, repetitions=3, heads=1, head_dims=16, causal=False,
+                            threads=1, input='gaussian')
+        found = {one['key']['technique']: one for one in results}
+        self.assertEqual(set(found), {'exact@python', 'mean@python', 'fails@python', 'dense'})
+        self.assertEqual(found['exact@python']['outcome']['status'], 'ok')
+        self.assertGreater(found['exact@python']['times']['run_median_ns'], 0)
+        self.assertEqual(found['mean@python']['outcome']['status'], 'ok')
+        self.assertGreater(found['mean@python']['errors']['definition_relative_frobenius'], 0.1)
+        self.assertEqual(found['fails@python']['outcome']['status'], 'failed')
+        self.assertIn('RuntimeError: fell over (package_test', found['fails@python']['outcome']['reason'])
 
 
 class Documentation(unittest.TestCase):

@@ -14,9 +14,10 @@ from tfb._layer import Layer, TensorSpec, attention, error
 from tfb._library import (CancelledError, Error, FailedPreconditionError, InternalError, InvalidArgumentError,
                           NotFoundError, ResourceExhaustedError, UnimplementedError, techniques)
 from tfb._results import Results, read, sweep
+from tfb.contestant import definition
 
 __all__ = [
     'CancelledError', 'Error', 'FailedPreconditionError', 'InternalError', 'InvalidArgumentError', 'Layer',
-    'NotFoundError', 'ResourceExhaustedError', 'Results', 'TensorSpec', 'UnimplementedError', 'attention', 'error', 'read',
-    'sweep', 'techniques'
+    'NotFoundError', 'ResourceExhaustedError', 'Results', 'TensorSpec', 'UnimplementedError', 'attention', 'definition', 'error',
+    'read', 'sweep', 'techniques'
 ]

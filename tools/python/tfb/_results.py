@@ -2,11 +2,17 @@
 
 import json
 import os
+import socket
 import subprocess
+import sys
 import tempfile
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
-from tfb import _library
+from tfb import _library, contestant
+
+
+# Of the program `sweep`: all is measured, and the failed cases' records say why.
+_SOME_CASE_FAILED = 1
 
 
 def _program(name: str) -> str:
@@ -42,7 +48,8 @@ class Results(List[Dict[str, Any]]):
     def frame(self) -> Any:
         """Returns a pandas DataFrame in long format: a row for each measurement.
 
-        Columns are those of the case's key, "quantity" (such as run_median_ns or definition_max_abs) and "value".
+        Columns are those of the case's key, "quantity" (such as run_median_ns or definition_max_abs), "value", and "sample": the
+        place of a raw sample (of run_ns, cold_run_ns, setup_ns, ...) among those of its quantity, -1 for what is no sample.
         """
         import pandas
         rows = []
@@ -52,7 +59,11 @@ class Results(List[Dict[str, Any]]):
             for part in ('times', 'costs', 'errors'):
                 for quantity, value in record.get(part, {}).items():
                     if isinstance(value, (int, float)) and not isinstance(value, bool):
-                        rows.append(dict(key, quantity=quantity, value=float(value)))
+                        rows.append(dict(key, quantity=quantity, value=float(value), sample=-1))
+            for quantity, values in record.get('samples', {}).items():
+                for sample, value in enumerate(values):
+                    if isinstance(value, (int, float)):  # segments of streams are objects
+                        rows.append(dict(key, quantity=quantity, value=float(value), sample=sample))
         return pandas.DataFrame(rows)
 
     def html(self, path: str) -> None:
@@ -75,39 +86,84 @@ def read(*paths: Union[str, 'os.PathLike[str]']) -> Results:
     return Results([os.path.abspath(os.fspath(path)) for path in paths])
 
 
-def sweep(techniques: Sequence[str],
+def sweep(techniques: Sequence[Union[str, Callable[..., Any]]],
           lengths: Union[str, Sequence[int]] = '1k:16k',
           output: Optional[Union[str, 'os.PathLike[str]']] = None,
           **flags: Any) -> Results:
     """Measures errors and times of techniques over lengths, with dense attention beside them.
 
+    A function or class of the caller's is measured beside the techniques, on the same tensors and in turns with them, as
+    NAME@python. What it computes it says by the decorator `tfb.definition`; without one it approximates dense attention. It runs
+    in this process, on this thread; the option contestants="FILE.py:NAME,..." runs functions of files in processes of their own.
+
     Progress goes to standard error. An interrupted sweep leaves its file, which `flags` of resume=True goes on with.
 
     Args:
-      techniques: names with options: ["dense", "longformer:window=256"].
+      techniques: names with options, and functions: ["dense", "longformer:window=256", mine].
       lengths: "1k:16k" for every power of two between them, "1024,4096", or numbers.
       output: the result file; by default a new one in a temporary folder.
       **flags: further flags of the program `sweep`, such as time_budget="2m", threads=1, causal=True, dtypes="f32,bf16".
+        `python`, the interpreter of contestants, is this one.
 
     Raises:
-      TypeError: a technique is no text.
-      InvalidArgumentError: the program refused a flag, or failed.
+      TypeError: a technique is neither a text nor a function.
+      ValueError: two functions have the same name.
+      InvalidArgumentError: the program refused a flag, or no case could run. A case that failed has a record with the reason.
     """
+    functions: Dict[str, Any] = {}
     for technique in techniques:
-        if not isinstance(technique, str):
-            raise TypeError('%r is no technique: sweep takes names with options' % (technique,))
+        if isinstance(technique, str):
+            continue
+        name = getattr(technique, '__name__', '')
+        if not callable(technique) or not name.isidentifier():
+            raise TypeError('%r is no technique: sweep takes names with options, and functions' % (technique,))
+        if name in functions:
+            raise ValueError('two functions are called %s' % name)
+        functions[name] = technique
     if output is None:
         output = os.path.join(tempfile.mkdtemp(prefix='tfb_'), 'results.pb')
     path = os.path.abspath(os.fspath(output))
     text = lengths if isinstance(lengths, str) else ','.join(str(length) for length in lengths)
-    arguments = ['--techniques=' + ','.join(techniques), '--lengths=' + _in_numbers(text), '--output=' + path]
-    for name, value in flags.items():
-        arguments.append('--%s=%s' % (name, str(value).lower() if isinstance(value, bool) else value))
-    ran = subprocess.run([_program('sweep')] + arguments, stdout=subprocess.DEVNULL)
-    if ran.returncode != 0:
-        raise _library.InvalidArgumentError('sweep ended with status %d; what it says stands on standard error' %
-                                            ran.returncode)
+    named = [one if isinstance(one, str) else one.__name__ + '@python' for one in techniques]
+    arguments = ['--techniques=' + ','.join(named), '--lengths=' + _in_numbers(text), '--output=' + path]
+    flags.setdefault('python', sys.executable)
+    with tempfile.TemporaryDirectory(prefix='tfb_') as folder:
+        status = _run(arguments, functions, flags, os.path.join(folder, 'socket'))
+    if status not in (0, _SOME_CASE_FAILED):
+        raise _library.InvalidArgumentError('sweep ended with status %d; what it says stands on standard error' % status)
     return Results([path])
+
+
+def _run(arguments: List[str], functions: Dict[str, Any], flags: Dict[str, Any], place: str) -> int:
+    """Runs the program `sweep`, and serves the functions to it meanwhile. Returns its exit status."""
+    if not functions:
+        return subprocess.run(_command(arguments, flags), stdout=subprocess.DEVNULL).returncode
+    flags['contestants'] = ','.join(filter(None, ['socket:' + place, flags.get('contestants', '')]))
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(place)
+        listening.listen()
+        listening.settimeout(0.1)
+        with subprocess.Popen(_command(arguments, flags), stdout=subprocess.DEVNULL) as program:
+            try:
+                while program.poll() is None:
+                    try:
+                        connection, _ = listening.accept()
+                    except socket.timeout:
+                        continue
+                    with connection:
+                        connection.setblocking(True)
+                        contestant.Server(functions).serve(connection, greet=True)
+            except BaseException:
+                program.terminate()
+                raise
+            return program.returncode
+
+
+def _command(arguments: List[str], flags: Dict[str, Any]) -> List[str]:
+    words = [_program('sweep')] + arguments
+    for name, value in flags.items():
+        words.append('--%s=%s' % (name, str(value).lower() if isinstance(value, bool) else value))
+    return words
 
 
 def _in_numbers(lengths: str) -> str:

@@ -1,0 +1,67 @@
+#include "harness/contestants/contestants.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "core/status.h"
+#include "harness/contestants/contestant.h"
+#include "harness/contestants/python_file.h"
+#include "harness/contestants/shared_library.h"
+#include "results/files.h"
+
+namespace tfb {
+namespace {
+
+// Returns the elements, with those that name functions of one Python file joined: FILE.py:F,G.
+std::vector<std::string> Files(absl::string_view flag) {
+  std::vector<std::string> files;
+  for (const absl::string_view element : absl::StrSplit(flag, ',', absl::SkipEmpty())) {
+    const size_t colon = element.rfind(':');
+    const auto same_file = std::find_if(files.begin(), files.end(), [&](const std::string& file) {
+      return colon != absl::string_view::npos &&
+             absl::StartsWith(file, element.substr(0, colon + 1));
+    });
+    if (same_file != files.end()) {
+      absl::StrAppend(&*same_file, ",", element.substr(colon + 1));
+    } else {
+      files.emplace_back(element);
+    }
+  }
+  return files;
+}
+
+absl::StatusOr<std::shared_ptr<const ContestantFile>> ToFile(const std::string& element,
+                                                             const PythonSettings& python) {
+  if (absl::EndsWith(element, ".so")) {
+    return std::make_shared<const SharedLibrary>(CallerPath(element));
+  }
+  if (absl::EndsWith(element, ".py") || absl::StrContains(element, ".py:")) {
+    return std::make_shared<const PythonFile>(CallerPath(element), python);
+  }
+  if (absl::StrContains(element, ':')) return std::make_shared<const PythonFile>(element, python);
+  return absl::InvalidArgumentError(absl::StrCat(
+      element, " is neither a shared library (FILE.so) nor Python (FILE.py, FILE.py:FUNCTION)"));
+}
+
+}  // namespace
+
+absl::Status AddContestantFiles(absl::string_view files, const PythonSettings& python,
+                                Registry* registry, std::string* techniques) {
+  const bool named = absl::StrContains(*techniques, "@");
+  for (const std::string& element : Files(files)) {
+    TFB_ASSIGN_OR_RETURN(const auto file, ToFile(element, python));
+    const absl::StatusOr<std::string> list = file->List();
+    absl::Status status = list.status();
+    if (status.ok()) status = AddContestants(file, *list, registry);
+    if (!status.ok()) TFB_RETURN_IF_ERROR(AddUnusable(file, status, registry));
+    if (!named) absl::StrAppend(techniques, ",*@", file->name());
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfb
