@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -14,6 +15,7 @@
 #include <numeric>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,6 +24,7 @@
 #include "core/cpu/kernels.h"
 #include "core/runfiles.h"
 #include "gtest/gtest.h"
+#include "harness/measure/affinity.h"
 #include "harness/measure/host_files.h"
 #include "harness/testing/simulated_clock.h"
 
@@ -87,6 +90,39 @@ TEST(Machine, CoresAreThoseThatTheProcessMayUse) {
   EXPECT_EQ(machine.logical_cores(), 1);
   EXPECT_EQ(machine.physical_cores(), HostFiles().PhysicalCores({core}));
   ASSERT_EQ(sched_setaffinity(0, sizeof(all), &all), 0);
+}
+
+TEST(Machine, PinnedThreadsRunOnTheFirstProcessorsUntilTheyAreReleased) {
+  const std::vector<int> all = AllowedCpus();
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(FirstCpus(1), std::vector<int>{all[0]});
+  EXPECT_EQ(FirstCpus(1 << 20), all);
+  EXPECT_TRUE(FirstCpus(0).empty());
+  std::atomic<int> step{0};
+  std::vector<int> others, others_later;
+  std::thread other([&] {
+    while (step != 1) std::this_thread::yield();
+    others = AllowedCpus();
+    step = 2;
+    while (step != 3) std::this_thread::yield();
+    others_later = AllowedCpus();
+  });
+  {
+    const PinnedThreads pinned({all.back()});
+    EXPECT_EQ(AllowedCpus(), std::vector<int>{all.back()});
+    step = 1;
+    while (step != 2) std::this_thread::yield();
+    EXPECT_EQ(FirstCpus(1 << 20), all);
+  }
+  step = 3;
+  other.join();
+  EXPECT_EQ(others, std::vector<int>{all.back()});
+  EXPECT_EQ(others_later, all);
+  EXPECT_EQ(AllowedCpus(), all);
+  {
+    const PinnedThreads nothing({});
+    EXPECT_EQ(AllowedCpus(), all);
+  }
 }
 
 TEST(Machine, EveryGpuIsDescribedAndWhatTheDriverDoesNotTellIsAbsent) {

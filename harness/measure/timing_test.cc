@@ -12,6 +12,7 @@
 #include "core/random.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "harness/contestants/interface.h"
 #include "harness/judge/device_memory.h"
 #include "harness/measure/machine.h"
 #include "harness/testing/simulated_clock.h"
@@ -122,6 +123,66 @@ TEST_F(TimingTest, EverySampleIsKept) {
   // Calls are averaged until a sample is long enough.
   EXPECT_EQ(cases[0].timing.calls_per_sample(), 512);
   EXPECT_EQ(cases[1].timing.calls_per_sample(), 11);  // of 50 rounds each
+}
+
+// Says that calls take times that no clock here shows.
+class RemoteToy : public ContestantLayer {
+ public:
+  explicit RemoteToy(const Problem& problem)
+      : ContestantLayer(problem, HiddenInputs(problem), HiddenOutputs(problem)) {}
+  size_t workspace_bytes(int) const override { return 0; }
+  Cost cost() const override { return {}; }
+  bool times_itself() const override { return true; }
+  absl::StatusOr<double> RunSeconds(int64_t calls) override {
+    EXPECT_GT(runs, 0) << "there is nothing yet that it could be timed on";
+    most_calls = std::max(most_calls, calls);
+    return kRoundSeconds * static_cast<double>(calls);
+  }
+  absl::StatusOr<double> ColdRunSeconds(int64_t flush_bytes) override {
+    EXPECT_EQ(flush_bytes, CpuCacheFlusher::Bytes());
+    return 3 * kRoundSeconds;
+  }
+  absl::StatusOr<double> SetupSeconds() override {
+    return setups++ < 2 ? absl::StatusOr<double>(5 * kRoundSeconds) : broken;
+  }
+
+  int runs = 0, setups = 0;
+  int64_t most_calls = 0;
+  absl::StatusOr<double> broken = 5 * kRoundSeconds;
+
+ protected:
+  absl::Status DoRun(const Inputs&, const Outputs&, const Execution&) override {
+    ++runs;
+    return absl::OkStatus();
+  }
+};
+
+TEST_F(TimingTest, ALayerOfAnotherProcessTimesItself) {
+  for (const bool breaks : {false, true}) {
+    RemoteToy toy(Problem::SelfAttention(1, 2, 16, 8));
+    if (breaks) toy.broken = absl::InternalError("its process ended");
+    NamedTensors host;
+    host["x"] = Tensor(DType::kF32, {1, 16, 16});
+    std::vector<TimedCase> cases(1);
+    cases[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
+    ASSERT_TRUE(cases[0].bound.Setup().ok());
+    TimingOptions options = Quick();
+    options.flush_caches = [] { return absl::OkStatus(); };
+    options.instructions = [] { return 1; };
+    MeasureSideBySide(options, &cases);
+    const Timing& timing = cases[0].timing;
+    EXPECT_EQ(cases[0].status.message(), breaks ? "its process ended" : "");
+    EXPECT_THAT(timing.run_ns(), Each(kRoundNs));
+    EXPECT_THAT(timing.cold_run_ns(), Each(3 * kRoundNs));
+    EXPECT_THAT(timing.setup_ns(), Each(5 * kRoundNs));
+    EXPECT_THAT(timing.end_to_end_ns(), Each(6 * kRoundNs));
+    EXPECT_EQ(toy.most_calls, 512);
+    EXPECT_EQ(timing.run_instructions_size(), 0);
+    if (breaks) continue;
+    EXPECT_EQ(timing.run_ns_size(), 7);
+    EXPECT_EQ(timing.cold_run_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timing.setup_ns_size(), kIntervalSamples);
+  }
 }
 
 TEST_F(TimingTest, ACaseTellsItsSamplesWhenTheyAreEnoughAndWhenTheyAreAll) {

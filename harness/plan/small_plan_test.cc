@@ -275,6 +275,12 @@ TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
   SampleWishes few;
   few.repetitions = 5;
   EXPECT_EQ(PlanSamples(few, 0.001, 1).runs, 5);
+  // What judges a sample is a part of it.
+  few.repetitions = 33;
+  few.trial_seconds = 0.089;
+  EXPECT_EQ(PlanSamples(few, 0.001, 1).runs, 6);
+  EXPECT_NEAR(PlanSamples(few, 0.001, 1).seconds,
+              6 * 0.1 + kIntervalSamples * 0.002 + kIntervalSamples * 0.0015, 1e-9);
   // A call that takes no time at all fills the share no less than one of a nanosecond.
   EXPECT_EQ(PlanSamples(few, 0, 1e-3).setups, kIntervalSamples);
 }
