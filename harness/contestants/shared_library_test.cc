@@ -73,6 +73,20 @@ TEST(SharedLibrary, OfPlainCIsJudgedByTheDefinitionThatItNames) {
   EXPECT_TRUE(half->passed) << half->failure;
 }
 
+TEST(SharedLibrary, WhatWritesIntoItsInputsSpoilsNoOthers) {
+  const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
+  const Technique& technique = Contestant("writes_inputs@toy");
+  const NamedTensors inputs = RandomInputs(*technique.InputSpecs(problem, {}), 3);
+  const NamedTensors before = RandomInputs(*technique.InputSpecs(problem, {}), 3);
+  const auto layer = technique.Create(problem, {}, Device::kCpu, 1);
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  ThreadPool pool(1);
+  EXPECT_FALSE(RunOnce(layer->get(), Device::kCpu, ViewsOf(inputs), &pool).ok());
+  for (const auto& [name, tensor] : before) {
+    EXPECT_EQ(std::memcmp(tensor.raw(), inputs.at(name).raw(), tensor.bytes()), 0) << name;
+  }
+}
+
 TEST(SharedLibrary, OfOursGivesTheSameBitsForEveryTechnique) {
   for (const Technique* technique : Registry::Global().All()) {
     const TechniqueInfo& info = technique->info();

@@ -252,6 +252,15 @@ NamedTensors Copies(const NamedTensors& tensors) {
   for (const auto& [name, tensor] : tensors) copies[name] = tensor.Clone();
   return copies;
 }
+NamedTensors Copies(const Inputs& views) {
+  NamedTensors copies;
+  for (const auto& [name, view] : views) {
+    if (view.empty()) continue;
+    Tensor& copy = copies[name] = Tensor(view.dtype, view.shape());
+    CopyElements(view, copy.view());
+  }
+  return copies;
+}
 
 // Returns the bound of the technique's error against its definition.
 double DefinitionBound(const Job& job) {
@@ -300,6 +309,11 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   BoundLayer bound;
   bound.layer = layer;
   bound.inputs = inputs;
+  const bool is_contestant =
+      device == Device::kCpu && dynamic_cast<ContestantLayer*>(layer) != nullptr;
+  // What it writes into its inputs must not reach other cases.
+  const NamedTensors own_inputs = is_contestant ? Copies(inputs) : NamedTensors();
+  if (is_contestant) bound.inputs = ViewsOf(own_inputs);
   TFB_ASSIGN_OR_RETURN(bound.runtime, RuntimeOf(device));
   const int64_t allocated_before = bound.runtime == nullptr ? 0 : bound.runtime->allocated_bytes();
   std::map<std::string, GuardedTensor> guarded;
@@ -319,14 +333,14 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   }
   bound.execution.pool = pool;
   bound.execution.workspace = workspace.bytes();
-  const uint64_t inputs_before = ChecksumOf(inputs, device);
+  const uint64_t inputs_before = ChecksumOf(bound.inputs, device);
   TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup", [&] { return bound.Setup(); }));
-  if (device == Device::kCpu && dynamic_cast<ContestantLayer*>(layer) != nullptr) {
+  if (is_contestant) {
     TFB_RETURN_IF_ERROR(RunOnNegative(bound));
     for (auto& [name, tensor] : guarded) tensor.Poison();
   }
   TFB_RETURN_IF_ERROR(workspace.Call("workspace", [&] { return bound.Run(); }));
-  if (ChecksumOf(inputs, device) != inputs_before) {
+  if (ChecksumOf(bound.inputs, device) != inputs_before) {
     return absl::InternalError("the layer wrote into its inputs");
   }
   for (auto& [name, tensor] : guarded) {
