@@ -396,7 +396,8 @@ TEST(Golden, EachKindOfPlotInAFile) {
 void MakeContestant(const std::string& version, Case* result) {
   TechniqueDescription::Contestant* contestant = result->mutable_technique()->mutable_contestant();
   contestant->set_file("/home/somebody/mine.py");
-  contestant->set_definition("near:window=64");
+  contestant->set_definition("plain:window=64");
+  contestant->set_definition_technique("plain");
   contestant->set_approximates(true);
   (*contestant->mutable_about())["torch"] = version;
   (*contestant->mutable_about())["torch threads"] = "2";

@@ -204,7 +204,8 @@ class Page {
       Section(absl::StrCat("Scaling: ", title));
       for (const Figure* figure : figures[title]) AddFigure(*figure, true);
     }
-    const std::vector<Table> tables = report::ScalingTables(analysis_);
+    std::vector<Table> tables = report::ScalingTables(analysis_);
+    for (Table& table : report::DuelTables(analysis_)) tables.push_back(std::move(table));
     TableSection("Scaling in numbers", tables);
     const std::string legend = report::LegendLine(tables);
     if (!tables.empty() && !legend.empty()) body_ += Element("p", legend, " class=\"note\"");

@@ -740,7 +740,7 @@ TEST(Render, ASpeedUpWhoseIntervalHoldsOneIsNoneAndMakesNoCrossover) {
   const std::string equal = AsTerminal(MakeRivals(1.001));
   EXPECT_TRUE(absl::StrContains(equal, "1.0x=")) << equal;
   EXPECT_TRUE(absl::StrContains(equal, "unclear")) << equal;
-  EXPECT_TRUE(absl::StrContains(equal, "=: the samples do not tell it apart from dense")) << equal;
+  EXPECT_TRUE(absl::StrContains(equal, "=: the samples do not tell the two apart")) << equal;
   RenderOptions colours;
   colours.style.colour = true;
   EXPECT_TRUE(absl::StrContains(Render(MakeRivals(1.001), colours), "\x1b[2m1.0x=\x1b[0m"));

@@ -56,7 +56,13 @@ std::vector<Table> StatisticsTables(const Analysis& analysis);
 std::vector<Table> CostTables(const Analysis& analysis);
 // Explains the marks in `tables`. Returns an empty text where there are none.
 std::string LegendLine(const std::vector<Table>& tables);
-// Returns everything that is known of each machine.
+// Returns, where contestants computed what techniques of the suite compute, how many times as fast the
+// suite's are, by length and threads. A cell holds the fastest contestant.
+std::vector<Table> DuelTables(const Analysis& analysis);
+// Returns where contestants come from, what judges them, and what they run with; nothing where there
+// are none.
+std::vector<Table> ContestantTables(const Analysis& analysis);
+// Returns everything that is known of each machine, and the contestants.
 std::vector<Table> EnvironmentTables(const Analysis& analysis);
 
 struct OutcomeLine {

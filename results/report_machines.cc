@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -194,31 +193,6 @@ Table EnvironmentTable(const Environment& environment) {
   return table;
 }
 
-// Where contestants come from, what judges them, and what they run with.
-Table ContestantTable(const Analysis& analysis) {
-  Table table;
-  table.title = "Contestants";
-  table.columns = {{"contestant"}, {"code", false, 20}, {"held against"}, {"with", false, 40}};
-  std::set<std::vector<std::string>> seen;
-  for (const Case* result : analysis.cases()) {
-    if (!result->technique().has_contestant()) continue;
-    const TechniqueDescription::Contestant& contestant = result->technique().contestant();
-    std::vector<std::string> with;
-    for (const auto& [name, value] :
-         std::map<std::string, std::string>(contestant.about().begin(), contestant.about().end())) {
-      with.push_back(Printable(absl::StrCat(name, " ", value)));
-    }
-    const std::vector<std::string> row = {
-        Printable(result->key().technique()), Printable(contestant.file()),
-        Printable(absl::StrCat(contestant.definition(),
-                               contestant.approximates() ? " (approximates it)" : "")),
-        absl::StrJoin(with, ", ")};
-    if (!seen.insert(row).second) continue;
-    table.rows.emplace_back(row.begin(), row.end());
-  }
-  return table;
-}
-
 }  // namespace
 
 std::vector<std::string> HeaderLines(const Analysis& analysis, bool details) {
@@ -252,7 +226,7 @@ std::string LegendLine(const std::vector<Table>& tables) {
   std::vector<std::string> parts;
   if (unsteady) parts.push_back("~: the median's 95% interval is wider than +-5%");
   if (few) parts.push_back("]?: from the ranges of all samples, too few for an interval of 95%");
-  if (equal) parts.push_back("=: the samples do not tell it apart from dense");
+  if (equal) parts.push_back("=: the samples do not tell the two apart");
   if (absent) parts.push_back("-: not measured, or there is no such number");
   if (theirs) parts.push_back("NAME@FILE: somebody else's code, on the same tensors");
   return absl::StrJoin(parts, "; ");
@@ -263,8 +237,7 @@ std::vector<Table> EnvironmentTables(const Analysis& analysis) {
   for (const Environment& environment : analysis.results().environments()) {
     tables.push_back(EnvironmentTable(environment));
   }
-  Table contestants = ContestantTable(analysis);
-  if (!contestants.rows.empty()) tables.push_back(std::move(contestants));
+  for (Table& table : ContestantTables(analysis)) tables.push_back(std::move(table));
   return tables;
 }
 

@@ -27,6 +27,7 @@ std::vector<Table> AllTables(const Analysis& analysis, bool details) {
   };
   add(report::AccuracyTables(analysis, details));
   add(report::ScalingTables(analysis));
+  add(report::DuelTables(analysis));
   add(report::StreamingTables(analysis, details));
   if (details) {
     add(report::CostTables(analysis));

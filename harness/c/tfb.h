@@ -110,9 +110,11 @@ TFB_EXPORT void tfb_destroy(TfbLayer* layer);
  *   {"technique", "problem", "device", "threads", "workspace_bytes": number of bytes,
  *    "inputs": [{"name", "dtype", "shape", "optional", "noise"}, ...], "outputs", "parameters",
  *    "streaming": {"max_segment_tokens", "split_tokens", "inputs", "outputs"} | null,
- *    "flops", "bytes": numbers | null, "counterpart": "dense" | ..., "statistics": {...}}
+ *    "flops", "bytes": numbers | null, "counterpart": "dense" | ..., "statistics": {...},
+ *    "about": {...}}
  * A shape's -1 is the number of tokens of a segment. `noise` tells the distribution of an input
- * that is noise, or is null. `statistics` are of the last run. */
+ * that is noise, or is null. `statistics` are of the last run. `about` may be left out: a library's
+ * versions and settings, texts by name, which a sweep of contestants records. */
 TFB_EXPORT TfbStatus tfb_describe(TfbLayer* layer, const char** json);
 
 /* Writes the bytes of workspace that setup, run and append need, in the memory of the device. */

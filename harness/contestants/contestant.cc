@@ -31,6 +31,10 @@ class TechniqueOfFile : public ContestantTechnique {
       : ContestantTechnique(std::move(info), std::move(about)),
         contestant_(std::move(contestant)) {}
 
+  absl::StatusOr<TechniqueSpec> DefinitionOf(const Options& options) const override {
+    TFB_ASSIGN_OR_RETURN(Options defined, OfDefinition(options));
+    return TechniqueSpec{contestant_.definition->info().name, std::move(defined)};
+  }
   // Values are checked by the contestant, when a layer is created.
   absl::StatusOr<Options> Canonical(const Options& options) const override {
     Options all;

@@ -4,17 +4,21 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/contestants/contestant.h"
 #include "harness/contestants/shared_library.h"
+#include "harness/plan/cases.h"
+#include "results/reader.h"
 
 namespace tfb {
 namespace {
 
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAre;
 
 constexpr char kToy[] = "harness/contestants/libtoy.so", kOurs[] = "harness/c/libtfb.so";
 constexpr char kPython[] = "harness/contestants/toy_contestants.py";
@@ -83,9 +87,46 @@ TEST(Contestants, AnOptionThatIsANameIsTheDefinitionsWithTheStatedValue) {
   ASSERT_EQ(technique.info().options.size(), 1u);
   EXPECT_EQ(*technique.Canonical({}), (Options{{"window", "16"}}));
   EXPECT_EQ(technique.info().exactness, Exactness::kApproximate);
-  EXPECT_EQ(ContestantOf(technique)->definition, "longformer:window=16,dilation=2");
-  EXPECT_FALSE(ContestantOf(technique)->exact);
-  EXPECT_EQ(ContestantOf(**registry.Find("dense")), nullptr);
+  const ContestantTechnique* contestant = AsContestant(technique);
+  ASSERT_NE(contestant, nullptr);
+  EXPECT_EQ(contestant->contestant().definition, "longformer:window=16,dilation=2");
+  EXPECT_FALSE(contestant->contestant().exact);
+  const auto definition = contestant->DefinitionOf({{"window", "8"}});
+  ASSERT_TRUE(definition.ok()) << definition.status();
+  EXPECT_EQ(definition->technique, "longformer");
+  EXPECT_EQ(definition->options.at("window"), "8");
+  EXPECT_EQ(definition->options.at("dilation"), "2");
+  EXPECT_EQ(definition->options.size(), (*registry.Find("longformer"))->info().options.size());
+  EXPECT_EQ(AsContestant(**registry.Find("dense")), nullptr);
+}
+
+TEST(Contestants, ASweepHasTheTechniqueOfOursThatComputesTheSameBesideEach) {
+  Registry& registry = Registry::Global();
+  const auto file = std::make_shared<SharedLibrary>("beside.so");
+  ASSERT_EQ(AddContestants(file, R"([{"name": "w", "definition": "longformer:dilation=2",
+                                      "options": ["window"]}])",
+                           &registry),
+            absl::OkStatus());
+  CaseFlags flags;
+  flags.techniques = "w@beside:window=16";
+  flags.devices = "cpu";
+  flags.inputs = "gaussian";
+  flags.lengths = "64";
+  flags.threads = "1";
+  const auto cases = MakeCases(flags, registry, ".");
+  ASSERT_TRUE(cases.ok()) << cases.status();
+  std::vector<std::string> names;
+  for (const Job& job : *cases) names.push_back(job.DisplayName());
+  EXPECT_THAT(names, UnorderedElementsAre("w@beside window=16", "longformer dilation=2 window=16",
+                                          "dense"));
+  const Case record = MakeRecord(cases->front());
+  const TechniqueDescription::Contestant& said = record.technique().contestant();
+  EXPECT_EQ(said.definition(), "longformer:dilation=2");
+  EXPECT_EQ(said.definition_technique(), "longformer");
+  for (const Job& job : *cases) {
+    const bool same = CanonicalOptions(MakeRecord(job).key()) == said.definition_options_text();
+    EXPECT_EQ(same, job.technique->info().name == "longformer");
+  }
 }
 
 TEST(Contestants, OfAFlagAreAddedAndThoseThatCannotBeUsedHaveARowWithTheReason) {

@@ -23,6 +23,8 @@ struct ContestantInfo {
 class ContestantTechnique : public Technique {
  public:
   const ContestantInfo& contestant() const { return contestant_; }
+  // Returns the definition's technique with all of its options, for these of the contestant.
+  virtual absl::StatusOr<TechniqueSpec> DefinitionOf(const Options& options) const = 0;
 
  protected:
   ContestantTechnique(TechniqueInfo info, ContestantInfo contestant)
@@ -33,9 +35,8 @@ class ContestantTechnique : public Technique {
 };
 
 // Returns null for a technique of this suite.
-inline const ContestantInfo* ContestantOf(const Technique& technique) {
-  const auto* contestant = dynamic_cast<const ContestantTechnique*>(&technique);
-  return contestant == nullptr ? nullptr : &contestant->contestant();
+inline const ContestantTechnique* AsContestant(const Technique& technique) {
+  return dynamic_cast<const ContestantTechnique*>(&technique);
 }
 
 class ContestantLayer : public Layer {
@@ -52,6 +53,8 @@ class ContestantLayer : public Layer {
   virtual absl::StatusOr<double> RunSeconds(int64_t /*calls*/) { return NoClock(); }
   virtual absl::StatusOr<double> ColdRunSeconds(int64_t /*flush_bytes*/) { return NoClock(); }
   virtual absl::StatusOr<double> SetupSeconds() { return NoClock(); }
+  // Returns the seconds of the last Setup: a compiler may take many, too many to repeat it.
+  virtual double last_setup_seconds() const { return 0; }
 
  protected:
   using Layer::Layer;

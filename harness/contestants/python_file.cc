@@ -135,8 +135,11 @@ class PythonLayer : public ContestantLayer {
   }
   absl::StatusOr<double> SetupSeconds() override {
     TFB_RETURN_IF_ERROR(Revive());
-    return AskForSeconds({{"do", "setup"}, {"id", id_}, {"given", given_}});
+    TFB_ASSIGN_OR_RETURN(setup_seconds_,
+                         AskForSeconds({{"do", "setup"}, {"id", id_}, {"given", given_}}));
+    return setup_seconds_;
   }
+  double last_setup_seconds() const override { return setup_seconds_; }
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
@@ -263,7 +266,8 @@ class PythonLayer : public ContestantLayer {
   std::unique_ptr<SharedMemory> memory_;
   Places places_;
   int64_t id_ = 0;
-  Json given_;                   // the names of the inputs that are there
+  Json given_;  // the names of the inputs that are there
+  double setup_seconds_ = 0;
   bool calls_ended_it_ = false;  // whether a call of this layer ended the process
   Inputs inputs_;                // of the last Run, as the outputs
   Outputs outputs_;

@@ -144,6 +144,12 @@ class LibraryLayer : public ContestantLayer {
       }
       for (const Json& one : said[list]) names->push_back(one.value("name", ""));
     }
+    about_.clear();
+    if (said.contains("about") && said["about"].is_object()) {
+      for (const auto& [name, value] : said["about"].items()) {
+        about_[name] = value.is_string() ? value.get<std::string>() : value.dump();
+      }
+    }
     for (const std::string& name : reads_) {
       const bool known = std::any_of(inputs().begin(), inputs().end(),
                                      [&](const TensorSpec& spec) { return spec.name == name; });
@@ -161,6 +167,7 @@ class LibraryLayer : public ContestantLayer {
     return bytes;
   }
   Cost cost() const override { return cost_; }
+  std::map<std::string, std::string> about() const override { return about_; }
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
@@ -234,6 +241,7 @@ class LibraryLayer : public ContestantLayer {
   mutable TfbLayer* own_ = nullptr;
   mutable int threads_ = 0;
   mutable std::vector<std::string> reads_, has_;  // names of its inputs and parameters
+  mutable std::map<std::string, std::string> about_;
   Tensors read_, written_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -71,6 +72,17 @@ TEST(SharedLibrary, OfPlainCIsJudgedByTheDefinitionThatItNames) {
   const auto half = Judged(Contestant("half@toy"), Problem::SelfAttention(1, 2, 50, 16));
   ASSERT_TRUE(half.ok()) << half.status();
   EXPECT_TRUE(half->passed) << half->failure;
+}
+
+TEST(SharedLibrary, SaysWhatItsResultsDependOn) {
+  const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
+  const auto about = [&](const std::string& name) {
+    const auto layer = Contestant(name).Create(problem, {}, Device::kCpu, 1);
+    return dynamic_cast<ContestantLayer&>(**layer).about();
+  };
+  EXPECT_EQ(about("dense@toy"),
+            (std::map<std::string, std::string>{{"toy", "1.0"}, {"loops", "3"}}));
+  EXPECT_TRUE(about("dense@tfb").empty());
 }
 
 TEST(SharedLibrary, WhatWritesIntoItsInputsSpoilsNoOthers) {

@@ -71,16 +71,10 @@ def wrong(q, k, v, causal):
 
 
 @definition('dense')
-class KeepsItsResult:
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, q, k, v, causal):
-        self.calls += 1
-        if self.calls <= 3:  # right as long as it is checked
-            self.result = attend(q, k, v, causal)
-        return self.result.copy()
+def keeps_its_result(q, k, v, causal, kept=[]):
+    if len(kept) < 3:  # right as long as it is checked
+        kept.append(attend(q, k, v, causal))
+    return kept[-1].copy()
 
 
 @definition('dense')

@@ -264,8 +264,10 @@ NamedTensors Copies(const Inputs& views) {
 
 // Returns the bound of the technique's error against its definition.
 double DefinitionBound(const Job& job) {
-  const ContestantInfo* contestant = ContestantOf(*job.technique);
-  if (contestant != nullptr && !contestant->exact) return std::numeric_limits<double>::infinity();
+  const ContestantTechnique* contestant = AsContestant(*job.technique);
+  if (contestant != nullptr && !contestant->contestant().exact) {
+    return std::numeric_limits<double>::infinity();
+  }
   return AbsoluteBound(job.problem.dtype, Keys(job.problem));
 }
 

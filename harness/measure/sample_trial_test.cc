@@ -23,6 +23,9 @@ class Twice : public ContestantTechnique {
  public:
   explicit Twice(bool exact) : ContestantTechnique(Info(), {"file", "twice", exact}) {}
 
+  absl::StatusOr<TechniqueSpec> DefinitionOf(const Options&) const override {
+    return TechniqueSpec{"twice", {}};
+  }
   absl::StatusOr<Options> Canonical(const Options&) const override { return Options(); }
   absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
                                                      const Options&) const override {

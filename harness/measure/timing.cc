@@ -106,7 +106,12 @@ class Measurement {
     wishes.stream = !segments_.empty();
     wishes.flush_seconds = options_.flush_seconds;
     wishes.trial_seconds = timed_.trial == nullptr ? 0 : trial_seconds_;
+    wishes.setup_seconds = remote_ == nullptr ? 0 : remote_->last_setup_seconds();
     const SamplePlan plan = PlanSamples(wishes, call_seconds_, timed_.wishes.share_seconds());
+    // The one that there has been is better than none.
+    if (wishes.setup && plan.setups == 0 && wishes.setup_seconds > 0) {
+      timed_.timing.add_setup_ns(wishes.setup_seconds * 1e9);
+    }
     planned_runs_ = plan.runs;
     samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams;
     Add("run", plan.runs,

@@ -142,11 +142,13 @@ class RemoteToy : public ContestantLayer {
     EXPECT_EQ(flush_bytes, CpuCacheFlusher::Bytes());
     return 3 * kRoundSeconds;
   }
+  double last_setup_seconds() const override { return last_setup; }
   absl::StatusOr<double> SetupSeconds() override {
     return setups++ < 2 ? absl::StatusOr<double>(5 * kRoundSeconds) : broken;
   }
 
   int runs = 0, setups = 0;
+  double last_setup = 0;
   int64_t most_calls = 0;
   absl::StatusOr<double> broken = 5 * kRoundSeconds;
 
@@ -182,6 +184,24 @@ TEST_F(TimingTest, ALayerOfAnotherProcessTimesItself) {
     EXPECT_EQ(timing.run_ns_size(), 7);
     EXPECT_EQ(timing.cold_run_ns_size(), kIntervalSamples);
     EXPECT_EQ(timing.setup_ns_size(), kIntervalSamples);
+  }
+}
+
+TEST_F(TimingTest, ASetupThatTakesTooLongToBeRepeatedIsItsOnlySample) {
+  for (const double seconds : {1.0, 100.0}) {
+    RemoteToy toy(Problem::SelfAttention(1, 2, 16, 8));
+    toy.last_setup = seconds;
+    NamedTensors host;
+    host["x"] = Tensor(DType::kF32, {1, 16, 16});
+    std::vector<TimedCase> cases(1);
+    cases[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
+    ASSERT_TRUE(cases[0].bound.Setup().ok());
+    cases[0].wishes.set_share_seconds(100);
+    MeasureSideBySide(Quick(), &cases);
+    const std::vector<double> only = {seconds * 1e9};
+    const auto& setups = cases[0].timing.setup_ns();
+    EXPECT_EQ(std::vector<double>(setups.begin(), setups.end()) == only, seconds == 100);
+    EXPECT_EQ(toy.setups, seconds == 100 ? 0 : kIntervalSamples);
   }
 }
 

@@ -280,27 +280,42 @@ absl::Status KeepShard(absl::string_view shard, CaseList* list) {
   return absl::OkStatus();
 }
 
-// Adds the dense counterpart of each case.
+// Adds the technique on the case's input, where it can be compared with the case.
+void AddBeside(const Registry& registry, const TechniqueSpec& spec, Job beside, CaseList* list) {
+  const absl::StatusOr<const Technique*> technique = registry.Find(spec.technique);
+  if (!technique.ok()) return;  // not linked in: the case stands alone
+  const absl::StatusOr<Options> options = (*technique)->Canonical(spec.options);
+  if (!options.ok() || !beside.obstacle.ok()) return;
+  // A counterpart with another kind of input has another problem, so times are not comparable.
+  if ((*technique)->info().input_kind != beside.technique->info().input_kind) return;
+  beside.technique = *technique;
+  beside.options = *options;
+  beside.added = true;
+  list->Add(std::move(beside));
+}
+
+// Returns what a case is compared with: its dense counterpart, and a contestant with the technique
+// of this suite that computes the same.
+std::vector<TechniqueSpec> ComparedWith(const Job& job) {
+  std::vector<TechniqueSpec> specs;
+  if (const ContestantTechnique* contestant = AsContestant(*job.technique); contestant != nullptr) {
+    const auto definition = contestant->DefinitionOf(job.options);
+    if (definition.ok()) specs.push_back(*definition);
+  }
+  const auto counterpart = job.technique->Counterpart(job.problem, job.options);
+  if (counterpart.ok()) specs.push_back(*counterpart);
+  return specs;
+}
+
+// Adds what each case is compared with.
 void AddCounterparts(const Registry& registry, CaseList* list) {
   const size_t named = list->cases().size();
   for (size_t i = 0; i < named; ++i) {
-    Job beside = list->cases()[i];
-    const absl::StatusOr<TechniqueSpec> spec =
-        beside.technique->Counterpart(beside.problem, beside.options);
-    if (!spec.ok()) continue;
-    const absl::StatusOr<const Technique*> technique = registry.Find(spec->technique);
-    if (!technique.ok()) continue;  // not linked in: the case stands alone
-    const absl::StatusOr<Options> options = (*technique)->Canonical(spec->options);
-    if (!options.ok() || !beside.obstacle.ok()) continue;
-    // A counterpart with another kind of input has another problem, so times are not comparable.
-    if ((*technique)->info().input_kind != beside.technique->info().input_kind) continue;
-    beside.technique = *technique;
-    beside.options = *options;
-    beside.added = true;
-    list->Add(std::move(beside));
+    for (const TechniqueSpec& spec : ComparedWith(list->cases()[i])) {
+      AddBeside(registry, spec, list->cases()[i], list);
+    }
   }
 }
-
 DeviceType DeviceTypeOf(Device device) {
   switch (device) {
     case Device::kCpu:
@@ -464,10 +479,16 @@ Case MakeRecord(const Job& job) {
   technique->set_input_kind(InputKindOf(info.input_kind));
   technique->set_options_are_default(job.ChangedOptions().empty());
   technique->set_expected_growth(info.growth);
-  if (const ContestantInfo* contestant = ContestantOf(*job.technique); contestant != nullptr) {
-    technique->mutable_contestant()->set_file(contestant->file);
-    technique->mutable_contestant()->set_definition(contestant->definition);
-    technique->mutable_contestant()->set_approximates(!contestant->exact);
+  if (const ContestantTechnique* contestant = AsContestant(*job.technique); contestant != nullptr) {
+    TechniqueDescription::Contestant* said = technique->mutable_contestant();
+    said->set_file(contestant->contestant().file);
+    said->set_definition(contestant->contestant().definition);
+    said->set_approximates(!contestant->contestant().exact);
+    if (const auto definition = contestant->DefinitionOf(job.options); definition.ok()) {
+      said->set_definition_technique(definition->technique);
+      said->set_definition_options_text(
+          CanonicalOptions({definition->options.begin(), definition->options.end()}));
+    }
   }
   const absl::StatusOr<TechniqueSpec> counterpart =
       job.technique->Counterpart(job.problem, job.options);

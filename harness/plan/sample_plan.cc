@@ -38,7 +38,8 @@ SamplePlan PlanSamples(const SampleWishes& wishes, double call_seconds, double s
     plan.seconds += samples * sample_seconds;
     return samples;
   };
-  plan.setups = add(wishes.setup, kSetupPart, 2 * call_seconds);
+  plan.setups =
+      add(wishes.setup, kSetupPart, std::max(wishes.setup_seconds, call_seconds) + call_seconds);
   plan.colds = add(wishes.cold, kColdPart, kColdFactor * call_seconds + wishes.flush_seconds);
   plan.streams = add(wishes.stream, kStreamPart, 2 * call_seconds);
   return plan;

@@ -18,6 +18,7 @@ struct SampleWishes {
   bool setup = true;           // also kIntervalSamples of Setup, each followed by one run
   bool cold = true;            // also kIntervalSamples of cold runs
   bool stream = false;         // also kIntervalSamples of whole streams
+  double setup_seconds = 0.0;  // of one Setup, where it is known to take long
   double flush_seconds = 0.0;  // of overwriting the caches before a cold run
   double trial_seconds = 0.0;  // of judging a contestant with each sample of warm runs
 };

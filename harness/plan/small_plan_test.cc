@@ -275,6 +275,12 @@ TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
   SampleWishes few;
   few.repetitions = 5;
   EXPECT_EQ(PlanSamples(few, 0.001, 1).runs, 5);
+  // A setup that is known to take longer than a call has fewer samples, or none.
+  few.setup_seconds = 0.099;
+  EXPECT_EQ(PlanSamples(few, 0.001, 1).setups, 2);
+  few.setup_seconds = 10;
+  EXPECT_EQ(PlanSamples(few, 0.001, 1).setups, 0);
+  few.setup_seconds = 0;
   // What judges a sample is a part of it.
   few.repetitions = 33;
   few.trial_seconds = 0.089;

@@ -1,0 +1,194 @@
+// Holds somebody else's code against the suite's own.
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "results/describe.h"
+#include "results/reader.h"
+#include "results/report.h"
+#include "results/report_rows.h"
+#include "results/statistics.h"
+
+namespace tfb {
+namespace report {
+namespace {
+
+// A column of times: the threads of a case, and its length.
+using Column = std::pair<int, int64_t>;
+
+// The fastest contestant of one cell, beside the suite's own technique.
+struct Duel {
+  const Series* ours = nullptr;
+  const Series* theirs = nullptr;
+  double ours_ns = 0, theirs_ns = 0;
+};
+
+// What one technique of the suite, with its options, is held against.
+struct DuelRow {
+  const Series* ours = nullptr;
+  std::map<Column, Duel> duels;
+};
+
+const TechniqueDescription::Contestant& ContestantOf(const Series& series) {
+  return series.first().technique().contestant();
+}
+
+// Tells whether the contestant computes what the suite's series computes, on as many threads.
+bool Duels(const Series& theirs, const Series& ours) {
+  const Case::Key& key = ours.first().key();
+  return !ours.first().technique().has_contestant() &&
+         key.technique() == ContestantOf(theirs).definition_technique() &&
+         CanonicalOptions(key) == ContestantOf(theirs).definition_options_text() &&
+         key.device() == theirs.first().key().device() &&
+         key.threads() == theirs.first().key().threads();
+}
+
+std::vector<DuelRow> DuelRows(const TableGroup& group) {
+  std::vector<DuelRow> rows;
+  const std::vector<const Series*> all = group.AllSeries();
+  for (const Series* ours : all) {
+    const std::string name = SeriesName(*ours);
+    for (const Series* theirs : all) {
+      if (!theirs->first().technique().has_contestant() || !Duels(*theirs, *ours)) continue;
+      // Rows differ in more than their threads.
+      auto row = std::find_if(rows.begin(), rows.end(),
+                              [&](const DuelRow& one) { return SeriesName(*one.ours) == name; });
+      if (row == rows.end()) row = rows.insert(rows.end(), DuelRow{ours, {}});
+      for (const auto& [tokens, time] : theirs->run_ns) {
+        const auto own = ours->run_ns.find(tokens);
+        if (own == ours->run_ns.end()) continue;
+        Duel& duel = row->duels[{ours->first().key().threads(), tokens}];
+        if (duel.theirs != nullptr && duel.theirs_ns <= time.median) continue;
+        duel = {ours, theirs, own->second.median, time.median};
+      }
+    }
+  }
+  rows.erase(std::remove_if(rows.begin(), rows.end(),
+                            [](const DuelRow& row) { return row.duels.empty(); }),
+             rows.end());
+  return rows;
+}
+
+std::vector<double> Samples(const Series& series, int64_t tokens) {
+  std::vector<double> samples;
+  for (const Case* result : series.by_tokens.at(tokens)) {
+    const auto& run_ns = result->outcome().timing().run_ns();
+    samples.insert(samples.end(), run_ns.begin(), run_ns.end());
+  }
+  return samples;
+}
+
+TableCell RatioCell(const Duel& duel, int64_t tokens, const TimeUnit& unit) {
+  TableCell cell =
+      SpeedUpCell(SpeedUpOf(Samples(*duel.theirs, tokens), Samples(*duel.ours, tokens)));
+  cell.detail = absl::StrCat(FormatSignificant(duel.ours_ns / unit.ns), " : ",
+                             FormatSignificant(duel.theirs_ns / unit.ns));
+  return cell;
+}
+
+// Returns the largest error of the series' cases against the definition.
+std::string WorstError(const std::set<const Series*>& all) {
+  std::optional<double> worst;
+  for (const Series* series : all) {
+    for (const Case* result : series->cases) {
+      const ErrorMeasure& error = result->outcome().against_definition();
+      if (!error.has_max_abs_over_max_value()) continue;
+      worst = std::max(worst.value_or(0), error.max_abs_over_max_value());
+    }
+  }
+  return worst.has_value() ? FormatError(*worst) : "-";
+}
+
+Table DuelTable(const TableGroup& group, const std::vector<DuelRow>& rows) {
+  std::set<Column> columns;
+  std::set<int> threads;
+  for (const DuelRow& row : rows) {
+    for (const auto& [column, duel] : row.duels) {
+      columns.insert(column);
+      threads.insert(column.first);
+    }
+  }
+  Table table;
+  const TimeUnit unit = UnitOf(group);
+  table.title =
+      absl::StrCat(GroupTitle("Ours and theirs, how many times as fast ours is", group),
+                   threads.size() == 1 ? absl::StrCat(", threads ", *threads.begin()) : "");
+  table.columns = {{"technique", false, kLeastNameWidth},
+                   {"fastest of theirs", false, kLeastNameWidth}};
+  for (const auto& [count, tokens] : columns) {
+    const std::string of_threads =
+        threads.size() == 1 ? "" : absl::StrCat(count, count == 1 ? " thread" : " threads", "\n");
+    table.columns.push_back({absl::StrCat(of_threads, tokens), true, 0, 1});
+  }
+  table.columns.push_back({"error\nof ours", true});
+  table.columns.push_back({"error\nof theirs", true});
+  for (const DuelRow& row : rows) {
+    std::set<const Series*> ours, theirs;
+    std::vector<std::string> names;
+    for (const auto& [column, duel] : row.duels) {
+      ours.insert(duel.ours);
+      theirs.insert(duel.theirs);
+      const std::string name = SeriesName(*duel.theirs);
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+    }
+    std::vector<TableCell> cells = {SeriesName(*row.ours), absl::StrJoin(names, ", ")};
+    for (const Column& column : columns) {
+      const auto duel = row.duels.find(column);
+      cells.push_back(duel == row.duels.end() ? TableCell("-")
+                                              : RatioCell(duel->second, column.second, unit));
+    }
+    cells.emplace_back(WorstError(ours));
+    cells.emplace_back(WorstError(theirs));
+    table.AddRow(std::move(cells), FamilyOf(*row.ours));
+  }
+  table.notes.push_back(absl::StrCat("ours : theirs, ", unit.name,
+                                     " of a warm run; errors: the largest against the definition, "
+                                     "over the largest value"));
+  return table;
+}
+
+}  // namespace
+
+std::vector<Table> DuelTables(const Analysis& analysis) {
+  std::vector<Table> tables;
+  for (const TableGroup& group : TableGroups(analysis)) {
+    if (group.purpose() == Case::PURPOSE_ACCURACY) continue;
+    const std::vector<DuelRow> rows = DuelRows(group);
+    if (!rows.empty()) tables.push_back(DuelTable(group, rows));
+  }
+  return tables;
+}
+
+std::vector<Table> ContestantTables(const Analysis& analysis) {
+  Table table;
+  table.title = "Contestants";
+  table.columns = {{"contestant"}, {"code", false, 20}, {"held against"}, {"with", false, 40}};
+  std::set<std::vector<std::string>> seen;
+  for (const Case* result : analysis.cases()) {
+    if (!result->technique().has_contestant()) continue;
+    const TechniqueDescription::Contestant& contestant = result->technique().contestant();
+    std::vector<std::string> with;
+    for (const auto& [name, value] :
+         std::map<std::string, std::string>(contestant.about().begin(), contestant.about().end())) {
+      with.push_back(Printable(absl::StrCat(name, " ", value)));
+    }
+    const std::vector<std::string> row = {
+        Printable(result->key().technique()), Printable(contestant.file()),
+        Printable(absl::StrCat(contestant.definition(),
+                               contestant.approximates() ? " (approximates it)" : "")),
+        absl::StrJoin(with, ", ")};
+    if (!seen.insert(row).second) continue;
+    table.rows.emplace_back(row.begin(), row.end());
+  }
+  return WithRows({table});
+}
+
+}  // namespace report
+}  // namespace tfb
