@@ -54,12 +54,13 @@ std::vector<DuelRow> DuelRows(const TableGroup& group) {
   std::vector<DuelRow> rows;
   const std::vector<const Series*> all = group.AllSeries();
   for (const Series* ours : all) {
-    const std::string name = SeriesName(*ours);
+    const std::string name = DisplayName(ours->first());
     for (const Series* theirs : all) {
       if (!theirs->first().technique().has_contestant() || !Duels(*theirs, *ours)) continue;
       // Rows differ in more than their threads.
-      auto row = std::find_if(rows.begin(), rows.end(),
-                              [&](const DuelRow& one) { return SeriesName(*one.ours) == name; });
+      auto row = std::find_if(rows.begin(), rows.end(), [&](const DuelRow& one) {
+        return DisplayName(one.ours->first()) == name;
+      });
       if (row == rows.end()) row = rows.insert(rows.end(), DuelRow{ours, {}});
       for (const auto& [tokens, time] : theirs->run_ns) {
         const auto own = ours->run_ns.find(tokens);
@@ -138,7 +139,8 @@ Table DuelTable(const TableGroup& group, const std::vector<DuelRow>& rows) {
       const std::string name = SeriesName(*duel.theirs);
       if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
-    std::vector<TableCell> cells = {SeriesName(*row.ours), absl::StrJoin(names, ", ")};
+    std::vector<TableCell> cells = {Printable(DisplayName(row.ours->first())),
+                                    absl::StrJoin(names, ", ")};
     for (const Column& column : columns) {
       const auto duel = row.duels.find(column);
       cells.push_back(duel == row.duels.end() ? TableCell("-")
