@@ -337,7 +337,9 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
   TFB_RETURN_IF_ERROR(Check(hooks, prepared, &device_bytes));
   const int64_t heap_after = HeapBytes();
-  if (const auto* contestant = dynamic_cast<ContestantLayer*>(&layer); contestant != nullptr) {
+  const auto* contestant = dynamic_cast<ContestantLayer*>(&layer);
+  const bool is_remote = contestant != nullptr && contestant->times_itself();
+  if (contestant != nullptr) {
     for (const auto& [name, value] : contestant->about()) {
       (*description.mutable_contestant()->mutable_about())[name] = value;
     }
@@ -345,7 +347,8 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   if (options_.times) TFB_RETURN_IF_ERROR(Bind(batch, prepared));
 
   const double output_bytes = BytesOf(output_specs, false);
-  outcome->set_peak_workspace_bytes(layer.workspace_bytes(job.threads));
+  // What another process allocates is not known.
+  if (!is_remote) outcome->set_peak_workspace_bytes(layer.workspace_bytes(job.threads));
   outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
   outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));
   outcome->set_output_bytes(static_cast<uint64_t>(output_bytes));
@@ -355,7 +358,7 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   auto& statistics = *outcome->mutable_statistics();
   for (const auto& [name, value] : layer.statistics()) statistics[name] = value;
   // The layer keeps schedules, tables, indices and parameters between runs.
-  if (heap_after > heap_before + kHeapNoise) {
+  if (heap_after > heap_before + kHeapNoise && !is_remote) {
     statistics["layer_heap_bytes"] = static_cast<double>(heap_after - heap_before);
   }
   if (batch->runtime != nullptr) {
