@@ -7,7 +7,7 @@ The layer draws its rotations in each call; here the drawing gives ours, each he
 lsh inside exactly, for its own buckets, which it returns, with the options stated: no mask of buckets, the first chunk
 sees the last one of the round before, and keys count as often as they are found; but for one number: it puts -1e5 in the
 place of a token's score with itself. Sums of rounds are then rounded to 0.008, which makes the result of a token that
-sees nothing else wrong by up to 1e-3; so -200 stands here, which hides a token beside others as well. Tokens fill two or
+sees nothing else wrong by some 3e-3; so -200 stands here, which hides a token beside others as well. Tokens fill two or
 more chunks.
 """
 

@@ -9,7 +9,7 @@ the paper. With its defaults tokens see all of two chunks, the first of them the
 as often as rounds find it (across_buckets); it can also keep to buckets and count a key once (own_bucket). It computes
 lsh with these options exactly, for its own buckets, which it returns, but for one number: it puts -5e4 in the place of a
 token's score with itself. Sums of rounds are then rounded to 0.004, which makes the result of a token that sees nothing
-else wrong by 2e-4; so -200 stands here, which hides a token beside others as well. Tokens fill pairs of chunks.
+else wrong by some 3e-4; so -200 stands here, which hides a token beside others as well. Tokens fill pairs of chunks.
 """
 
 import unittest.mock
