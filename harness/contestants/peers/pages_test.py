@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""The pages without the packages that they import: pages_test.py LIBRARY, where LIBRARY is libtfb.so."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import types
+import unittest
+
+os.environ['TFB_LIBRARY'] = os.path.abspath(sys.argv.pop())
+sys.dont_write_bytecode = True
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[2] / 'tools/python'))
+import tfb  # pylint: disable=wrong-import-position
+
+
+class StandInType(type):
+
+    def __getattr__(cls, name):
+        return StandIn
+
+
+class StandIn(metaclass=StandInType):
+    """A module's class, function or decorator, as far as a page uses it when it is loaded."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __call__(self, decorated):
+        return decorated
+
+
+class StandInModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the modules of the packages that pages use, wherever they are installed."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in self.names:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: StandIn
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def requirements():
+    """Returns the version, megabytes to download and megabytes on disk of each package."""
+    lines = [line for line in (HERE / 'requirements.txt').read_text().splitlines() if not line.startswith('#')]
+    return {name: rest for name, *rest in (re.fullmatch(r'([a-z-]+)==([\d.]+)  # (\d+) (\d+)', line).groups() for line in lines)}
+
+
+def load(path, marked):
+    """Returns the page as a module; appends (function's name, specification, details) to `marked`."""
+
+    def definition(spec, *, arrays='numpy', packages=(), options=(), causal=(False, True), title='', citation=''):
+
+        def mark(target):
+            marked.append((target.__name__, spec, types.SimpleNamespace(
+                arrays=arrays, packages=packages, options=options, causal=causal, title=title, citation=citation)))
+            return target
+
+        return mark
+
+    contestant = types.ModuleType('tfb.contestant')
+    contestant.definition = definition
+    sys.modules['tfb.contestant'] = contestant
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    return page
+
+
+MODULES = {
+    'faiss-cpu': 'faiss', 'torch': 'torch', 'jax': 'jax', 'transformers': 'transformers',
+    'performer-pytorch': 'performer_pytorch', 'reformer-pytorch': 'reformer_pytorch', 'linformer': 'linformer',
+    'routing-transformer': 'routing_transformer', 'sinkhorn-transformer': 'sinkhorn_transformer',
+    'local-attention': 'local_attention'
+}
+PAGES = sorted(path for path in HERE.glob('*.py') if path.stem != 'pages_test')
+
+
+class Pages(unittest.TestCase):
+
+    @classmethod
+    def setUpClass(cls):
+        sys.meta_path.insert(0, StandInModules(set(MODULES.values())))
+        cls.marked, cls.modules = {}, {}
+        for path in PAGES:
+            cls.marked[path] = []
+            cls.modules[path] = load(path, cls.marked[path])
+
+    def each(self):
+        return [(path, *marked) for path in PAGES for marked in self.marked[path]]
+
+    def test_there_are_pages(self):
+        self.assertGreaterEqual(len(PAGES), 14)
+
+    def test_each_page_has_contestants_of_different_names_that_are_its_own(self):
+        for path in PAGES:
+            names = [name for name, _, _ in self.marked[path]]
+            self.assertTrue(names, path)
+            self.assertEqual(len(names), len(set(names)), path)
+            for name in names:
+                self.assertTrue(callable(getattr(self.modules[path], name, None)), '%s of %s' % (name, path))
+
+    def test_no_page_hides_a_module_that_others_import(self):
+        for path in PAGES:
+            self.assertNotIn(path.stem, list(MODULES.values()) + ['numpy', 'tfb'])
+
+    def test_each_definition_is_a_technique_of_ours_that_takes_the_problems(self):
+        for path, name, spec, about in self.each():
+            self.assertTrue(about.causal, (path, name))
+            for causal in about.causal:
+                tfb.Layer(spec, tokens=512, heads=4, head_dim=16, causal=causal)
+
+    def test_options_that_may_vary_are_options_of_the_definition(self):
+        options = {one['name']: {option['name'] for option in one['options']} for one in tfb.techniques()}
+        for path, name, spec, about in self.each():
+            self.assertLessEqual(set(about.options), options[spec.partition(':')[0]], (path, name))
+
+    def test_arrays_are_of_a_kind_that_there_is(self):
+        for path, name, _, about in self.each():
+            self.assertIn(about.arrays, ('numpy', 'torch', 'jax'), (path, name))
+            self.assertTrue(about.title, (path, name))
+
+    def test_requirements_are_the_packages_of_the_pages_in_the_versions_that_they_name(self):
+        required, used = requirements(), set()
+        for path, _, _, about in self.each():
+            self.assertLessEqual(set(about.packages), set(required), path)
+            used.update(about.packages)
+            text = self.modules[path].__doc__
+            tried = re.findall(r'^Tried with ([a-z-]+) ([\d.]*\d)', text, re.MULTILINE)
+            self.assertEqual(tried, [(about.packages[0], required[about.packages[0]][0])], path)
+        self.assertEqual(used, set(required))
+
+    def test_each_page_names_its_source_and_is_listed_in_the_table(self):
+        table = (HERE / 'README.md').read_text()
+        for path, name, _, _ in self.each():
+            self.assertRegex(self.modules[path].__doc__, r'\nhttps://[^\s]+\n')
+            (row,) = re.findall(r'^\| \[%s\]\(%s\) \| (.*) \|$' % (path.stem, path.name), table, re.MULTILINE)
+            self.assertIn('`%s`' % name, row)
+
+
+if __name__ == '__main__':
+    unittest.main()
