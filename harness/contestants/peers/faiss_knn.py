@@ -38,7 +38,10 @@ class flat:
         weights = numpy.exp((distances[:, :1] - distances) / self.temperature)
         weights *= self.share / weights.sum(1, keepdims=True)
         numpy.add.at(p, (numpy.arange(len(p))[:, None], self.values[neighbours]), weights)
-        return {'out': numpy.log(p).reshape(*x.shape[:2], -1), 'neighbours': neighbours.astype('int32').reshape(*x.shape[:2], -1)}
+        return {
+            'out': numpy.log(p).reshape(*x.shape[:2], -1),
+            'neighbours': neighbours.astype('int32').reshape(*x.shape[:2], -1)
+        }
 
 
 @definition('knn_lm:entries=65536,k=32,search=approximate', options=NAMES + ('lists', 'probes'), **ABOUT)

@@ -6,6 +6,7 @@ https://huggingface.co/docs/transformers/model_doc/big_bird
 The layer draws its random blocks in each call, when training, and takes block 0 for all of them otherwise. Here both
 functions that would draw give our table, so that it computes multi_head with bigbird inside exactly. Tokens fill blocks,
 of which there are enough for a full table. Padding is left out: the layer gives 0 for padded queries, which ours does not.
+Weights are in float32 here.
 """
 
 import torch
@@ -33,9 +34,10 @@ class attention:
 
     def __init__(self, problem, parameters):
         heads, random = problem.query_heads, parameters['inner.random']
-        if problem.kv_heads != heads or problem.value_dim != problem.head_dim or problem.query_tokens % BLOCK:
-            raise NotImplementedError('kv_heads other than query_heads, value_dim other than head_dim, or tokens that do '
-                                      'not fill blocks of %d' % BLOCK)
+        if (problem.kv_heads != heads or problem.value_dim != problem.head_dim or problem.dtype != 'f32'
+                or problem.query_tokens % BLOCK):
+            raise NotImplementedError('kv_heads other than query_heads, value_dim other than head_dim, 16 bits, or tokens '
+                                      'that do not fill blocks of %d' % BLOCK)
         if (random[:, 1:-1] < 0).any() or random.shape[1] < 5:
             raise NotImplementedError('too few blocks to draw from')
         self.layer = OurBlocks(BigBirdConfig(hidden_size=heads * problem.head_dim, num_attention_heads=heads, block_size=BLOCK,

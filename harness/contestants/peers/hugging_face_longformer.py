@@ -5,7 +5,7 @@ https://huggingface.co/docs/transformers/model_doc/longformer
 
 It computes multi_head with longformer inside exactly: a window, and in `first_global` token 0 that is global with
 projections of its own. It is not causal, tokens fill windows, and it has as many key-value heads as query heads.
-Padding is left out: the layer gives 0 for padded queries, which ours does not.
+Padding is left out: the layer gives 0 for padded queries, which ours does not. Weights are in float32 here.
 """
 
 import torch
@@ -14,7 +14,10 @@ from transformers import LongformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
 ABOUT = {'arrays': 'torch', 'packages': ('transformers', 'torch'), 'title': 'Hugging Face Longformer', 'causal': (False,)}
-NAMES = {'q': 'query', 'k': 'key', 'v': 'value', 'q_global': 'query_global', 'k_global': 'key_global', 'v_global': 'value_global'}
+NAMES = {
+    'q': 'query', 'k': 'key', 'v': 'value',
+    'q_global': 'query_global', 'k_global': 'key_global', 'v_global': 'value_global'
+}
 
 
 @definition('multi_head:inner=longformer[window=256],bias=true', **ABOUT)
@@ -23,9 +26,9 @@ class window:
 
     def __init__(self, problem, parameters):
         heads, tokens = problem.query_heads, problem.query_tokens
-        if problem.kv_heads != heads or problem.value_dim != problem.head_dim or tokens % self.window:
-            raise NotImplementedError('kv_heads other than query_heads, value_dim other than head_dim, or tokens that do '
-                                      'not fill windows of %d' % self.window)
+        if problem.kv_heads != heads or problem.value_dim != problem.head_dim or problem.dtype != 'f32' or tokens % self.window:
+            raise NotImplementedError('kv_heads other than query_heads, value_dim other than head_dim, 16 bits, or tokens '
+                                      'that do not fill windows of %d' % self.window)
         layer = LongformerSelfAttention(LongformerConfig(
             hidden_size=heads * problem.head_dim, num_attention_heads=heads, attention_window=[self.window]), 0).eval()
         for ours, theirs in NAMES.items():

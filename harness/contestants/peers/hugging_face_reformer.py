@@ -8,7 +8,7 @@ lsh inside exactly, for its own buckets, which it returns, with the options stat
 sees the last one of the round before, and keys count as often as they are found; but for one number: it puts -1e5 in the
 place of a token's score with itself. Sums of rounds are then rounded to 0.008, which makes the result of a token that
 sees nothing else wrong by some 3e-3; so -200 stands here, which hides a token beside others as well. Tokens fill two or
-more chunks.
+more chunks. Weights are in float32 here.
 """
 
 import unittest.mock
@@ -22,13 +22,15 @@ CHUNK, ROUNDS = 64, 4
 
 
 @definition('multi_head:inner=lsh[rounds=4,chunk=64,factorize=false,bucket_mask=false,dedup=false,wrap=true,'
-            'key_norm=epsilon,per_head=true]', arrays='torch', packages=('transformers', 'torch'), title='Hugging Face Reformer')
+            'key_norm=epsilon,per_head=true]', arrays='torch', packages=('transformers', 'torch'),
+            title='Hugging Face Reformer')
 class attention:
 
     def __init__(self, problem, parameters):
         heads, tokens, rotations = problem.query_heads, problem.query_tokens, parameters['inner.rotations']
-        if problem.value_dim != problem.head_dim or tokens % CHUNK or tokens == CHUNK:
-            raise NotImplementedError('value_dim other than head_dim, or tokens that do not fill two chunks of %d' % CHUNK)
+        if problem.value_dim != problem.head_dim or problem.dtype != 'f32' or tokens % CHUNK or tokens == CHUNK:
+            raise NotImplementedError('value_dim other than head_dim, 16 bits, or tokens that do not fill two chunks of %d' %
+                                      CHUNK)
         self.layer = LSHSelfAttention(ReformerConfig(
             hidden_size=heads * problem.head_dim, num_attention_heads=heads, attention_head_size=problem.head_dim,
             lsh_attn_chunk_length=CHUNK, lsh_num_chunks_before=1, lsh_num_chunks_after=0, num_hashes=ROUNDS,

@@ -4,7 +4,8 @@ Tried with linformer 0.2.3.
 https://github.com/lucidrains/linformer
 
 It computes multi_head with linformer inside, one matrix for the keys of all heads and one for their values, exactly.
-The package has a bias behind the last projection, which is 0 here. It is not causal and knows no padding.
+The package has a bias behind the last projection, which is 0 here. It is not causal, knows no padding,
+and has weights in float32 here.
 """
 
 import torch
@@ -17,8 +18,8 @@ from tfb.contestant import definition
 class attention:
 
     def __init__(self, problem, parameters):
-        if problem.kv_heads != problem.query_heads:
-            raise NotImplementedError('kv_heads other than query_heads')
+        if problem.kv_heads != problem.query_heads or problem.dtype != 'f32':
+            raise NotImplementedError('kv_heads other than query_heads, or 16 bits')
         e, f = parameters['inner.e'], parameters['inner.f']
         self.layer = LinformerSelfAttention(problem.query_heads * problem.head_dim, problem.kv_tokens, k=e.shape[1],
                                             heads=problem.query_heads).eval()

@@ -57,7 +57,8 @@ class StandInModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def requirements():
     """Returns the version, megabytes to download and megabytes on disk of each package."""
     lines = [line for line in (HERE / 'requirements.txt').read_text().splitlines() if not line.startswith('#')]
-    return {name: rest for name, *rest in (re.fullmatch(r'([a-z-]+)==([\d.]+)  # (\d+) (\d+)', line).groups() for line in lines)}
+    matches = [re.fullmatch(r'([a-z-]+)==([\d.]+)  # (\d+) (\d+)', line) for line in lines]
+    return {match.group(1): match.groups()[1:] for match in matches}
 
 
 def load(path, marked):
