@@ -16,12 +16,19 @@ sys.dont_write_bytecode = True
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2] / 'tools/python'))
 import tfb  # pylint: disable=wrong-import-position
+from tfb import contestant  # pylint: disable=wrong-import-position
+
+
+def stand_in(name):
+    if name.startswith('__'):
+        raise AttributeError(name)
+    return StandIn
 
 
 class StandInType(type):
 
     def __getattr__(cls, name):
-        return StandIn
+        return stand_in(name)
 
 
 class StandIn(metaclass=StandInType):
@@ -47,7 +54,7 @@ class StandInModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: StandIn
+        module.__getattr__ = stand_in
         return module
 
     def exec_module(self, module):
@@ -59,27 +66,6 @@ def requirements():
     lines = [line for line in (HERE / 'requirements.txt').read_text().splitlines() if not line.startswith('#')]
     matches = [re.fullmatch(r'([a-z-]+)==([\d.]+)  # (\d+) (\d+)', line) for line in lines]
     return {match.group(1): match.groups()[1:] for match in matches}
-
-
-def load(path, marked):
-    """Returns the page as a module; appends (function's name, specification, details) to `marked`."""
-
-    def definition(spec, *, arrays='numpy', packages=(), options=(), causal=(False, True), title='', citation=''):
-
-        def mark(target):
-            marked.append((target.__name__, spec, types.SimpleNamespace(
-                arrays=arrays, packages=packages, options=options, causal=causal, title=title, citation=citation)))
-            return target
-
-        return mark
-
-    contestant = types.ModuleType('tfb.contestant')
-    contestant.definition = definition
-    sys.modules['tfb.contestant'] = contestant
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    return page
 
 
 MODULES = {
@@ -96,59 +82,50 @@ class Pages(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         sys.meta_path.insert(0, StandInModules(set(MODULES.values())))
-        cls.marked, cls.modules = {}, {}
-        for path in PAGES:
-            cls.marked[path] = []
-            cls.modules[path] = load(path, cls.marked[path])
-
-    def each(self):
-        return [(path, *marked) for path in PAGES for marked in self.marked[path]]
+        cls.contestants = [(path, name, types.SimpleNamespace(**contestant.said_of(code)))
+                           for path in PAGES for name, code in contestant._load(str(path)).items()]
 
     def test_there_are_pages(self):
         self.assertGreaterEqual(len(PAGES), 14)
 
-    def test_each_page_has_contestants_of_different_names_that_are_its_own(self):
-        for path in PAGES:
-            names = [name for name, _, _ in self.marked[path]]
-            self.assertTrue(names, path)
-            self.assertEqual(len(names), len(set(names)), path)
-            for name in names:
-                self.assertTrue(callable(getattr(self.modules[path], name, None)), '%s of %s' % (name, path))
+    def test_a_contestant_says_what_it_is_itself_and_not_what_one_that_it_extends_is(self):
+        said = [(path, vars(about)) for path, _, about in self.contestants]
+        for one in said:
+            self.assertEqual(said.count(one), 1, one)
 
     def test_no_page_hides_a_module_that_others_import(self):
         for path in PAGES:
             self.assertNotIn(path.stem, list(MODULES.values()) + ['numpy', 'tfb'])
 
     def test_each_definition_is_a_technique_of_ours_that_takes_the_problems(self):
-        for path, name, spec, about in self.each():
+        for path, name, about in self.contestants:
             self.assertTrue(about.causal, (path, name))
             for causal in about.causal:
-                tfb.Layer(spec, tokens=512, heads=4, head_dim=16, causal=causal)
+                tfb.Layer(about.definition, tokens=512, heads=4, head_dim=16, causal=causal)
 
     def test_options_that_may_vary_are_options_of_the_definition(self):
         options = {one['name']: {option['name'] for option in one['options']} for one in tfb.techniques()}
-        for path, name, spec, about in self.each():
-            self.assertLessEqual(set(about.options), options[spec.partition(':')[0]], (path, name))
+        for path, name, about in self.contestants:
+            self.assertLessEqual(set(about.options), options[about.definition.partition(':')[0]], (path, name))
 
-    def test_arrays_are_of_a_kind_that_there_is(self):
-        for path, name, _, about in self.each():
-            self.assertIn(about.arrays, ('numpy', 'torch', 'jax'), (path, name))
-            self.assertTrue(about.title, (path, name))
+    def test_each_has_a_title_and_is_judged_by_bounds(self):
+        for path, name, about in self.contestants:
+            self.assertTrue(about.title and about.exact, (path, name))
 
     def test_requirements_are_the_packages_of_the_pages_in_the_versions_that_they_name(self):
         required, used = requirements(), set()
-        for path, _, _, about in self.each():
+        for path, _, about in self.contestants:
             self.assertLessEqual(set(about.packages), set(required), path)
             used.update(about.packages)
-            text = self.modules[path].__doc__
+            text = sys.modules[path.stem].__doc__
             tried = re.findall(r'^Tried with ([a-z-]+) ([\d.]*\d)', text, re.MULTILINE)
             self.assertEqual(tried, [(about.packages[0], required[about.packages[0]][0])], path)
         self.assertEqual(used, set(required))
 
     def test_each_page_names_its_source_and_is_listed_in_the_table(self):
         table = (HERE / 'README.md').read_text()
-        for path, name, _, _ in self.each():
-            self.assertRegex(self.modules[path].__doc__, r'\nhttps://[^\s]+\n')
+        for path, name, _ in self.contestants:
+            self.assertRegex(sys.modules[path.stem].__doc__, r'\nhttps://[^\s]+\n')
             (row,) = re.findall(r'^\| \[%s\]\(%s\) \| (.*) \|$' % (path.stem, path.name), table, re.MULTILINE)
             self.assertIn('`%s`' % name, row)
 
