@@ -3,9 +3,9 @@
 Tried with faiss-cpu 1.15.1.
 https://github.com/facebookresearch/faiss/wiki/Faiss-indexes
 
-`flat` compares a state with all keys, `inverted_lists` with those of the nearest clusters. They compute knn_lm for the
-neighbours that FAISS finds, which they return. Clusters are trained and filled in the constructor, by FAISS's k-means,
-so that an approximate search finds other neighbours than ours: recall is what tells them apart.
+`flat` compares a state with all keys and computes knn_lm exactly. `inverted_lists` compares it with the keys of the
+nearest clusters, which the constructor trains and fills, and approximates knn_lm by the neighbours that it finds there.
+The neighbours are the output of this name.
 """
 
 import faiss
@@ -44,7 +44,7 @@ class flat:
         }
 
 
-@definition('knn_lm:entries=65536,k=32,search=approximate', options=NAMES + ('lists', 'probes'), **ABOUT)
+@definition('knn_lm:entries=65536,k=32', exact=False, options=NAMES + ('lists', 'probes'), **ABOUT)
 class inverted_lists(flat):
 
     def make(self, options, keys):

@@ -1,14 +1,15 @@
-"""PyTorch's FlexAttention, compiled: every technique of ours that is a mask of pairs, or a function of a score and its pair.
+"""PyTorch's FlexAttention, compiled: the techniques of ours that are a mask of pairs, or a function of a score and its pair.
 
 Tried with torch 2.15.0, which compiles for CPUs with the system's C++ compiler.
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 
-Each function below is one technique. It returns mask(b, h, i, j), which tells whether query i of head h sees key j, or
-None; score(s, b, h, i, j), made of the scaled score s, or None; and whether the mask is one for each head. The results
-are the definitions', and 0 where a query sees no key. The constructor makes the block mask and compiles, some 10
-seconds; blocks of 128 x 128 pairs that see nothing are skipped. Padding is left to torch_sdpa: its block mask would have
-to be made anew for each input. Left out, since a score and its place are not enough for them: labels and positions that
-are products with the query (etc with vectors, shaw, transformer_xl_relative, adaptive_span with positions).
+Each function below is one technique. It returns, where the technique has it, `mask`, whether query i of head h sees key
+j; `score`, made of the scaled score s and its place; `per_head`, that the mask depends on h; and `own_order`, that a
+causal mask goes by another order than that of tokens. The results are the definitions', and 0 where a query sees no key.
+The constructor makes the block mask and compiles, some 10 seconds; blocks of 128 x 128 pairs that see nothing are
+skipped. Padding is left to torch_sdpa: its block mask would have to be made anew for each input. Left out, since a score
+and its place are not enough for them: labels and positions that are products with the query (etc with vectors, shaw,
+transformer_xl_relative, adaptive_span with positions).
 """
 
 import math
@@ -24,14 +25,16 @@ COMPILE = {'dynamic': False, 'fullgraph': True, 'isolate_recompiles': True}
 class Flex:
 
     def __init__(self, problem, options, parameters):
-        mask, score, per_head = self.technique(problem, options, parameters)
-        self.score, seen, first = score, mask, problem.kv_tokens - problem.query_tokens
-        if problem.causal:
+        made = self.technique(problem, options, parameters)
+        self.score, mask = made.get('score'), made.get('mask')
+        seen, first = mask, problem.kv_tokens - problem.query_tokens
+        if problem.causal and 'own_order' not in made:
             seen = lambda b, h, i, j: (j <= i + first) & (mask is None or mask(b, h, i, j))
         self.blocks = None
         if seen is not None:
-            self.blocks = torch.compile(create_block_mask, **COMPILE)(seen, None, problem.query_heads if per_head else None,
-                                                                      problem.query_tokens, problem.kv_tokens, device='cpu')
+            heads = problem.query_heads if 'per_head' in made else None
+            self.blocks = torch.compile(create_block_mask, **COMPILE)(
+                seen, None, heads, problem.query_tokens, problem.kv_tokens, device='cpu')
         self.more = {'enable_gqa': problem.query_heads != problem.kv_heads}
         if 'scale' in options:  # 0 stands for that of dense attention, 1 / sqrt(head_dim)
             self.more['scale'] = float(options['scale']) or None
@@ -61,7 +64,7 @@ def integers(text):
 
 @flex('dense')
 def dense(problem, options, parameters):
-    return None, None, False
+    return {}
 
 
 @flex('longformer:window=256', options=('window', 'one_sided', 'dilation', 'globals'))
@@ -80,7 +83,7 @@ def longformer(problem, options, parameters):
         return ((i - j).abs() <= reach * steps[h]) & ((i - j) % steps[h] == 0)
 
     mask = (lambda b, h, i, j: near(b, h, i, j) | is_global[i] | is_global[j]) if of_all else near
-    return mask, None, len(set(dilation)) > 1
+    return {'mask': mask, **({'per_head': True} if len(dilation) > 1 else {})}
 
 
 @flex('bigbird', options=('block', 'random'), causal=(False,))
@@ -94,7 +97,7 @@ def bigbird(problem, options, parameters):
     table = parameters['random'].long()
     rows = torch.nn.functional.one_hot(table + 1, blocks + 1).sum(2)[..., 1:]  # -1 stands for no block
     sees |= rows > 0
-    return lambda b, h, i, j: sees[h, i // block, j // block], None, True
+    return {'mask': lambda b, h, i, j: sees[h, i // block, j // block], 'per_head': True}
 
 
 @flex('etc:labels=biases', options=('radius', 'global_tokens', 'max_distance'), causal=(False,))
@@ -102,7 +105,7 @@ def etc(problem, options, parameters):
     radius, first, most = (int(options[name]) for name in ('radius', 'global_tokens', 'max_distance'))
     mask = lambda b, h, i, j: (i < first) | (j < first) | ((i - j).abs() <= radius)
     if most < 0:
-        return mask, None, False
+        return {'mask': mask}
     scale = problem.head_dim**-0.5
     of_globals, of_long = parameters['g2g_bias'] * scale, parameters['l2l_bias'] * scale
 
@@ -111,20 +114,34 @@ def etc(problem, options, parameters):
         bias = torch.where(i < first, of_globals[h, row], of_long[h, row])
         return s + torch.where((i < first) == (j < first), bias, 0.0)
 
-    return mask, score, False
+    return {'mask': mask, 'score': score}
 
 
-@flex('strided', options=('stride', 'bandwidth'), causal=(True,))
+def combined(problem, options, row, column):
+    """The two factors of the Sparse Transformer as `combine` says."""
+    group = problem.query_heads // problem.kv_heads
+    if options['combine'] == 'interleaved':
+        return {'mask': column if int(options['layer']) % 2 else row}
+    if options['combine'] == 'per_head':
+        return {
+            'mask': lambda b, h, i, j: torch.where(h // group % 2 == 0, row(b, h, i, j), column(b, h, i, j)),
+            'per_head': True
+        }
+    return {'mask': lambda b, h, i, j: row(b, h, i, j) | column(b, h, i, j)}
+
+
+@flex('strided', options=('stride', 'combine', 'layer', 'bandwidth'), causal=(True,))
 def strided(problem, options, parameters):
     stride = int(options['stride'])
-    row = stride if options['bandwidth'] == 'paper' else stride - 1
-    return lambda b, h, i, j: (i - j <= row) | ((i - j) % stride == 0), None, False
+    reach = stride if options['bandwidth'] == 'paper' else stride - 1
+    return combined(problem, options, lambda b, h, i, j: i - j <= reach, lambda b, h, i, j: (i - j) % stride == 0)
 
 
-@flex('fixed', options=('stride', 'summary'), causal=(True,))
+@flex('fixed', options=('stride', 'summary', 'combine', 'layer'), causal=(True,))
 def fixed(problem, options, parameters):
     stride, summary = int(options['stride']), int(options['summary'])
-    return lambda b, h, i, j: (i // stride == j // stride) | (j % stride >= stride - summary), None, False
+    return combined(problem, options, lambda b, h, i, j: i // stride == j // stride,
+                    lambda b, h, i, j: j % stride >= stride - summary)
 
 
 @flex('blockwise', options=('blocks',))
@@ -137,7 +154,7 @@ def blockwise(problem, options, parameters):
     def mask(b, h, i, j):
         return j * blocks // problem.kv_tokens == (i * blocks // problem.query_tokens + shift[h]) % blocks
 
-    return mask, None, True
+    return {'mask': mask, 'per_head': True}
 
 
 @flex('image_local', options=('query_block', 'memory'))
@@ -148,13 +165,31 @@ def image_local(problem, options, parameters):
         begin = i // block * block
         return (j >= begin - memory) & (j < begin + block + memory)
 
-    return mask, None, False
+    return {'mask': mask}
+
+
+@flex('image_local:form=2d', options=('width', 'block_height', 'block_width', 'flange_height', 'flange_width'), causal=(True,))
+def image_local_2d(problem, options, parameters):
+    width, height, across, up, aside = (int(options[name]) for name in (
+        'width', 'block_height', 'block_width', 'flange_height', 'flange_width'))
+    width = width or math.isqrt(problem.kv_tokens - 1) + 1
+
+    def mask(b, h, i, j):
+        row, column = j // width, j % width
+        top, left = i // width // height * height, i % width // across * across
+        near = (column >= left - aside) & (column < left + across + aside)
+        above = (row >= top - up) & (row < top) & near
+        beside = (row >= top) & (row < top + height) & (column >= left - aside) & (column < left)
+        within = (row >= top) & (row < top + height) & (column >= left) & (column < left + across)
+        return above | beside | (within & (j <= i))
+
+    return {'mask': mask, 'own_order': True}
 
 
 @flex('alibi')
 def alibi(problem, options, parameters):
     slopes, first = parameters['slopes'], problem.kv_tokens - problem.query_tokens
-    return None, lambda s, b, h, i, j: s - slopes[h] * (i + first - j).abs(), False
+    return {'score': lambda s, b, h, i, j: s - slopes[h] * (i + first - j).abs()}
 
 
 @flex('t5_bias', options=('max_distance',))
@@ -171,7 +206,7 @@ def t5_bias(problem, options, parameters):
         behind = i + first - j
         return s + torch.where(behind < 0, later[h, behind.abs()], earlier[h, behind.abs()])
 
-    return None, score, False
+    return {'score': score}
 
 
 @flex('adaptive_span:positions=false', options=('max_span', 'span', 'ramp'), causal=(True,))
@@ -186,7 +221,7 @@ def adaptive_span(problem, options, parameters):
     def score(s, b, h, i, j):
         return s + torch.log(torch.clamp((reach[h] - (i + first - j)) / ramp, 1e-30, 1.0))
 
-    return mask, score, True
+    return {'mask': mask, 'score': score, 'per_head': True}
 
 
 @flex('distance_aware')
@@ -197,4 +232,4 @@ def distance_aware(problem, options, parameters):
         f = (1 + torch.exp(beta[h])) / (1 + torch.exp(beta[h] - alpha[h] * (i + first - j).abs()))
         return torch.relu(s) * f
 
-    return None, score, False
+    return {'score': score}
