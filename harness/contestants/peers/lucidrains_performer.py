@@ -3,7 +3,7 @@
 Tried with performer-pytorch 1.1.4.
 https://github.com/lucidrains/performer-pytorch
 
-It computes performer with the package's constants exactly: 1e-4 added to features of softmax and 1e-3 to those of relu, the
+It computes performer with the package's constants exactly: 1e-4 added to features of softmax, 1e-3 to those of relu, the
 keys' maximum over the whole sequence, and where causal 1e-6 added to the sums in the denominator. Causally it runs the
 package's form in PyTorch, of 128 chunks, since that of fast_transformers is for GPUs alone; the package prints so. It
 has as many key-value heads as query heads. In 16 bits it rounds features and sums, and is farther off than its definition

@@ -5,8 +5,8 @@ https://github.com/lucidrains/routing-transformer
 
 The package chooses clusters by vectors of length 1 and scores queries and keys as they are, with 1 / sqrt(head_dim).
 Where causal, keys are queries of length 1, and a token sees itself only where it sees nothing else. It computes routing
-with these options, up to 1e-5 of a result: it divides by the number of a token's clusters + 1e-5. All heads are clustered; its learned keys are left out. In 16 bits it rounds scores, and is
-farther off than its definition allows.
+with these options, up to 1e-5 of a result: it divides by the number of a token's clusters + 1e-5. All heads are
+clustered; its learned keys are left out. In 16 bits it rounds scores, and is farther off than its definition allows.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""PyTorch's FlexAttention, compiled: the techniques of ours that are a mask of pairs, or a function of a score and its pair.
+"""PyTorch's FlexAttention, compiled, for techniques that are a mask of pairs, or a function of a score and its pair.
 
 Tried with torch 2.15.0, which compiles for CPUs with the system's C++ compiler.
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
@@ -6,10 +6,10 @@ https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 Each function below is one technique. It returns, where the technique has it, `mask`, whether query i of head h sees key
 j; `score`, made of the scaled score s and its place; `per_head`, that the mask depends on h; and `own_order`, that a
 causal mask goes by another order than that of tokens. The results are the definitions', and 0 where a query sees no key.
-The constructor makes the block mask and compiles, some 10 seconds; blocks of 128 x 128 pairs that see nothing are
-skipped. Padding is left to torch_sdpa: its block mask would have to be made anew for each input. Left out, since a score
-and its place are not enough for them: labels and positions that are products with the query (etc with vectors, shaw,
-transformer_xl_relative, adaptive_span with positions).
+The constructor makes the block mask and compiles, some 10 seconds the first time; blocks of 128 x 128 pairs that see
+nothing are skipped. Padding is left to torch_sdpa: its block mask would have to be made anew for each input. Left out,
+since a score and its place are not enough for them: labels and positions that are products with the query (etc with
+vectors, shaw, transformer_xl_relative, adaptive_span with positions).
 """
 
 import math
@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 # Each instance compiles for its sizes alone: together they have room for 8 compilations.
 COMPILE = {'dynamic': False, 'fullgraph': True, 'isolate_recompiles': True}
+UNCOMPILED = 2**25  # pairs up to which a block mask is made sooner, and in little memory, without being compiled
 
 
 class Flex:
@@ -32,9 +33,11 @@ class Flex:
             seen = lambda b, h, i, j: (j <= i + first) & (mask is None or mask(b, h, i, j))
         self.blocks = None
         if seen is not None:
-            heads = problem.query_heads if 'per_head' in made else None
-            self.blocks = torch.compile(create_block_mask, **COMPILE)(
-                seen, None, heads, problem.query_tokens, problem.kv_tokens, device='cpu')
+            heads, sizes = problem.query_heads if 'per_head' in made else None, (problem.query_tokens, problem.kv_tokens)
+            make = create_block_mask
+            if (heads or 1) * math.prod(sizes) > UNCOMPILED:
+                make = torch.compile(make, **COMPILE)
+            self.blocks = make(seen, None, heads, *sizes, device='cpu')
         self.more = {'enable_gqa': problem.query_heads != problem.kv_heads}
         if 'scale' in options:  # 0 stands for that of dense attention, 1 / sqrt(head_dim)
             self.more['scale'] = float(options['scale']) or None
