@@ -787,23 +787,75 @@ ResultSet MakeManyErrors() {
   return errors.results;
 }
 
+// The titles, captions, panels and tables of all figures of a file.
+std::string TextOfFigures(const ResultSet& results) {
+  const Analysis analysis(results);
+  std::string text;
+  for (const FigureKind kind :
+       {FigureKind::kScaling, FigureKind::kMemory, FigureKind::kRoofline, FigureKind::kFrontier}) {
+    for (const Figure& figure : FiguresOf(kind, analysis, nullptr)) {
+      absl::StrAppend(&text, Name(figure.kind), ": ", figure.title, "\n", figure.caption, "\n");
+      if (kind == FigureKind::kMemory) continue;  // in the same panels as times
+      for (const plot::Plot& panel : figure.panels) text += SummaryOf(panel);
+      text += ToMarkdown(figure.data);
+    }
+  }
+  return text;
+}
+
 TEST(Golden, FiguresOfManyTechniques) {
-  const std::pair<const char*, ResultSet> sets[] = {{"crowd.txt", MakeCrowd()},
-                                                    {"many_errors.txt", MakeManyErrors()}};
-  for (const auto& [name, results] : sets) {
-    const Analysis analysis(results);
-    std::string text;
-    for (const FigureKind kind : {FigureKind::kScaling, FigureKind::kMemory, FigureKind::kRoofline,
-                                  FigureKind::kFrontier}) {
-      for (const Figure& figure : FiguresOf(kind, analysis, nullptr)) {
-        absl::StrAppend(&text, Name(figure.kind), ": ", figure.title, "\n", figure.caption, "\n");
-        if (kind == FigureKind::kMemory) continue;  // in the same panels as times
-        for (const plot::Plot& panel : figure.panels) text += SummaryOf(panel);
-        text += ToMarkdown(figure.data);
+  ExpectGolden("crowd.txt", TextOfFigures(MakeCrowd()));
+  ExpectGolden("many_errors.txt", TextOfFigures(MakeManyErrors()));
+}
+
+// Techniques of equal times, errors and memory, in two sets of equal size that are held against
+// different counterparts, and one in each set that all others of it beat.
+ResultSet MakeTies() {
+  Showcase ties;
+  *ties.results.add_environments() = MakeEnvironment();
+  const std::pair<ElementType, bool> groups[] = {
+      {ELEMENT_TYPE_F32, true}, {ELEMENT_TYPE_F32, false}, {ELEMENT_TYPE_BF16, true}};
+  for (const auto& [dtype, causal] : groups) {
+    for (const char* name : {"zeta", "slow", "plain", "other", "beta"}) {
+      for (const char* counterpart : {"plain", "other"}) {
+        const bool is_counterpart = absl::string_view(name) == counterpart;
+        const bool is_of_other = absl::StrContains("plain other", name) && !is_counterpart;
+        if (is_of_other) continue;
+        CaseSpec spec = SpecOf(is_counterpart ? name : absl::StrCat(name, "_", counterpart));
+        spec.dtype = dtype;
+        for (const int64_t tokens : {512, 1024}) {
+          spec.purpose = Case::PURPOSE_SCALING;
+          spec.tokens = tokens;
+          spec.median_ns = absl::string_view(name) == "slow" ? 2e6 : 1e6;
+          const auto add = [&] {
+            Case* result = ties.Add(spec, "attention");
+            result->mutable_key()->mutable_problem()->set_causal(causal);
+            result->mutable_technique()->set_dense_counterpart(counterpart);
+          };
+          add();
+          if (tokens != 512) continue;
+          spec.purpose = Case::PURPOSE_ACCURACY;
+          spec.median_ns = 0;
+          add();
+        }
       }
     }
-    ExpectGolden(name, text);
   }
+  return ties.results;
+}
+
+TEST(Golden, EqualTechniquesKeepTheOrderOfTheFile) {
+  const ResultSet ties = MakeTies();
+  ResultSet slower = ties;
+  for (Case& result : *slower.mutable_cases()) {
+    for (double& ns : *result.mutable_outcome()->mutable_timing()->mutable_run_ns()) ns *= 2;
+  }
+  const absl::StatusOr<Comparison> comparison = Compare(ties, slower, CompareOptions());
+  ASSERT_TRUE(comparison.ok()) << comparison.status();
+  ExpectGolden(
+      "ties.txt",
+      absl::StrCat(Render(ties, OptionsOf(RenderFormat::kTerminal, false, 150)), TextOfFigures(ties),
+                   RenderComparison(*comparison, ComparisonFormat::kTerminal, false, TextStyle())));
 }
 
 }  // namespace

@@ -435,6 +435,34 @@ TEST(Routing, TheDefinitionFollowsALayerUpToTheErrorsOfBothScores) {
   }
 }
 
+// Both tokens score 1, and the layer takes the later one. The definition does too where the tokens
+// differ anywhere in their channels, however many a value has.
+TEST(Routing, TheDefinitionKnowsEqualTokensByAllTheirChannels) {
+  const double tokens[][2][3] = {
+      {{1, 2, 3}, {1, 2, 3}}, {{1, 2, 3}, {1, 2, -3}}, {{1, 2, 3}, {1, -2, 3}}};
+  for (const int64_t value_dim : {1, 2, 3, 4}) {
+    for (const auto& pair : tokens) {
+      Problem problem = Problem::SelfAttention(1, 1, 2, 3, /*causal=*/true);
+      problem.value_dim = value_dim;
+      NamedTensors inputs = Random(problem), computed;
+      inputs["q"] = Numbers({1, 1, 2, 3}, {pair[0][0], pair[0][1], pair[0][2],  //
+                                           pair[1][0], pair[1][1], pair[1][2]});
+      computed["members"] = Marks({"01", "01"});
+      const NamedTensors parameters = Parameters(Numbers({1, 2, 3}, {1, 0, 0, 1, 0, 0}));
+      DefinitionRequest request;
+      request.computed = &computed;
+      const NamedTensors defined =
+          DefineTechnique(Routing(), problem, ViewsOf(inputs),
+                          {Clusters(2, {{"norm", "unit"}}), Device::kCpu, 1, &parameters}, request)
+              .value();
+      const bool equal = std::equal(pair[0], pair[0] + 3, pair[1]);
+      EXPECT_EQ(Strings(defined.at("members").CloneAs(DType::kU8)),
+                std::vector<std::string>(2, equal ? "10" : "01"))
+          << "value_dim " << value_dim;
+    }
+  }
+}
+
 TEST(Routing, ClustersAreOfOneSizeAndTheCoverageSumsToTheirs) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 50, 8, causal);

@@ -170,15 +170,30 @@ TEST(Spalm, MissingNeighboursAreLeftOutOfTheAverage) {
 
 // ---- What it reports, costs and refuses ----
 
-TEST(Spalm, TheStatisticIsTheMeanGate) {
-  const Plane plane({1, 2}, {0.5f, 0.5f, 1, 0, 0, 1}, {1, 2}, {-0.5f, 0.5f});
+TEST(Spalm, TheStatisticIsTheMeanGateWhichIsOneForATokenWithoutNeighbours) {
+  Random random;
+  const NamedTensors parameters = random.Parameters();
+  const int64_t rows = 2 * 37, dim = 16;
+  Tensor neighbours = random.Run().at("neighbours").Clone();
+  double sum = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    const bool found = row % 3 != 1;
+    if (!found) std::fill_n(neighbours.span<int32_t>().data() + row * 6, 6, -1);
+    double score = 0;
+    for (int64_t c = 0; c < dim; ++c) {
+      score += static_cast<double>(parameters.at("spalm.gate").span<float>()[c]) *
+               random.inputs.at("x").span<float>()[row * dim + c];
+    }
+    sum += found ? Logistic(score) : 1;
+  }
+  random.inputs["neighbours"] = std::move(neighbours);
   for (const Device device : kHostDevices) {
-    const auto layer = Spalm().Create(plane.problem, plane.options, device, 1).value();
-    ASSERT_TRUE(layer->SetParameters(plane.parameters).ok());
-    ASSERT_TRUE((device == Device::kCpu ? RunLayer(*layer, ViewsOf(plane.inputs))
-                                        : RunCudaLayer(*layer, device, ViewsOf(plane.inputs)))
+    const auto layer = Spalm().Create(random.problem, random.options, device, 1).value();
+    ASSERT_TRUE(layer->SetParameters(parameters).ok());
+    ASSERT_TRUE((device == Device::kCpu ? RunLayer(*layer, ViewsOf(random.inputs))
+                                        : RunCudaLayer(*layer, device, ViewsOf(random.inputs)))
                     .ok());
-    EXPECT_NEAR(layer->statistics().at("gate"), Logistic(0.5), 1e-6);
+    EXPECT_NEAR(layer->statistics().at("gate"), sum / rows, 1e-6) << Name(device);
   }
 }
 
