@@ -555,10 +555,10 @@ int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& opti
   const int64_t encoder = attention + feed_forward + 2 * norm;
   const int64_t decoder = 2 * attention + feed_forward + 3 * norm;
   const int64_t final_norm = options.has_final_norm() ? norm : 0;
-  int64_t count = 0;
-  if (options.part != Part::kDecoder) count += options.layers * encoder + final_norm;
-  if (options.part != Part::kEncoder) count += options.layers * decoder + final_norm;
-  return count;
+  const int64_t of_encoder = options.layers * encoder + final_norm;
+  const int64_t of_decoder = options.layers * decoder + final_norm;
+  return (options.part == Part::kDecoder ? 0 : of_encoder) +
+         (options.part == Part::kEncoder ? 0 : of_decoder);
 }
 
 int64_t LanguageModelParameterCount(const Problem& problem, const EncoderDecoderOptions& options,

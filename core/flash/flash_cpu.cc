@@ -727,11 +727,11 @@ class FlashRun {
   static Extent WholeExtent(Tiles chunk) { return {0, static_cast<int64_t>(chunk.size()) * kTile}; }
   // Returns the extent from the first column of the chunk that the group sees to the last.
   static Extent ExtentOf(Tiles chunk, int64_t group) {
-    Extent all{0, 0};
+    Extent all{};
     for (const Tile& tile : chunk) {
       const Extent& extent = tile.extents[group];
       if (extent.end == extent.begin) continue;
-      if (all.end == 0) all.begin = tile.column + extent.begin;
+      if (all.end == all.begin) all.begin = tile.column + extent.begin;
       all.end = tile.column + extent.end;
     }
     return all;
