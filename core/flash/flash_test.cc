@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/definition.h"
@@ -853,14 +854,97 @@ TEST(FlashCudaCall, BlocksTakeFurtherTilesWhereTheGridIsSmaller) {
   }
 }
 
-TEST(FlashCall, LabelKeysWithoutIdsAreRefused) {
+TEST(FlashCall, WhatDoesNotFitIsRefusedOnBothDevices) {
+  const Problem problem = Make(5, 7, 8, 8);
+  const BlockSchedule schedule = BuildSchedule(problem, FullPattern(), kFlashTile);
+  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
   const float labels[2 * 8] = {};
+  const int32_t codes[1] = {};
+  const ConstTensorView ids(codes, DType::kI32, {1, 1});
+  // Expects that both engines refuse the call with this reason.
+  const auto expect_refused = [&](const FlashCall& call, const std::string& reason) {
+    const absl::Status expected = absl::InternalError(reason);
+    EXPECT_EQ(FlashCpu(problem, call, Execution()), expected);
+    const FlashCuda flash = FlashCuda::Create(runtime, problem, &schedule, call.rule).value();
+    EXPECT_EQ(flash.Run(problem, call, {}), expected);
+  };
   FlashCall call;
-  call.rule.label_keys.keys = labels;
-  Problem problem = Make(5, 5, 8, 8);
-  const BlockSchedule schedule = BuildSchedule(problem, FullPattern());
   call.schedule = &schedule;
-  EXPECT_EQ(FlashCpu(problem, call, Execution()).code(), absl::StatusCode::kInternal);
+  call.rule.label_keys.keys = labels;
+  for (const auto& [query_ids, key_ids] : {std::pair(ConstTensorView(), ConstTensorView()),
+                                           {ids, ConstTensorView()},
+                                           {ConstTensorView(), ids}}) {
+    call.query_ids = query_ids;
+    call.key_ids = key_ids;
+    expect_refused(call, "a call whose rule has label keys has no ids of queries or keys");
+  }
+  call.rule = {};
+  const struct {
+    int64_t slots, own;
+    bool counts, query_codes, key_codes;
+  } rules[] = {{kMaxTokenSlots + 1, -1, true, true, true},
+               {kMaxTokenSlots + 1, 0, false, true, true},
+               {2, 2, false, true, true},
+               {2, 1, false, false, true},
+               {2, 1, false, true, false},
+               {2, -1, true, false, true},
+               {2, -1, true, true, false}};
+  for (const auto& rule : rules) {
+    TokenRule& tokens = call.rule.tokens;
+    tokens.slots = rule.slots;
+    tokens.own = rule.own;
+    tokens.counts = rule.counts;
+    tokens.query_codes = rule.query_codes ? codes : nullptr;
+    tokens.key_codes = rule.key_codes ? codes : nullptr;
+    expect_refused(call,
+                   absl::StrCat("a token rule of ", rule.slots, " slots, of which slot ", rule.own,
+                                " is the call's own; allowed are 1 to 64 slots with codes"));
+  }
+}
+
+TEST(FlashCall, ASchedulesTilesAndTokensAreThoseOfTheEngineAndTheProblem) {
+  const Problem problem = Make(5, 7, 8, 8);
+  for (int64_t BlockSchedule::*size : {&BlockSchedule::query_tile, &BlockSchedule::key_tile,
+                                       &BlockSchedule::query_tokens, &BlockSchedule::kv_tokens}) {
+    BlockSchedule schedule = BuildSchedule(problem, FullPattern());
+    ++(schedule.*size);
+    FlashCall call;
+    call.schedule = &schedule;
+    EXPECT_EQ(FlashCpu(problem, call, Execution()),
+              absl::InternalError(
+                  absl::StrCat("schedule of ", schedule.query_tokens, " x ", schedule.kv_tokens,
+                               " tokens does not fit the problem ", problem.ToString())));
+  }
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Problem on_cuda = problem;
+    on_cuda.dtype = dtype;
+    const int64_t queries = FlashCudaQueries(dtype);
+    for (int64_t BlockSchedule::*size : {&BlockSchedule::query_tile, &BlockSchedule::key_tile}) {
+      BlockSchedule schedule = BuildSchedule(on_cuda, FullPattern(), queries);
+      ++(schedule.*size);
+      EXPECT_EQ(
+          FlashCuda::Create(CudaRuntime::For(Device::kSimulator).value(), on_cuda, &schedule, {})
+              .status(),
+          absl::InternalError(absl::StrCat("schedule of ", schedule.query_tile, " x ",
+                                           schedule.key_tile, " tiles; CUDA wants ", queries,
+                                           " x 64")));
+    }
+  }
+}
+
+TEST(FlashCall, TheLargestTokenRuleIsTaken) {
+  const int32_t codes[1] = {};
+  TokenRule rule;
+  EXPECT_TRUE(CheckTokenRule(rule).ok());
+  rule.slots = kMaxTokenSlots + 1;  // does not matter to a rule that reads no codes
+  EXPECT_TRUE(CheckTokenRule(rule).ok());
+  rule.slots = kMaxTokenSlots;
+  rule.own = kMaxTokenSlots - 1;
+  rule.query_codes = rule.key_codes = codes;
+  for (const bool counts : {false, true}) {
+    rule.counts = counts;
+    EXPECT_TRUE(CheckTokenRule(rule).ok());
+  }
 }
 
 TEST(FlashWorkspace, IsLinearInTokens) {

@@ -275,21 +275,5 @@ TEST_P(TokenRules, AreTheSameForAnyNumberOfThreads) {
   for (int64_t n = 0; n < a.num_elements(); ++n) EXPECT_EQ(a.view().Get(n), b.view().Get(n));
 }
 
-TEST(TokenRule, OfSlotsWithoutCodesIsRefused) {
-  TokenRule rule;
-  EXPECT_TRUE(CheckTokenRule(rule).ok());
-  rule.counts = true;
-  rule.slots = 2;
-  EXPECT_FALSE(CheckTokenRule(rule).ok());
-  const int32_t code = 0;
-  rule.query_codes = rule.key_codes = &code;
-  EXPECT_TRUE(CheckTokenRule(rule).ok());
-  rule.own = 2;
-  EXPECT_FALSE(CheckTokenRule(rule).ok());
-  rule.own = 0;
-  rule.slots = kMaxTokenSlots + 1;
-  EXPECT_FALSE(CheckTokenRule(rule).ok());
-}
-
 }  // namespace
 }  // namespace tfb

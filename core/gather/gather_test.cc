@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "core/allocations.h"
 #include "core/cpu/kernels.h"
 #include "core/cuda/mirror.h"
@@ -86,6 +87,29 @@ TEST_P(Gather, RowsAreNormalized) {
         }
       }
     }
+  }
+}
+
+TEST_P(Gather, RowsHaveAsManyChannelsAsAHeadMayHave) {
+  for (const int64_t channels : {kMaxHeadDim, kMaxHeadDim + 1}) {
+    Tensor x(DType::kF32, {1, 1, 2, channels}), y(DType::kF32, x.shape());
+    Fill(x.view(), 3);
+    OnDevice(x, &y, [&](const ConstTensorView& from, const TensorView& to) {
+      EXPECT_EQ(NormalizeRows(device(), RowNorm{}, from, to, With(0)),
+                channels == kMaxHeadDim ? absl::OkStatus()
+                                        : absl::InternalError(absl::StrCat(
+                                              "rows of ", channels, " channels to normalize")));
+    });
+  }
+}
+
+TEST_P(Gather, ARotationsColumnsAreThoseOfItsFactors) {
+  const Tensor rotations(DType::kF32, {2, 8, 3, 6});
+  EXPECT_TRUE(AngularHash::Create(device(), rotations.view(), {2, 4}).ok());
+  for (const int64_t more : {3, 5}) {
+    EXPECT_EQ(AngularHash::Create(device(), rotations.view(), {2, more}).status(),
+              absl::InternalError(absl::StrCat("rotations [2, 8, 3, 6] for factors of ", 2 + more,
+                                               " columns in all")));
   }
 }
 
