@@ -823,5 +823,13 @@ TEST(Performer, OptionsOutOfRangeAreRefusedWithTheRange) {
   EXPECT_FALSE(Performer().Create(problem, {{"kernel", "trig"}}, kCpu, 1).ok());
 }
 
+TEST(Performer, ADefinitionWithoutWIsRefused) {
+  const Problem problem = Problem::SelfAttention(1, 1, 4, 8);
+  NamedTensors outputs;
+  EXPECT_EQ(Performer().Define(problem, {}, {}, ViewsOf(RandomInputs(QkvInputs(problem), 1)), {},
+                               &outputs),
+            absl::InvalidArgumentError("parameter w is missing"));
+}
+
 }  // namespace
 }  // namespace tfb::performer

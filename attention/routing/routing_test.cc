@@ -888,6 +888,21 @@ TEST(Routing, PaddedTokensMoveNoCentroid) {
   }
 }
 
+TEST(Routing, TheCounterpartHasOneClusterAndOneBlockOfAllTokens) {
+  const Options options = {{"clusters", "7"}, {"local_block", "3"}, {"self_bias", "-2"},
+                           {"updates", "5"},  {"decay", "0.5"},     {"update_mean", "true"}};
+  const Options defaults = Routing().Canonical({}).value();
+  for (const int64_t tokens : {0, 1, 2, 3, 300}) {
+    const TechniqueSpec counterpart =
+        Routing().Counterpart(Problem::SelfAttention(1, 2, tokens, 8), options).value();
+    Options expected = Routing().Canonical(options).value();
+    expected["clusters"] = "1";
+    expected["local_block"] = std::to_string(tokens == 0 ? 1 : tokens);
+    for (const char* name : {"updates", "decay", "update_mean"}) expected[name] = defaults.at(name);
+    EXPECT_EQ(counterpart.options, expected) << tokens;
+  }
+}
+
 TEST(Routing, ADecayOfOneChangesNothing) {
   const Problem problem = Problem::SelfAttention(1, 2, 40, 8);
   for (const char* mean : {"false", "true"}) {

@@ -453,6 +453,12 @@ TEST(Compressive, TheCounterpartOfLearnedVectorsHasThemToo) {
   }
 }
 
+TEST(Compressive, TheCounterpartKeepsTheOptionsThatHideNothing) {
+  transformer_xl::ExpectCounterpartSeesAllTokens(
+      Compressive(), {{"start_zero", "true"}, {"compression", "2"}, {"layers", "3"}},
+      {{"start_zero", "false"}});
+}
+
 TEST(Compressive, QueuesThatStartWithZerosAreSeenFromTheFirstTokenOn) {
   const MeansOfRows means({{"compression", "2"}, {"start_zero", "true"}});
   const auto sign = MeansOfRows::Sign;

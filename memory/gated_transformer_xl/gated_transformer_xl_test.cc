@@ -352,5 +352,11 @@ TEST(GatedTransformerXl, TransformersRlsNetworkComputesTheSame) {
                       {{"relu", "false"}, {"gate_biases", "true"}, {"normalise_memory", "false"}});
 }
 
+TEST(GatedTransformerXl, TheCounterpartKeepsTheOptionsThatHideNothing) {
+  transformer_xl::ExpectCounterpartSeesAllTokens(
+      GatedTransformerXl(), {{"same_length", "true"}, {"gate", "input"}, {"layers", "3"}},
+      {{"same_length", "false"}});
+}
+
 }  // namespace
 }  // namespace tfb::gated_transformer_xl

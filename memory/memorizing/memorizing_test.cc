@@ -888,5 +888,11 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   ExpectGoldenInTwoRuns(problem, options, parameters, x, out, 3 * number("segment_tokens"));
 }
 
+TEST(Memorizing, TheCounterpartKeepsTheOptionsThatHideNothing) {
+  transformer_xl::ExpectCounterpartSeesAllTokens(
+      Memorizing(), {{"same_length", "true"}, {"k", "3"}, {"layers", "2"}},
+      {{"same_length", "false"}});
+}
+
 }  // namespace
 }  // namespace tfb::memorizing

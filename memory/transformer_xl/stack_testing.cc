@@ -124,4 +124,23 @@ void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, con
   }
 }
 
+void ExpectCounterpartSeesAllTokens(const Technique& technique, const Options& options,
+                                    const Options& fixed) {
+  for (const int64_t tokens : {0, 1, 2, 3, 300}) {
+    for (const int64_t given : {0, 5}) {
+      Options asked = options;
+      asked["given_memory"] = std::to_string(given);
+      const TechniqueSpec counterpart =
+          technique.Counterpart(CausalProblem(1, 2, tokens, 16), asked).value();
+      Options expected = technique.Canonical(asked).value();
+      for (const auto& [name, value] : fixed) expected[name] = value;
+      const int64_t all = tokens == 0 ? 1 : tokens;
+      expected["segment"] = std::to_string(all);
+      expected["memory"] = std::to_string(given + all);
+      EXPECT_EQ(counterpart.technique, technique.info().name);
+      EXPECT_EQ(counterpart.options, expected) << tokens << " tokens, " << given << " given";
+    }
+  }
+}
+
 }  // namespace tfb::transformer_xl

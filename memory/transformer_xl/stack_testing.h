@@ -47,6 +47,11 @@ StackOutcome EvaluateInTwoRuns(const Technique& technique, const Problem& proble
 void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
                          int64_t first, Device device = Device::kCpu);
 
+// Expects the counterpart of each number of tokens to have a memory and a segment of all of them, and
+// at least of one; of the other options those in `fixed` have these values, and the rest are kept.
+void ExpectCounterpartSeesAllTokens(const Technique& technique, const Options& options,
+                                    const Options& fixed);
+
 }  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_

@@ -133,11 +133,10 @@ absl::Status TransformerXl::Definition(const Problem& problem, const Transformer
 absl::StatusOr<TechniqueSpec> TransformerXl::Counterpart(const Problem& problem,
                                                          const Options& options) const {
   TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
-  const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
+  const int64_t tokens = std::max<int64_t>(problem.query_tokens, 1);
   TFB_ASSIGN_OR_RETURN(const auto parsed, ParseOptions<TransformerXlOptions>(options));
-  whole_past["memory"] =
-      absl::StrCat(parsed.given_memory + std::max<int64_t>(problem.query_tokens, 1));
-  whole_past["segment"] = tokens;
+  whole_past["memory"] = absl::StrCat(parsed.given_memory + tokens);
+  whole_past["segment"] = absl::StrCat(tokens);
   whole_past["same_length"] = "false";
   whole_past["span_ramp"] = "0";
   return TechniqueSpec{info().name, std::move(whole_past)};

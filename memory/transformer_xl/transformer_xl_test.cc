@@ -303,6 +303,12 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
             2 * StackBound(expected.view(), 3));
 }
 
+TEST(TransformerXl, TheCounterpartKeepsTheOptionsThatHideNothing) {
+  ExpectCounterpartSeesAllTokens(TransformerXl(),
+                                 {{"same_length", "true"}, {"span_ramp", "8"}, {"layers", "3"}},
+                                 {{"same_length", "false"}, {"span_ramp", "0"}});
+}
+
 TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHeadOut) {
   const Problem problem = CausalProblem(1, 2, 100, 16);
   const Options options = {{"memory", "30"}, {"segment", "20"}, {"layers", "1"}};
