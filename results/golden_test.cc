@@ -26,6 +26,7 @@
 #include "results/plot.h"
 #include "results/plot_style.h"
 #include "results/render.h"
+#include "results/report.h"
 #include "results/single_plot.h"
 #include "results/synthetic.h"
 #include "results/table.h"
@@ -812,7 +813,15 @@ TEST(Golden, FiguresOfManyTechniques) {
 // different counterparts, and one in each set that all others of it beat.
 ResultSet MakeTies() {
   Showcase ties;
-  *ties.results.add_environments() = MakeEnvironment();
+  Environment* environment = ties.results.add_environments();
+  *environment = MakeEnvironment();
+  for (const double value : {0.0, 3e9, 3e9}) {
+    Peak* peak = environment->add_peaks();
+    *peak = environment->peaks(0);
+    peak->set_dtype(value == 0 ? ELEMENT_TYPE_BF16 : ELEMENT_TYPE_F16);
+    peak->set_value(value);
+    peak->set_threads(2);
+  }
   const std::pair<ElementType, bool> groups[] = {
       {ELEMENT_TYPE_F32, true}, {ELEMENT_TYPE_F32, false}, {ELEMENT_TYPE_BF16, true}};
   for (const auto& [dtype, causal] : groups) {
@@ -854,8 +863,79 @@ TEST(Golden, EqualTechniquesKeepTheOrderOfTheFile) {
   ASSERT_TRUE(comparison.ok()) << comparison.status();
   ExpectGolden(
       "ties.txt",
-      absl::StrCat(Render(ties, OptionsOf(RenderFormat::kTerminal, false, 150)), TextOfFigures(ties),
+      absl::StrCat(Render(ties, OptionsOf(RenderFormat::kTerminal, false, 150)),
+                   TextOfFigures(ties),
                    RenderComparison(*comparison, ComparisonFormat::kTerminal, false, TextStyle())));
+}
+
+// A technique that is held against "plain", which has an error of 2e-7.
+struct Rival {
+  std::string name;
+  double speed_up;
+  double error;
+  int samples = 11;
+};
+
+// Makes the cases of a mask at 1024 tokens, where "plain" takes 1 ms and has as many samples as the
+// first rival.
+void AddRivals(const std::vector<Rival>& rivals, bool causal, Showcase* showcase) {
+  std::vector<Rival> all = rivals;
+  all.insert(all.begin(), {"plain", 1, 2e-7, rivals.front().samples});
+  for (const Rival& rival : all) {
+    for (const Case::Purpose purpose : {Case::PURPOSE_SCALING, Case::PURPOSE_ACCURACY}) {
+      CaseSpec spec = SpecOf(rival.name);
+      spec.purpose = purpose;
+      spec.tokens = 1024;
+      spec.median_ns = purpose == Case::PURPOSE_ACCURACY ? 0 : 1e6 / rival.speed_up;
+      Case* result = showcase->Add(spec, "attention");
+      result->mutable_key()->mutable_problem()->set_causal(causal);
+      Outcome* outcome = result->mutable_outcome();
+      outcome->set_parameter_bytes(rival.name == "plain" ? 0 : 1 << 20);
+      if (purpose == Case::PURPOSE_ACCURACY) {
+        outcome->mutable_against_dense()->set_relative_frobenius(rival.error);
+      } else {
+        outcome->mutable_timing()->mutable_run_ns()->Truncate(rival.samples);
+      }
+    }
+  }
+}
+
+TEST(Golden, WhatTheHeadlineRecommends) {
+  const struct {
+    const char* what;
+    std::vector<Rival> full, causal;
+  } kScenes[] = {
+      {"a half faster", {{"near", 1.5, 0.05}}, {}},
+      {"at the first limit", {{"near", 1.5, 0.1}}, {}},
+      {"at the second limit", {{"near", 1.5, 0.3}}, {}},
+      {"at the third limit", {{"near", 1.5, 0.5}}, {}},
+      {"beyond all limits", {{"near", 1.5, 0.51}}, {}},
+      {"an error that is no number", {{"near", 1.5, std::nan("")}}, {}},
+      {"slower", {{"near", 0.5, 0.05}}, {}},
+      {"not told apart", {{"near", 1.001, 0.05}}, {}},
+      {"the fastest within the limit",
+       {{"near", 2, 0.05}, {"far", 3, 0.07}, {"rough", 4, 0.2}},
+       {}},
+      {"equally fast", {{"near", 2, 0.05}, {"far", 2, 0.05}}, {}},
+      {"of both masks", {{"near", 2, 0.05}}, {{"near", 1.5, 0.05}, {"far", 1.7, 0.05}}},
+      {"of the second mask alone", {{"near", 0.5, 0.05}}, {{"near", 1.5, 0.05}}},
+      {"sure, and of few samples", {{"near", 2, 0.05}}, {{"near", 1.5, 0.05, 3}}},
+      {"sure, and beyond the limit", {{"near", 2, 0.05}}, {{"far", 3, 0.2}, {"near", 0.5, 0.05}}},
+      {"of few samples", {{"near", 2, 0.05, 3}}, {}},
+      {"of few samples, at the third limit", {{"near", 2, 0.5, 3}}, {}}};
+  std::string text;
+  for (const auto& scene : kScenes) {
+    Showcase showcase;
+    *showcase.results.add_environments() = MakeEnvironment();
+    AddRivals(scene.full, false, &showcase);
+    if (!scene.causal.empty()) AddRivals(scene.causal, true, &showcase);
+    const Analysis analysis(showcase.results);
+    absl::StrAppend(&text, scene.what, "\n");
+    for (const std::string& sentence : report::HeadlineSentences(analysis)) {
+      absl::StrAppend(&text, "  ", sentence, "\n");
+    }
+  }
+  ExpectGolden("headlines.txt", text);
 }
 
 }  // namespace

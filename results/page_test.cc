@@ -105,6 +105,32 @@ TEST(Page, SaysThatNothingIsFasterRatherThanNameWhatScattersAroundDense) {
   EXPECT_TRUE(StrContains(PageOf(results), "is measurably faster than plain at 4096 tokens"));
 }
 
+TEST(Page, DrawsAPanelOfSeveralPointsAndListsOneOfASingleOne) {
+  // Two techniques that others, which did not run, are held against; at one length, or at two.
+  for (const int techniques : {1, 2}) {
+    for (const int lengths : {1, 2}) {
+      ResultSet results;
+      *results.add_environments() = MakeEnvironment();
+      for (int i = 0; i < techniques; ++i) {
+        for (int length = 0; length < lengths; ++length) {
+          CaseSpec spec;
+          spec.technique = absl::StrCat("dense_", i);
+          spec.tokens = 256 << length;
+          *results.add_cases() = MakeCase(spec);
+          results.mutable_cases()->rbegin()->mutable_technique()->set_dense_counterpart(
+              spec.technique);
+          spec.technique = absl::StrCat("absent_", i);
+          *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "no time");
+          results.mutable_cases()->rbegin()->mutable_technique()->set_dense_counterpart(
+              absl::StrCat("dense_", i));
+        }
+      }
+      const bool is_drawn = StrContains(PageOf(results), "data-plot=\"scaling\"");
+      EXPECT_EQ(is_drawn, techniques * lengths > 1) << techniques << " x " << lengths;
+    }
+  }
+}
+
 TEST(Page, ShowsChoicesForEachMask) {
   ResultSet results = MakeSweep();
   const int cases = results.cases_size();

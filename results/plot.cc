@@ -68,16 +68,11 @@ class Drawing {
   }
   std::string Keys() const {
     std::string out;
-    double x = 8;
-    double y = frame_.y - 10 - kKeyLine * (layout_.key_lines - 1);
-    for (const KeyEntry& key : plot_.keys) {
-      if (x > 8 && x + KeyWidth(key) > plot_.width - 8) {
-        x = 8;
-        y += kKeyLine;
-      }
-      const std::string swatch = KeySwatch(key, x, y - 3.5);
-      absl::StrAppend(&out, swatch, Text(x + 26, y, key.text));
-      x += KeyWidth(key);
+    for (size_t i = 0; i < plot_.keys.size(); ++i) {
+      const auto [line, x] = layout_.keys[i];
+      const double y = frame_.y - 10 - kKeyLine * (layout_.key_lines - 1 - line);
+      const std::string swatch = KeySwatch(plot_.keys[i], x, y - 3.5);
+      absl::StrAppend(&out, swatch, Text(x + 26, y, plot_.keys[i].text));
     }
     return out;
   }

@@ -35,19 +35,19 @@ std::vector<std::string> SubtitleLines(const Plot& plot) {
   return absl::StrSplit(Wrap(plot.subtitle, columns, ""), '\n');
 }
 
-int KeyLines(const Plot& plot) {
-  if (plot.keys.empty()) return 0;
-  int lines = 1;
-  double x = 0;
+// Puts as many entries of the legend side by side as the plot's width holds.
+std::vector<KeyPlace> PlaceKeys(const Plot& plot) {
+  constexpr double kMargin = 8;
+  constexpr double kSignAndSpace = 40;  // before and after an entry's text
+  std::vector<KeyPlace> places;
+  KeyPlace next = {0, kMargin};
   for (const KeyEntry& key : plot.keys) {
-    const double width = KeyWidth(key);
-    if (x > 0 && x + width > plot.width - 16) {
-      ++lines;
-      x = 0;
-    }
-    x += width;
+    const double width = kSignAndSpace + TextWidth(key.text, kFontSize);
+    if (next.x > kMargin && next.x + width > plot.width - kMargin) next = {next.line + 1, kMargin};
+    places.push_back(next);
+    next.x += width;
   }
-  return lines;
+  return places;
 }
 
 // Names of lines stand to the right of the axes.
@@ -86,11 +86,10 @@ bool IsShown(const Plot& plot, const Point& point) {
   return CanShow(plot.x, point.x) && CanShow(plot.y, point.y);
 }
 
-double KeyWidth(const KeyEntry& key) { return 40 + TextWidth(key.text, kFontSize); }
-
 Layout::Layout(const Plot& plot)
     : subtitle(SubtitleLines(plot)),
-      key_lines(KeyLines(plot)),
+      keys(PlaceKeys(plot)),
+      key_lines(keys.empty() ? 0 : keys.back().line + 1),
       frame(Frame(plot, subtitle.size(), key_lines)),
       x(plot.x, RangeOf(plot.x, Values(plot, &Point::x)), frame.x, frame.x + frame.width),
       y(plot.y, RangeOf(plot.y, Values(plot, &Point::y)), frame.y + frame.height, frame.y) {}

@@ -21,13 +21,17 @@ inline constexpr int kWidestLineName = 34;  // characters of a name beside a lin
 // Tells whether both axes can show the point.
 bool IsShown(const Plot& plot, const Point& point);
 
-// Returns the width of an entry of the legend and of the space after it.
-double KeyWidth(const KeyEntry& key);
+// The place of an entry of the legend.
+struct KeyPlace {
+  int line;  // from 0 on
+  double x;  // its left end
+};
 
 struct Layout {
   explicit Layout(const Plot& plot);
 
   std::vector<std::string> subtitle;  // broken into lines that fit
+  std::vector<KeyPlace> keys;         // of plot.keys
   int key_lines;                      // number of lines of the legend
   Box frame;                          // the area that the axes enclose
   Scale x, y;

@@ -385,6 +385,78 @@ TEST(Plot, AGuideHasItsLabelWhereBothEndsOfTheLastPieceHaveAPlace) {
   EXPECT_FALSE(has_label({2, 3, {}, {}}, {50, -1, {}, {}}));
 }
 
+TEST(Plot, ALegendFillsItsLinesFromTheSameHeightOn) {
+  for (double width = 40; width < 600; width += 7) {
+    Plot plot = PlotOf({});
+    plot.width = width;
+    double end = 0, last_y = 0;  // of the entry before
+    for (int i = 0; i < 6; ++i) {
+      plot.keys.push_back({absl::StrCat(std::string(3 + 7 * i % 20, 'n'), " ", i), 0,
+                           Curve::Kind::kLine, false, false});
+    }
+    const std::string svg = DrawForPage(plot, "p");
+    for (size_t i = 0; i < plot.keys.size(); ++i) {
+      const size_t at = svg.rfind("<text", svg.find(absl::StrCat(">", plot.keys[i].text, "<")));
+      double x = 0, y = 0;
+      ASSERT_EQ(sscanf(svg.c_str() + at, "<text x=\"%lf\" y=\"%lf\"", &x, &y), 2);
+      const double length = 40 + TextWidth(plot.keys[i].text, 10.5);
+      const bool is_first = i == 0 || y != last_y;
+      EXPECT_NEAR(x - 26, is_first ? 8 : end, 0.01) << width;
+      if (i == 0) {
+        EXPECT_NEAR(y, 31, 0.01) << width;
+      } else if (is_first) {
+        EXPECT_NEAR(y, last_y + 15, 0.01) << width;
+        EXPECT_GT(end + length, width - 8) << width;
+      } else {
+        EXPECT_LE(end + length, width - 8) << width;
+      }
+      end = (is_first ? 8 : end) + length;
+      last_y = y;
+    }
+  }
+}
+
+// Coordinates are rounded to tenths of a pixel.
+TEST(Plot, AWhiskerIsDrawnWhereItReachesBeyondTheMarker) {
+  const auto whisker = [](double half) {
+    Plot plot = PlotOf(
+        {CurveThrough({{0, 0, {}, {}}, {50, 50, 50 - half, 50 + half}, {100, 100, {}, {}}})});
+    plot.x = plot.y = Linear();
+    const std::string svg = DrawForPage(plot, "p");
+    const size_t at = svg.find("<path class=\"whisker\" d=\"M");
+    double x = 0, low = 0, high = 0;
+    if (at != std::string::npos) {
+      EXPECT_EQ(sscanf(svg.c_str() + at, "<path class=\"whisker\" d=\"M%lf %lfL%lf %lf", &x, &low,
+                       &x, &high),
+                4);
+    }
+    return low - high;
+  };
+  const double unit = whisker(20) / 40;
+  EXPECT_GT(unit, 0);
+  for (const double pixels : {0.5, 2.9, 3.1, 5.9}) EXPECT_EQ(whisker(pixels / 2 / unit), 0);
+  for (const double pixels : {6.1, 9.0}) EXPECT_NEAR(whisker(pixels / 2 / unit), pixels, 0.11);
+}
+
+TEST(Plot, AGuideWhoseEndIsNotShownKeepsNoRoomForItsLabel) {
+  const auto drawn = [](const std::string& label, std::vector<Point> guide) {
+    Plot plot = PlotOf({});
+    for (int i = 0; i < 3; ++i) {
+      plot.curves.push_back(CurveThrough({{90.0 + i, 95, {}, {}}}, Curve::Kind::kScatter));
+      plot.curves.back().name = absl::StrCat("point ", i);
+    }
+    plot.curves.push_back(CurveThrough({{1, 1, {}, {}}}, Curve::Kind::kScatter));
+    plot.guides.resize(1);
+    plot.guides[0].label = label;
+    plot.guides[0].points = std::move(guide);
+    return DrawForPage(plot, "p");
+  };
+  const Point a{2, 95, {}, {}}, b{90, 95, {}, {}}, nowhere{90, -1, {}, {}};
+  EXPECT_NE(drawn("a label", {a, b}), drawn("", {a, b}));
+  EXPECT_EQ(drawn("a label", {b, nowhere}), drawn("", {b, nowhere}));
+  EXPECT_EQ(drawn("a label", {}), drawn("", {}));
+}
+
 TEST(Plot, EveryKeyHasTheSignOfItsCurve) {
   // Drawn without the curves, whose signs are the same.
   const auto counts = [](const KeyEntry& key) {
@@ -435,11 +507,39 @@ TEST(Plot, SlopesAreAsSteepAsTheAxesMakeThem) {
               (line[1].second - line[0].second) / (line[1].first - line[0].first), 0.01);
 }
 
-TEST(WellFormed, FindsWhatIsWrong) {
-  EXPECT_EQ(MarkupProblem("<a b=\"1\"><c/>x &amp; y</a>", false), "");
-  for (const char* wrong : {"<a>", "<a></b>", "<a b=1></a>", "<a b=\"1\" b=\"2\"/>", "a & b", "<>",
-                            "<a b=\"<\"/>", "<a b/>"}) {
-    EXPECT_NE(MarkupProblem(wrong, false), "") << wrong;
+TEST(WellFormed, FindsWhatIsWrongAndWhere) {
+  const struct {
+    bool html;
+    std::string markup, problem;
+  } kRows[] = {{false, "", ""},
+               {false, "<a b=\"1\"><c/>x &amp; y</a>", ""},
+               {false, "<a b=\"&lt;&gt;&quot;\"  c-d:e_f=\"&#39;\"/>", ""},
+               {false, "<?xml a=\"&\"?><a/>", ""},
+               {false, "<?xml a=\"&\"?>&", "stray & at 13: &"},
+               {true, "<!DOCTYPE html><br><input checked><meta a=\"b\">", ""},
+               {true, "<script>a & b < c</script><style>a & b</style>", ""},
+               {false, "<!DOCTYPE html>", "stray < at 1: !DOCTYPE html>"},
+               {false, "<br>", "br is not closed at 4: "},
+               {false, "<a><b>", "b is not closed at 6: "},
+               {false, "<a></b>", "end of b at 6: >"},
+               {false, "</a>", "end of a at 3: >"},
+               {false, "<a></a", "end tag at 6: "},
+               {false, "<a b=1></a>", "attribute without quotes at 5: 1></a>"},
+               {false, "<a b=\"1\" b=\"2\"/>", "b twice at 10: =\"2\"/>"},
+               {false, "<a b/>", "b without a value at 4: />"},
+               {false, "<a b=\"<\"/>", "< in an attribute at 6: <\"/>"},
+               {false, "<a b=\"&\"/>", "stray & at 6: &\"/>"},
+               {false, "<a?>", "tag at 2: ?>"},
+               {false, "<>", "stray < at 1: >"},
+               {false, "a & b", "stray & at 2: & b"},
+               {false, "&amp", "stray & at 0: &amp"},
+               {false, "&nbsp;", "unknown reference at 0: &nbsp;"},
+               {false, "&1234567;", "unknown reference at 0: &1234567;"},
+               {false, "&12345678;", "stray & at 0: &12345678;"},
+               {true, "<script></style>", "no end at 8: </style>"},
+               {false, "<" + std::string(70, '.'), "stray < at 1: " + std::string(60, '.')}};
+  for (const auto& row : kRows) {
+    EXPECT_EQ(MarkupProblem(row.markup, row.html), row.problem) << row.markup;
   }
 }
 

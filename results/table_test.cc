@@ -72,6 +72,17 @@ TEST(Table, WithoutWidthNothingIsCut) {
   EXPECT_NE(ToTerminal(table, style).find(std::string(500, 'x')), std::string::npos);
 }
 
+TEST(Table, OfWidthOneItsTitleAndNotesHaveALineForEachWord) {
+  TextStyle style;
+  style.width = 1;
+  Table table;
+  table.title = "a b c";
+  table.columns = {{"n"}};
+  table.rows = {{"1"}};
+  table.notes = {"d e"};
+  EXPECT_EQ(ToTerminal(table, style), "a\n  b\n  c\nn\n1\nd\n  e\n");
+}
+
 TEST(Table, ColourSurroundsCellsWithoutChangingTheirPlaces) {
   TextStyle style;
   style.colour = true;
