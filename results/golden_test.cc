@@ -736,6 +736,9 @@ ResultSet MakeCrowd() {
   other.seed = 1;
   Case* without_bytes = add(other, "adaptive", 1);
   without_bytes->mutable_outcome()->clear_bytes_moved();
+  // Of these no rate is a point.
+  add(SpecOf("without_flops"), "adaptive", 1)->mutable_outcome()->set_flops(0);
+  add(SpecOf("of_endless_flops"), "adaptive", 1)->mutable_outcome()->set_flops(HUGE_VAL);
   for (const int threads : {1, 3}) {
     CaseSpec spec = SpecOf("threaded");
     add(spec, "adaptive", 1)->mutable_key()->set_threads(threads);

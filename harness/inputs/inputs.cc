@@ -50,12 +50,12 @@ double PeakScore(int64_t keys, int64_t peaks, double ratio, int64_t head_dim) {
   return discriminant <= 0 ? d / m : d / m * (1 - std::sqrt(discriminant));
 }
 
-// Draws a key at least `gap` away from `position` uniformly among keys 0 to keys - 1, or any key
-// where none is that far.
-int64_t DistantKey(int64_t keys, int64_t position, int64_t gap, double uniform) {
-  const int64_t before = std::clamp<int64_t>(position - gap + 1, 0, keys);
-  const int64_t behind = std::clamp<int64_t>(keys - (position + gap), 0, keys);
-  if (before + behind == 0) return static_cast<int64_t>(uniform * static_cast<double>(keys));
+// Draws one of keys 0 to keys - 1 that is at least a quarter of them away from `position`, which is
+// one of them.
+int64_t DistantKey(int64_t keys, int64_t position, double uniform) {
+  const int64_t gap = keys / 4;
+  const int64_t before = std::max<int64_t>(position - gap + 1, 0);
+  const int64_t behind = std::max<int64_t>(keys - (position + gap), 0);
   const int64_t pick = static_cast<int64_t>(uniform * static_cast<double>(before + behind));
   return pick < before ? pick : keys - behind + (pick - before);
 }
@@ -92,9 +92,8 @@ void PointQueriesAtKeys(const PeakShape& shape, const Problem& problem, uint64_t
       const int64_t first = p * keys / peaks;
       const int64_t last = (p + 1) * keys / peaks;
       const int64_t j =
-          shape.distant
-              ? DistantKey(keys, std::clamp<int64_t>(position, 0, keys - 1), keys / 4, uniform)
-              : first + static_cast<int64_t>(uniform * static_cast<double>(last - first));
+          shape.distant ? DistantKey(keys, std::clamp<int64_t>(position, 0, keys - 1), uniform)
+                        : first + static_cast<int64_t>(uniform * static_cast<double>(last - first));
       const int64_t offset = k.Offset(b, h / problem.group(), j);
       for (int64_t c = 0; c < problem.head_dim; ++c) sum[c] += k.Get(offset + c);
     }

@@ -35,6 +35,7 @@
 #ifndef TFB_HARNESS_INPUTS_INPUTS_H_
 #define TFB_HARNESS_INPUTS_INPUTS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -64,6 +65,8 @@ struct CapturedLayer {
   // The tokens of k and v. Where one is absent they are those of the other, and else those of q.
   int64_t kv_heads = 0, kv_tokens = 0, value_dim = 0;
   int64_t hidden_tokens = 0, model_dim = 0;  // of x
+  // Returns how many rows it has for the tokens of a problem.
+  int64_t tokens() const { return std::max(query_tokens, hidden_tokens); }
 
   bool has_queries() const { return head_dim > 0; }
   bool has_hidden() const { return model_dim > 0; }

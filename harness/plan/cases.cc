@@ -185,7 +185,7 @@ void Fit(const InputSource& input, const Problem& wanted, Job* job) {
   job->obstacle = fitted.status();
   // The key of a case that cannot run: the sizes that the file has of anything.
   const CapturedLayer& layer = *input.captured;
-  const int64_t tokens = std::max(layer.query_tokens, layer.hidden_tokens);
+  const int64_t tokens = layer.tokens();
   job->problem.query_tokens = std::min(wanted.query_tokens, tokens);
   job->problem.kv_tokens = std::min(wanted.kv_tokens, tokens);
 }
@@ -193,7 +193,7 @@ void Fit(const InputSource& input, const Problem& wanted, Job* job) {
 bool IsWantedByDefault(const Axes& axes, const InputSource& input) {
   // The long shipped file is for sweeps over lengths: the definitions of all its rows take minutes.
   if (input.profile != "real" || !axes.lengths.empty()) return true;
-  return std::max(input.captured->query_tokens, input.captured->hidden_tokens) <= kRealTokens;
+  return input.captured->tokens() <= kRealTokens;
 }
 
 absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTechnique& chosen,

@@ -65,7 +65,6 @@ double Exponent(double growth, double tokens_before, double before, double token
 SweepPlan::SweepPlan(const std::vector<Job>& cases, const std::vector<bool>& left,
                      const SweepPlanOptions& options)
     : cases_(cases), options_(options), states_(cases.size()) {
-  options_.rounds = std::max(options_.rounds, 1);
   size_t accuracy = 0, scaling = 0;
   for (size_t i = 0; i < cases_.size(); ++i) {
     states_[i].finished = !left[i];
