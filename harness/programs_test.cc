@@ -290,6 +290,9 @@ TEST_F(Programs, RefusalsNameTheFlagAndWhatIsAllowed) {
             "apply: --input: \"needle\" is drawn; tensors of your own are asked for"},
            {"--technique=toy_causal", "apply: --causal: toy_causal is causal only: give it"},
            {"--technique=toy_full --causal", "apply: --causal: toy_full has no causal form"},
+           // The largest numbers pass, and what is refused is behind them.
+           {"--threads=4096 --heads=1099511627776 --rows=0 --technique=toy_full --causal",
+            "apply: --causal: toy_full has no causal form"},
            {"--technique=toy_unable", "apply: the toy is unable to"},
            {"--technique=tiny:window",
             "apply: --technique: \"window\" in the options of tiny is not option=value"},
@@ -318,6 +321,8 @@ TEST_F(Programs, RefusalsNameTheFlagAndWhatIsAllowed) {
            {"--threads=-1", "check: --threads: -1; allowed are 0 to 4096"},
            {"--threads=4097", "check: --threads: 4097; allowed are 0 to 4096"},
            {"--devices=simulator,x",
+            "check: --devices: unknown device \"x\"; known are cpu, cuda, simulator"},
+           {"--threads=4096 --rows=0 --devices=simulator,x",
             "check: --devices: unknown device \"x\"; known are cpu, cuda, simulator"}}) {
     ExpectRefusal("tiny_check", "--techniques=tiny --input=gaussian " + arguments, error);
   }

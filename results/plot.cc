@@ -57,8 +57,7 @@ class Drawing {
   bool Shown(const Point& point) const { return IsShown(plot_, point); }
 
   std::string Titles() const {
-    std::string out;
-    if (!plot_.title.empty()) out += Text(8, 15, plot_.title, " class=\"title\"");
+    std::string out = plot_.title.empty() ? "" : Text(8, 15, plot_.title, " class=\"title\"");
     double y = 29;
     for (const std::string& line : layout_.subtitle) {
       out += Text(8, y, line, " class=\"subtitle\"");

@@ -85,6 +85,12 @@ class Patterns(unittest.TestCase):
     def test_a_check_of_the_compiler_is_a_test_and_no_product(self):
         source = 'static_assert(kTile * 2 == 128 &&\n              kRows < 9);\nint x = 7;\n'
         self.assertEqual({edit.line_number(source) for edit in mutate.edits_of('a.cc', source)}, {3})
+        self.assertEqual(list(mutate.edits_of('a.cc', '  assert(size == 0 ||\n         size < 9);\n')), [])
+
+    def test_the_size_of_an_array_that_is_a_parameter_stays(self):
+        self.assertEqual(list(mutate.edits_of('a.cc', 'void Load(float d[4], const unsigned a[4]);\n')), [])
+        for line in ('f(a, x[4]);', 'f(x[4]);', 'return x[4];', 'float x[4];'):
+            self.assertIn('constant', {edit.pattern for edit in mutate.edits_of('a.cc', line)}, line)
 
     def test_a_diff_and_the_changed_lines_show_the_edit(self):
         edit = next(edit for edit in mutate.edits_of('d/a.cc', SOURCE) if edit.pattern == 'min and max')

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "Eigen/Core"
+#include "absl/time/time.h"
 #include "core/status.h"
 #include "results/statistics.h"
 
@@ -27,7 +28,7 @@ Eigen::Map<const Matrix> MapOf(const Tensor& tensor, int64_t columns) {
 double ThreadSeconds() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  return absl::ToDoubleSeconds(absl::DurationFromTimespec(now));
 }
 
 double TimeSaved(const std::vector<double>& decided, const std::vector<double>& never) {

@@ -21,6 +21,7 @@
 #include "absl/flags/flag.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "adaptive/universal_transformer/adder.h"
 #include "core/command_line.h"
 #include "core/runfiles.h"
@@ -108,7 +109,7 @@ double Seconds(const ThreadPool& pool) {
   }
   timespec time;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  return absl::ToDoubleSeconds(absl::DurationFromTimespec(time));
 }
 
 // A layer with the arguments of its calls.

@@ -261,10 +261,4 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   return ToStatus(KernelsOn<FlashF32Kernels>(target).combine(a, execution.stream));
 }
 
-size_t FlashCuda::bytes() const {
-  size_t bytes = 0;
-  for (const DeviceBuffer& buffer : buffers_) bytes += buffer.bytes();
-  return bytes;
-}
-
 }  // namespace tfb

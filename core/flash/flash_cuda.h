@@ -68,8 +68,6 @@ class FlashCuda {
   absl::Status Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
                    const Execution& execution) const;
 
-  size_t bytes() const;  // Returns the bytes of device memory that the engine holds.
-
   // Sets the blocks of a grid for tests; the default is 2^31 - 1.
   void set_max_blocks(int64_t max_blocks) { max_blocks_ = max_blocks; }
 
