@@ -66,7 +66,7 @@ std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& grou
                             [dense](const ChoiceSet& other) { return other.dense == dense; });
     if (set == sets.end()) set = sets.insert(sets.end(), {dense, {}, errors.inputs});
     Choice choice{&series, time->second.median, MedianOf(error->second)->median, std::nullopt,
-                  WorkingMemoryBytes(series.by_tokens.at(tokens).front()->outcome())};
+                  MemoryAt(series, tokens)};
     const auto speed_up = series.speed_ups.find(tokens);
     if (speed_up != series.speed_ups.end()) choice.speed_up = speed_up->second;
     set->choices.push_back(std::move(choice));

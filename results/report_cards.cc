@@ -15,13 +15,6 @@ namespace tfb {
 namespace report {
 namespace {
 
-std::optional<double> MemoryAt(const Series& series, int64_t tokens) {
-  const auto cases = series.by_tokens.find(tokens);
-  if (cases == series.by_tokens.end()) return std::nullopt;
-  return WorstValue(cases->second,
-                    [](const Case& result) { return WorkingMemoryBytes(result.outcome()); });
-}
-
 // Returns "4 MiB" with the ratio to the counterpart, "0.50x", as the detail.
 TableCell MemoryCell(const Analysis& analysis, const Series& series, int64_t tokens) {
   const std::optional<double> memory = MemoryAt(series, tokens);
@@ -37,8 +30,8 @@ TableCell MemoryCell(const Analysis& analysis, const Series& series, int64_t tok
 
 void AddColumns(TechniqueCard* card) {
   if (!card->numbers.columns.empty()) return;
-  card->numbers.columns = {{"configuration"},        {"mask"},        {"tokens", true},
-                           {"speed-up", true, 0, 1}, {"error", true}, {"memory", true, 0, 1}};
+  card->numbers.columns = {{"configuration"},  {"mask"},        {"tokens", true},
+                           {"speed-up", true}, {"error", true}, {"memory", true}};
 }
 
 // Returns `shared` where the series has the card's numbers there, else the longest such length.

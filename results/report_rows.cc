@@ -368,5 +368,12 @@ std::vector<Table> WithRows(std::vector<Table> tables) {
   return tables;
 }
 
+std::optional<double> MemoryAt(const Series& series, int64_t tokens) {
+  const auto cases = series.by_tokens.find(tokens);
+  if (cases == series.by_tokens.end()) return std::nullopt;
+  return WorstValue(cases->second,
+                    [](const Case& result) { return WorkingMemoryBytes(result.outcome()); });
+}
+
 }  // namespace report
 }  // namespace tfb

@@ -101,6 +101,9 @@ std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumb
 // Both return NaN where a value is NaN, and nothing where no case has one.
 std::optional<double> MedianValue(const std::vector<const Case*>& cases, const CaseNumber& number);
 std::optional<double> WorstValue(const std::vector<const Case*>& cases, const CaseNumber& number);
+
+// Returns the most workspace and parameters of the row's cases at that length, in bytes.
+std::optional<double> MemoryAt(const Series& series, int64_t tokens);
 bool AnyHas(const TableGroup& group, const CaseNumber& number);
 
 // Returns the error against dense that compares techniques: the relative one where it is known.

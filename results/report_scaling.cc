@@ -233,11 +233,7 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
     cells.push_back(SharedSpeedUpCell(series, shared, &marks));
     cells.push_back(series.crossover.has_value() ? CrossoverCell(*series.crossover) : "-");
     const auto at_shared = series.by_tokens.find(shared);
-    cells.push_back(FormatBytes(at_shared == series.by_tokens.end()
-                                    ? std::nullopt
-                                    : WorstValue(at_shared->second, [](const Case& result) {
-                                        return WorkingMemoryBytes(result.outcome());
-                                      })));
+    cells.push_back(FormatBytes(MemoryAt(series, shared)));
     cells.push_back(series.longest() == nullptr ? "-" : PeakCell(analysis, *series.longest()));
     marks.bandwidth = marks.bandwidth || cells.back().text.find("bw") != std::string::npos;
     if (has_bits) {
