@@ -92,10 +92,8 @@ std::vector<double> PooledRunTimes(const std::vector<const Case*>& cases) {
 const Case* Series::longest() const {
   if (run_ns.empty()) return nullptr;
   const std::vector<const Case*>& there = by_tokens.at(run_ns.rbegin()->first);
-  for (const Case* result : there) {
-    if (HasRunTime(*result)) return result;
-  }
-  return there.front();
+  return *std::find_if(there.begin(), there.end(),
+                       [](const Case* result) { return HasRunTime(*result); });
 }
 
 bool StandsBefore(const Series& a, const Series& b) {

@@ -579,26 +579,36 @@ TEST(Golden, AComparisonWithEveryVerdict) {
 }
 
 // Beside each run, or beside some of them, fixed arithmetic was timed, which is slower by a fifth now
-// where runs are slower by a half.
-TEST(Golden, AComparisonOverFixedArithmetic) {
+// where runs are slower by a half. Instructions are twice as many at one length, and scatter more
+// than they grow at the others.
+TEST(Golden, AComparisonOverFixedArithmeticAndOneOfInstructions) {
   ResultSet base = MakeShortSweep();
   for (Case& result : *base.mutable_cases()) {
     if (result.key().purpose() == Case::PURPOSE_ACCURACY) continue;
     const int count = result.key().problem().query_tokens() == 256 ? 11 : 5;
-    for (const double ns : Samples(1e3, count)) {
-      result.mutable_outcome()->mutable_timing()->add_probe_ns(ns);
+    Timing* timing = result.mutable_outcome()->mutable_timing();
+    for (const double ns : Samples(1e3, count)) timing->add_probe_ns(ns);
+    for (const double share : {0.7, 1.3, 0.9, 1.1, 1.0, 1.2, 0.8}) {
+      timing->add_run_instructions(share * 1e6);
     }
   }
   ResultSet now = base;
   for (Case& result : *now.mutable_cases()) {
     Timing* timing = result.mutable_outcome()->mutable_timing();
+    const double more = result.key().problem().query_tokens() == 256 ? 2 : 1.1;
     for (double& ns : *timing->mutable_run_ns()) ns *= 1.5;
     for (double& ns : *timing->mutable_probe_ns()) ns *= 1.2;
+    for (double& count : *timing->mutable_run_instructions()) count *= more;
   }
-  const absl::StatusOr<Comparison> comparison = Compare(base, now, CompareOptions());
-  ASSERT_TRUE(comparison.ok()) << comparison.status();
-  ExpectGolden("comparison_of_probes.txt",
-               RenderComparison(*comparison, ComparisonFormat::kTerminal, false, TextStyle()));
+  CompareOptions options;
+  for (const char* of : {"probes", "instructions"}) {
+    const absl::StatusOr<Comparison> comparison = Compare(base, now, options);
+    ASSERT_TRUE(comparison.ok()) << comparison.status();
+    const bool all = options.metric == CompareOptions::Metric::kInstructions;
+    ExpectGolden(absl::StrCat("comparison_of_", of, ".txt"),
+                 RenderComparison(*comparison, ComparisonFormat::kTerminal, all, TextStyle()));
+    options.metric = CompareOptions::Metric::kInstructions;
+  }
 }
 
 // A plot with a part of every kind.
@@ -760,6 +770,12 @@ ResultSet MakeCrowd() {
   other.seed = 1;
   Case* without_bytes = add(other, "adaptive", 1);
   without_bytes->mutable_outcome()->clear_bytes_moved();
+  // Times of three digits may round to a larger unit.
+  for (const double ns : {999.4e3, 999.6e3}) {
+    CaseSpec nearly = SpecOf(absl::StrCat("nearly_a_ms_", ns));
+    nearly.median_ns = ns;
+    add(nearly, "adaptive", 1);
+  }
   // Of these no rate is a point.
   add(SpecOf("without_flops"), "adaptive", 1)->mutable_outcome()->set_flops(0);
   add(SpecOf("of_endless_flops"), "adaptive", 1)->mutable_outcome()->set_flops(HUGE_VAL);
@@ -815,6 +831,22 @@ ResultSet MakeManyErrors() {
   return errors.results;
 }
 
+// Errors of rounding alone, one that is 0, and a technique that has none.
+ResultSet MakeExactErrors() {
+  Showcase errors;
+  *errors.results.add_environments() = MakeEnvironment();
+  const std::pair<const char*, double> rows[] = {
+      {"plain", 2e-7}, {"near", 4e-7}, {"far", 9e-5}, {"same", 0}, {"unknown", -1}};
+  for (const auto& [technique, error] : rows) {
+    CaseSpec spec = SpecOf(technique);
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    Outcome* outcome = errors.Add(spec, "attention")->mutable_outcome();
+    outcome->mutable_against_dense()->set_relative_frobenius(error);
+    if (error < 0) outcome->clear_against_dense();
+  }
+  return errors.results;
+}
+
 // The titles, captions, panels and tables of all figures of a file.
 std::string TextOfFigures(const ResultSet& results) {
   const Analysis analysis(results);
@@ -834,6 +866,7 @@ std::string TextOfFigures(const ResultSet& results) {
 TEST(Golden, FiguresOfManyTechniques) {
   ExpectGolden("crowd.txt", TextOfFigures(MakeCrowd()));
   ExpectGolden("many_errors.txt", TextOfFigures(MakeManyErrors()));
+  ExpectGolden("exact_errors.txt", TextOfFigures(MakeExactErrors()));
 }
 
 // Techniques of equal times, errors and memory, in two sets of equal size that are held against
@@ -893,6 +926,13 @@ ResultSet MakeTies() {
     ErrorMeasure* error = outcome->mutable_against_definition();
     error->set_relative_frobenius(2 * error->relative_frobenius());
     error->set_bound(2 * error->bound());
+    // It alone was appended to, a segment after the other.
+    for (int segment = 0; !is_scaling && segment < 20; ++segment) {
+      SegmentTiming* timing = outcome->mutable_timing()->add_segments();
+      timing->set_tokens_before(segment * 64);
+      timing->set_tokens(64);
+      for (const double sample : Samples(1e5 * (segment + 1), 7)) timing->add_append_ns(sample);
+    }
   }
   // A second device, on which one number of threads needs no name.
   CaseSpec on_gpu = SpecOf("plain");

@@ -28,6 +28,12 @@ std::vector<double> LogNormal(int count, double median, double sigma, std::mt199
 
 // SciPy 1.17.1, scipy.stats.mannwhitneyu with method "exact", or "asymptotic" where samples are equal
 // or many.
+TEST(MannWhitney, OfNoSamplesOnEitherSideTellsNothing) {
+  EXPECT_EQ(MannWhitneyP({}, {1, 2, 3}), 1);
+  EXPECT_EQ(MannWhitneyP({1, 2, 3}, {}), 1);
+  EXPECT_EQ(MannWhitneyP({}, {}), 1);
+}
+
 TEST(MannWhitney, EqualsSciPy) {
   EXPECT_NEAR(MannWhitneyP({1.1, 2.2, 3.3, 4.4, 5.5}, {2.5, 6.1, 7.2, 8.3, 9.4, 10.5}),
               0.0303030303030303, 1e-14);
