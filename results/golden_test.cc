@@ -1069,5 +1069,29 @@ TEST(Golden, WhatElseTheMachineDid) {
   ExpectGolden("loads.txt", text);
 }
 
+// Times of tokens^1.5, every other one of them longer: the more the wider is the fit's error, up to
+// where growth of 1 is no longer ruled out.
+TEST(Golden, GrowthAboveWhatIsExpectedByItsError) {
+  std::string text;
+  for (int percent = 0; percent <= 40; percent += 5) {
+    Showcase showcase;
+    *showcase.results.add_environments() = MakeEnvironment();
+    for (int n = 0; n < 6; ++n) {
+      CaseSpec spec = SpecOf("wavy");
+      spec.tokens = 128 << n;
+      spec.expected_growth = 1;
+      const double wave = n % 2 == 0 ? 1 : 1 + 0.01 * percent;
+      spec.median_ns = 1e3 * std::pow(static_cast<double>(spec.tokens), 1.5) * wave;
+      showcase.Add(spec, "attention");
+    }
+    const std::string table =
+        Render(showcase.results, OptionsOf(RenderFormat::kTerminal, false, 200));
+    const size_t begin = std::min(table.find("\nwavy") + 1, table.size());
+    absl::StrAppend(&text, percent, " %: ", table.substr(begin, table.find('\n', begin) - begin),
+                    "\n");
+  }
+  ExpectGolden("growths.txt", text);
+}
+
 }  // namespace
 }  // namespace tfb
