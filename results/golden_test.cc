@@ -770,6 +770,9 @@ ResultSet MakeCrowd() {
   other.seed = 1;
   Case* without_bytes = add(other, "adaptive", 1);
   without_bytes->mutable_outcome()->clear_bytes_moved();
+  // The options of one technique stay together, though some would fit the panel before.
+  for (int i = 0; i < 6; ++i) add(SpecOf(absl::StrCat("single_", i)), "grouped", 1);
+  for (int i = 0; i < 4; ++i) add(SpecOf("together", "size", absl::StrCat(i)), "grouped", 1);
   // Times of three digits may round to a larger unit.
   for (const double ns : {999.4e3, 999.6e3}) {
     CaseSpec nearly = SpecOf(absl::StrCat("nearly_a_ms_", ns));

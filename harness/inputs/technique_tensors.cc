@@ -177,7 +177,7 @@ LayerName SplitLayer(absl::string_view name) {
   const absl::string_view first = name.substr(0, name.find('.'));
   size_t letters = 0;
   while (letters < first.size() && !absl::ascii_isdigit(first[letters])) ++letters;
-  const bool is_layer = first.size() < name.size() && letters < first.size() &&
+  const bool is_layer = letters > 0 && first.size() < name.size() && letters < first.size() &&
                         std::all_of(first.begin() + letters, first.end(), absl::ascii_isdigit);
   if (!is_layer) return {name, "", ""};
   return {name.substr(0, letters), first.substr(letters), name.substr(first.size())};
