@@ -4,12 +4,13 @@ Tried with torch 2.15.0, which compiles for CPUs with the system's C++ compiler.
 https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html
 
 Each function below is one technique. It returns, where the technique has it, `mask`, whether query i of head h sees key
-j; `score`, made of the scaled score s and its place; `per_head`, that the mask depends on h; and `own_order`, that a
-causal mask goes by another order than that of tokens. The results are the definitions', and 0 where a query sees no key.
-The constructor makes the block mask and compiles, some 10 seconds the first time; blocks of 128 x 128 pairs that see
-nothing are skipped. Padding is left to torch_sdpa: its block mask would have to be made anew for each input. Left out,
-since a score and its place are not enough for them: labels and positions that are products with the query (etc with
-vectors, shaw, transformer_xl_relative, adaptive_span with positions).
+j; `score`, made of the scaled score s and its place; `per_head`, that the mask depends on h; `own_order`, that a causal
+mask goes by another order than that of tokens; and `block`, where blocks of so many queries and keys, of which those that
+see nothing are skipped, were faster at 4096 tokens than the default of 128. The results are the definitions', and 0
+where a query sees no key. The constructor makes the block mask and compiles, some 10 seconds the first time. Padding is
+left to torch_sdpa: its block mask would have to be made anew for each input. Left out, since a score and its place are
+not enough for them: labels and positions that are products with the query (etc with vectors, shaw,
+transformer_xl_relative, adaptive_span with positions).
 """
 
 import math
@@ -37,7 +38,7 @@ class Flex:
             make = create_block_mask
             if (heads or 1) * math.prod(sizes) > UNCOMPILED:
                 make = torch.compile(make, **COMPILE)
-            self.blocks = make(seen, None, heads, *sizes, device='cpu')
+            self.blocks = make(seen, None, heads, *sizes, device='cpu', BLOCK_SIZE=made.get('block', 128))
         self.more = {'enable_gqa': problem.query_heads != problem.kv_heads}
         if 'scale' in options:  # 0 stands for that of dense attention, 1 / sqrt(head_dim)
             self.more['scale'] = float(options['scale']) or None
@@ -86,7 +87,7 @@ def longformer(problem, options, parameters):
         return ((i - j).abs() <= reach * steps[h]) & ((i - j) % steps[h] == 0)
 
     mask = (lambda b, h, i, j: near(b, h, i, j) | is_global[i] | is_global[j]) if of_all else near
-    return {'mask': mask, **({'per_head': True} if len(dilation) > 1 else {})}
+    return {'mask': mask, 'block': 64, **({'per_head': True} if len(dilation) > 1 else {})}
 
 
 @flex('bigbird', options=('block', 'random'), causal=(False,))
@@ -100,7 +101,7 @@ def bigbird(problem, options, parameters):
     table = parameters['random'].long()
     rows = torch.nn.functional.one_hot(table + 1, blocks + 1).sum(2)[..., 1:]  # -1 stands for no block
     sees |= rows > 0
-    return {'mask': lambda b, h, i, j: sees[h, i // block, j // block], 'per_head': True}
+    return {'mask': lambda b, h, i, j: sees[h, i // block, j // block], 'per_head': True, 'block': min(block, 128)}
 
 
 @flex('etc:labels=biases', options=('radius', 'global_tokens', 'max_distance'), causal=(False,))
@@ -108,7 +109,7 @@ def etc(problem, options, parameters):
     radius, first, most = (int(options[name]) for name in ('radius', 'global_tokens', 'max_distance'))
     mask = lambda b, h, i, j: (i < first) | (j < first) | ((i - j).abs() <= radius)
     if most < 0:
-        return {'mask': mask}
+        return {'mask': mask, 'block': 64}
     scale = problem.head_dim**-0.5
     of_globals, of_long = parameters['g2g_bias'] * scale, parameters['l2l_bias'] * scale
 
@@ -117,20 +118,20 @@ def etc(problem, options, parameters):
         bias = torch.where(i < first, of_globals[h, row], of_long[h, row])
         return s + torch.where((i < first) == (j < first), bias, 0.0)
 
-    return {'mask': mask, 'score': score}
+    return {'mask': mask, 'score': score, 'block': 64}
 
 
 def combined(problem, options, row, column):
     """The two factors of the Sparse Transformer as `combine` says."""
     group = problem.query_heads // problem.kv_heads
     if options['combine'] == 'interleaved':
-        return {'mask': column if int(options['layer']) % 2 else row}
+        return {'mask': column if int(options['layer']) % 2 else row, 'block': 32}
     if options['combine'] == 'per_head':
         return {
             'mask': lambda b, h, i, j: torch.where(h // group % 2 == 0, row(b, h, i, j), column(b, h, i, j)),
-            'per_head': True
+            'per_head': True, 'block': 32
         }
-    return {'mask': lambda b, h, i, j: row(b, h, i, j) | column(b, h, i, j)}
+    return {'mask': lambda b, h, i, j: row(b, h, i, j) | column(b, h, i, j), 'block': 32}
 
 
 @flex('strided', options=('stride', 'combine', 'layer', 'bandwidth'), causal=(True,))
@@ -171,7 +172,8 @@ def image_local(problem, options, parameters):
     return {'mask': mask}
 
 
-@flex('image_local:form=2d', options=('width', 'block_height', 'block_width', 'flange_height', 'flange_width'), causal=(True,))
+@flex('image_local:form=2d', causal=(True,),
+      options=('width', 'block_height', 'block_width', 'flange_height', 'flange_width'))
 def image_local_2d(problem, options, parameters):
     width, height, across, up, aside = (int(options[name]) for name in (
         'width', 'block_height', 'block_width', 'flange_height', 'flange_width'))
@@ -186,7 +188,7 @@ def image_local_2d(problem, options, parameters):
         within = (row >= top) & (row < top + height) & (column >= left) & (column < left + across)
         return above | beside | (within & (j <= i))
 
-    return {'mask': mask, 'own_order': True}
+    return {'mask': mask, 'own_order': True, 'block': 64}
 
 
 @flex('alibi')
@@ -224,7 +226,7 @@ def adaptive_span(problem, options, parameters):
     def score(s, b, h, i, j):
         return s + torch.log(torch.clamp((reach[h] - (i + first - j)) / ramp, 1e-30, 1.0))
 
-    return {'mask': mask, 'score': score, 'per_head': True}
+    return {'mask': mask, 'score': score, 'per_head': True, 'block': 64}
 
 
 @flex('distance_aware')
