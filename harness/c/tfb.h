@@ -90,7 +90,8 @@ TFB_EXPORT const char* tfb_last_error(void);
  *     "causal": [false, true], "devices": ["cpu", ...],
  *     "options": [{"name", "type", "default", "range", "help"}, ...]}, ...]
  * `definition` is the technique of this suite, with options where they are not the technique's own
- * of the same names, whose float64 definition it computes: for libtfb.so its own name. */
+ * of the same names, whose float64 definition it computes: for libtfb.so its own name. A library of
+ * contestants may add "outputs", names of the definition's outputs beside "out" that it writes. */
 TFB_EXPORT const char* tfb_techniques(void);
 
 /* Creates a layer. `technique` is a name with its options, "longformer:window=256,dilation=2".

@@ -21,8 +21,9 @@ struct Contestant {
   std::shared_ptr<const ContestantFile> file;
   std::string name;  // as the file calls it
   const Technique* definition;
-  TechniqueSpec definition_spec;  // as the file states it
-  absl::Status status;            // why there are no layers
+  TechniqueSpec definition_spec;     // as the file states it
+  std::vector<std::string> outputs;  // of the definition, which it writes
+  absl::Status status;               // why there are no layers
 };
 
 class TechniqueOfFile : public ContestantTechnique {
@@ -65,10 +66,18 @@ class TechniqueOfFile : public ContestantTechnique {
     TFB_ASSIGN_OR_RETURN(const Options defined, OfDefinition(options));
     TFB_ASSIGN_OR_RETURN(std::vector<TensorSpec> specs,
                          contestant_.definition->OutputSpecs(problem, defined));
-    specs.erase(std::remove_if(specs.begin(), specs.end(),
-                               [](const TensorSpec& spec) { return spec.name != "out"; }),
-                specs.end());
-    return specs;
+    std::vector<TensorSpec> written;
+    for (const std::string& name : contestant_.outputs) {
+      const auto found = std::find_if(specs.begin(), specs.end(),
+                                      [&](const TensorSpec& spec) { return spec.name == name; });
+      if (found == specs.end()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("its definition has no output \"", name, "\""));
+      }
+      written.push_back(*found);
+      written.back().optional = false;
+    }
+    return written;
   }
   absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem, const Options& options,
                                                 Device device, uint64_t seed) const override {
@@ -157,7 +166,7 @@ bool Lists(const Json& said, const char* member, const Json& value) {
 absl::StatusOr<std::unique_ptr<Technique>> ToTechnique(
     const std::shared_ptr<const ContestantFile>& file, const Json& said, const Registry& registry) {
   if (!said.is_object()) return absl::InvalidArgumentError("an element is no object");
-  Contestant contestant = {file, TextOf(said, "name"), nullptr, {}, {}};
+  Contestant contestant = {file, TextOf(said, "name"), nullptr, {}, {"out"}, {}};
   if (contestant.name.empty()) return absl::InvalidArgumentError("an element has no name");
   if (!IsName(contestant.name)) {
     return absl::InvalidArgumentError(
@@ -173,6 +182,10 @@ absl::StatusOr<std::unique_ptr<Technique>> ToTechnique(
   const auto found = registry.Find(definition->technique);
   if (!found.ok()) return wrong(absl::StrCat("definition: ", found.status().message()));
   contestant.definition = *found;
+  for (const Json& output : said.value("outputs", Json::array())) {
+    if (!output.is_string()) return wrong("an output is no name");
+    contestant.outputs.push_back(output.get<std::string>());
+  }
   const auto defined = contestant.definition->Canonical(definition->options);
   if (!defined.ok()) return wrong(absl::StrCat("definition: ", defined.status().message()));
 
@@ -258,9 +271,9 @@ absl::Status AddUnusable(const std::shared_ptr<const ContestantFile>& file,
   info.citation = file->path();
   info.options.clear();
   info.budget_option.clear();
-  registry->Add(
-      std::make_unique<TechniqueOfFile>(std::move(info), ContestantInfo{file->path(), "dense"},
-                                        Contestant{file, "unknown", dense, {"dense", {}}, status}));
+  registry->Add(std::make_unique<TechniqueOfFile>(
+      std::move(info), ContestantInfo{file->path(), "dense"},
+      Contestant{file, "unknown", dense, {"dense", {}}, {"out"}, status}));
   return absl::OkStatus();
 }
 

@@ -27,8 +27,8 @@ class ContestantFile {
   std::string name() const;
 
   // Returns a list of the contestants, a JSON array of objects with the members of tfb_techniques
-  // (harness/c/tfb.h) "name", "definition", "title", "citation", "options", "devices", "causal". An
-  // option that is a text is the definition's option of that name, with the definition's value as
+  // (harness/c/tfb.h) "name", "definition", "title", "citation", "options", "devices", "causal",
+  // and "outputs", names of the definition's outputs beside out that it writes, too. An option that is a text is the definition's option of that name, with the definition's value as
   // its default. The errors are those of the file as a whole.
   virtual absl::StatusOr<std::string> List() const = 0;
 

@@ -62,6 +62,7 @@ TEST(Contestants, AListThatIsNotAsTheHeaderSaysAddsNothing) {
       {R"([{"name": "x", "definition": "dense", "options": ["scal"]}])",
        "x: its definition has no option \"scal\""},
       {R"([{"name": "x", "definition": "dense:scale=-"}])", "x: definition: "},
+      {R"([{"name": "x", "definition": "dense", "outputs": [1]}])", "x: an output is no name"},
 
       {R"([{"name": "x", "definition": "dense"}, {"name": "x", "definition": "dense"}])",
        "x@y is listed twice"},
@@ -98,6 +99,32 @@ TEST(Contestants, AnOptionThatIsANameIsTheDefinitionsWithTheStatedValue) {
   EXPECT_EQ(definition->options.at("dilation"), "2");
   EXPECT_EQ(definition->options.size(), (*registry.Find("longformer"))->info().options.size());
   EXPECT_EQ(AsContestant(**registry.Find("dense")), nullptr);
+}
+
+TEST(Contestants, WriteWhatTheySayOfTheDefinitionsOutputs) {
+  Registry& registry = Registry::Global();
+  ASSERT_EQ(AddContestants(std::make_shared<SharedLibrary>("outputs.so"),
+                           R"([{"name": "plain", "definition": "dense"},
+                               {"name": "more", "definition": "dense", "outputs": ["log_sum_exp"]},
+                               {"name": "none", "definition": "dense", "outputs": ["buckets"]}])",
+                           &registry),
+            absl::OkStatus());
+  const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
+  const auto names = [&](const std::string& name) {
+    std::vector<std::string> found;
+    const Technique& technique = **registry.Find(name + "@outputs");
+    const auto specs = technique.OutputSpecs(problem, {});
+    EXPECT_TRUE(specs.ok()) << specs.status();
+    for (const TensorSpec& spec : *specs) {
+      EXPECT_FALSE(spec.optional) << spec.name;
+      found.push_back(spec.name);
+    }
+    return found;
+  };
+  EXPECT_EQ(names("plain"), std::vector<std::string>{"out"});
+  EXPECT_EQ(names("more"), (std::vector<std::string>{"out", "log_sum_exp"}));
+  EXPECT_EQ((*registry.Find("none@outputs"))->OutputSpecs(problem, {}).status(),
+            absl::InvalidArgumentError("its definition has no output \"buckets\""));
 }
 
 TEST(Contestants, ASweepHasTheTechniqueOfOursThatComputesTheSameBesideEach) {

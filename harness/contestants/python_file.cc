@@ -60,20 +60,22 @@ class SharedMemory {
 // Places tensors one after the other, and describes them as the other side reads it.
 class Places {
  public:
-  Json Add(const TensorSpec& spec) {
+  // `role` and the name together are the place's name: an input may be called as an output.
+  Json Add(absl::string_view role, const TensorSpec& spec) {
     const Json said = {{"name", spec.name},
                        {"dtype", std::string(Name(spec.dtype))},
                        {"shape", spec.shape},
                        {"offset", bytes_}};
-    tensors_[spec.name] = {bytes_, spec.dtype, spec.shape};
+    tensors_[absl::StrCat(role, " ", spec.name)] = {bytes_, spec.dtype, spec.shape};
     size_t size = SizeOf(spec.dtype);
     for (const int64_t dimension : spec.shape) size *= static_cast<size_t>(dimension);
     bytes_ += (size + kAlignment - 1) / kAlignment * kAlignment;
     return said;
   }
   size_t bytes() const { return bytes_; }
-  TensorView View(const SharedMemory& memory, const std::string& name) const {
-    const Place& place = tensors_.at(name);
+  TensorView View(const SharedMemory& memory, absl::string_view role,
+                  absl::string_view name) const {
+    const Place& place = tensors_.at(absl::StrCat(role, " ", name));
     return TensorView(memory.begin() + place.offset, place.dtype, place.shape);
   }
 
@@ -158,7 +160,7 @@ class PythonLayer : public ContestantLayer {
     CopyInputs(inputs);
     outputs_ = outputs;
     inputs_ = inputs;
-    TFB_RETURN_IF_ERROR(process_->Ask({{"do", "run"}, {"id", id_}, {"given", given_}}).status());
+    TFB_RETURN_IF_ERROR(Ask({{"do", "run"}, {"id", id_}, {"given", given_}}).status());
     return TakeOutputs();
   }
 
@@ -179,18 +181,19 @@ class PythonLayer : public ContestantLayer {
                     {"outputs", Json::array()},
                     {"parameters", Json::array()}};
     places_ = Places();
-    for (const TensorSpec& spec : Layer::inputs()) request["inputs"].push_back(places_.Add(spec));
-    for (const TensorSpec& spec : Layer::outputs()) request["outputs"].push_back(places_.Add(spec));
+    for (const TensorSpec& spec : Layer::inputs())
+      request["inputs"].push_back(places_.Add("input", spec));
+    for (const TensorSpec& spec : Layer::outputs())
+      request["outputs"].push_back(places_.Add("output", spec));
     for (const auto& [name, tensor] : parameters_) {
       request["parameters"].push_back(
-          places_.Add({ParameterPlace(name), tensor.shape(), tensor.dtype()}));
-      request["parameters"].back()["name"] = name;
+          places_.Add("parameter", {name, tensor.shape(), tensor.dtype()}));
     }
     memory_ = std::make_unique<SharedMemory>();
     TFB_RETURN_IF_ERROR(memory_->Allocate(places_.bytes()));
     request["bytes"] = memory_->bytes();
     for (const auto& [name, tensor] : parameters_) {
-      CopyElements(tensor.view(), places_.View(*memory_, ParameterPlace(name)));
+      CopyElements(tensor.view(), places_.View(*memory_, "parameter", name));
     }
     TFB_ASSIGN_OR_RETURN(const Json answer, process_->Ask(request, memory_->file()));
     about_.clear();
@@ -203,9 +206,11 @@ class PythonLayer : public ContestantLayer {
   // Makes the layer again where another layer's call ended its process.
   absl::Status Revive() {
     if (!process_->has_ended() || calls_ended_it_) return absl::OkStatus();
-    const std::unique_ptr<SharedMemory> before = std::move(memory_);
-    const Places places = places_;
-    TFB_RETURN_IF_ERROR(Make());
+    std::unique_ptr<SharedMemory> before = std::move(memory_);
+    if (const absl::Status made = Make(); !made.ok()) {
+      memory_ = std::move(before);
+      return made;
+    }
     std::memcpy(memory_->begin(), before->begin(), before->bytes());
     TFB_RETURN_IF_ERROR(AskForSeconds({{"do", "setup"}, {"id", id_}, {"given", given_}}).status());
     return process_->Ask({{"do", "run"}, {"id", id_}, {"given", given_}}).status();
@@ -238,23 +243,19 @@ class PythonLayer : public ContestantLayer {
 
   void CopyInputs(const Inputs& inputs) {
     for (const std::string name : given_) {
-      CopyElements(inputs.Get(name), places_.View(*memory_, name));
+      CopyElements(inputs.Get(name), places_.View(*memory_, "input", name));
     }
   }
   absl::Status TakeOutputs() {
     for (const std::string name : given_) {
-      if (!SameBytes(places_.View(*memory_, name), inputs_.Get(name))) {
+      if (!SameBytes(places_.View(*memory_, "input", name), inputs_.Get(name))) {
         return absl::InternalError(absl::StrCat("it wrote into its input ", name));
       }
     }
     for (const auto& [name, view] : outputs_) {
-      CopyElements(places_.View(*memory_, name), view);
+      CopyElements(places_.View(*memory_, "output", name), view);
     }
     return absl::OkStatus();
-  }
-
-  static std::string ParameterPlace(const std::string& name) {
-    return absl::StrCat("parameter ", name);  // which is no input's name
   }
 
   const std::shared_ptr<const PythonFile> file_;

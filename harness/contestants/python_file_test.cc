@@ -63,13 +63,14 @@ absl::StatusOr<Accuracy> Judged(const std::string& name, const Problem& problem,
 TEST(PythonFile, AreHeldAgainstTheDefinitionThatTheyName) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 50, 16, causal);
-    for (const char* name : {"dense", "Window", "network"}) {
+    for (const char* name : {"dense", "Window", "network", "two_results"}) {
       const auto judged = Judged(name, problem, {}, causal ? 2 : 1);
       ASSERT_TRUE(judged.ok()) << name << judged.status();
       EXPECT_TRUE(judged->passed) << name << ": " << judged->failure;
     }
   }
   const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
+  EXPECT_TRUE(Judged("two_results", problem)->log_sum_exp_error.has_value());
   const auto wrong = Judged("wrong", problem);
   ASSERT_TRUE(wrong.ok()) << wrong.status();
   EXPECT_THAT(wrong->failure, HasSubstr("bound"));
@@ -104,6 +105,7 @@ TEST(PythonFile, WhatALayerCannotDoIsItsStatus) {
       {"another_type", absl::StatusCode::kInternal,
        "its result out is of float64; that of the definition is float32"},
       {"no_array", absl::StatusCode::kInternal, "its result out is no array but a str"},
+      {"lacks_a_result", absl::StatusCode::kInternal, "its result has no \"log_sum_exp\""},
       {"raises", absl::StatusCode::kInternal, "ValueError: matmul: "},
       {"crashes", absl::StatusCode::kInternal, "its process ended with signal 6 (Aborted)"},
       {"takes_all_memory", absl::StatusCode::kResourceExhausted, ""},

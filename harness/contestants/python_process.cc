@@ -175,9 +175,16 @@ absl::StatusOr<Json> PythonProcess::Ask(const Json& request, int file) {
   const uint32_t length = static_cast<uint32_t>(text.size());
   std::string framed(reinterpret_cast<const char*>(&length), sizeof(length));
   framed += text;
+  Signal(SIGCONT);
   // The file comes with a byte of its own, which the other side reads when it knows the request.
   if (!SendAll(socket_, framed) || (file >= 0 && !SendAll(socket_, "f", file))) return Ended();
-  return Answer();
+  absl::StatusOr<Json> answer = Answer();
+  Signal(SIGSTOP);
+  return answer;
+}
+
+void PythonProcess::Signal(int signal) const {
+  if (pid_ > 0) kill(pid_, signal);
 }
 
 bool PythonProcess::WaitForAnswer(double seconds) const {

@@ -40,7 +40,8 @@ class PythonProcess {
 
   // Sends a request, with a file where it is not negative, and returns the answer. Returns the
   // contestant's error as Unimplemented, ResourceExhausted or Internal; Internal where the process
-  // has ended, which has_ended() tells from then on.
+  // has ended, which has_ended() tells from then on. Between requests a process that was started is
+  // stopped: threads of its libraries that wait for work would spin beside what is timed next.
   absl::StatusOr<nlohmann::json> Ask(const nlohmann::json& request, int file = -1);
   bool has_ended() const { return has_ended_; }
 
@@ -49,6 +50,7 @@ class PythonProcess {
   bool Read(char* bytes, size_t count);
   absl::StatusOr<nlohmann::json> Answer();
   absl::Status Ended();
+  void Signal(int signal) const;  // to a process that was started
   bool WaitForAnswer(double seconds) const;
 
   pid_t pid_ = -1;  // -1: not started by this process

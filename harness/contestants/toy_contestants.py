@@ -49,6 +49,24 @@ class Window:
         return (weights / weights.sum(3, keepdims=True)) @ v
 
 
+def log_sum_exp(q, k, causal):
+    scores = (q @ k.swapaxes(2, 3)) / numpy.sqrt(numpy.float32(q.shape[3]))
+    if causal:
+        scores = numpy.where(numpy.tri(*scores.shape[2:], dtype=bool), scores, -numpy.inf)
+    most = scores.max(3)
+    return most + numpy.log(numpy.exp(scores - most[..., None]).sum(3))
+
+
+@definition('dense', outputs=['log_sum_exp'])
+def two_results(q, k, v, causal):
+    return {'out': attend(q, k, v, causal), 'log_sum_exp': log_sum_exp(q, k, causal)}
+
+
+@definition('dense', outputs=['log_sum_exp'])
+def lacks_a_result(q, k, v, causal):
+    return attend(q, k, v, causal)
+
+
 @definition('multi_head')
 def network(x, problem, parameters):
     heads, tokens, size = problem.query_heads, problem.query_tokens, problem.head_dim

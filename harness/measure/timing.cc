@@ -543,8 +543,10 @@ std::vector<Segment> PlanSegments(int64_t tokens, int64_t max_segment_tokens) {
   return segments;
 }
 
-int64_t CpuCacheFlusher::Bytes() {
-  return std::min<int64_t>(2 * LastLevelCacheBytes(), int64_t{256} << 20);
+int64_t CpuCacheFlusher::Bytes() { return BytesFor(LastLevelCacheBytes()); }
+
+int64_t CpuCacheFlusher::BytesFor(int64_t last_level_cache_bytes) {
+  return std::min<int64_t>(2 * last_level_cache_bytes, int64_t{256} << 20);
 }
 
 CpuCacheFlusher::CpuCacheFlusher(ThreadPool* pool) : pool_(pool), memory_(DType::kU8, {Bytes()}) {

@@ -113,7 +113,8 @@ class CpuCacheFlusher {
  public:
   explicit CpuCacheFlusher(ThreadPool* pool);
   absl::Status operator()();  // OK
-  static int64_t Bytes();
+  static int64_t Bytes();     // on this machine
+  static int64_t BytesFor(int64_t last_level_cache_bytes);
 
  private:
   ThreadPool* pool_;

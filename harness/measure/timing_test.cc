@@ -95,6 +95,14 @@ class TimingTest : public ::testing::Test {
   std::vector<std::unique_ptr<Prepared>> prepared_;
 };
 
+TEST(CpuCacheFlusher, WritesTwiceTheLastCacheButAtMost256MiB) {
+  constexpr int64_t kMiB = 1 << 20;
+  EXPECT_EQ(CpuCacheFlusher::BytesFor(32 * kMiB), 64 * kMiB);
+  EXPECT_EQ(CpuCacheFlusher::BytesFor(127 * kMiB), 254 * kMiB);
+  EXPECT_EQ(CpuCacheFlusher::BytesFor(128 * kMiB), 256 * kMiB);
+  EXPECT_EQ(CpuCacheFlusher::BytesFor(1024 * kMiB), 256 * kMiB);
+}
+
 TEST_F(TimingTest, EverySampleIsKept) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_mean", {}, 16));

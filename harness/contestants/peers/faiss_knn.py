@@ -12,7 +12,7 @@ import faiss
 import numpy
 from tfb.contestant import definition
 
-ABOUT = {'packages': ('faiss-cpu', 'numpy'), 'title': 'FAISS'}
+ABOUT = {'packages': ('faiss-cpu', 'numpy'), 'title': 'FAISS', 'outputs': ('neighbours',)}
 NAMES = ('entries', 'k', 'lambda', 'temperature', 'vocabulary')
 
 

@@ -23,7 +23,7 @@ CHUNK, ROUNDS = 64, 4
 
 @definition('multi_head:inner=lsh[rounds=4,chunk=64,factorize=false,bucket_mask=false,dedup=false,wrap=true,'
             'key_norm=epsilon,per_head=true]', arrays='torch', packages=('transformers', 'torch'),
-            title='Hugging Face Reformer')
+            title='Hugging Face Reformer', outputs=('buckets',))
 class attention:
 
     def __init__(self, problem, parameters):

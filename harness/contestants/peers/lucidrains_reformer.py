@@ -19,7 +19,7 @@ import torch
 from reformer_pytorch import reformer_pytorch as package
 from tfb.contestant import definition
 
-ABOUT = {'arrays': 'torch', 'packages': ('reformer-pytorch', 'torch'), 'title': 'reformer-pytorch'}
+ABOUT = {'arrays': 'torch', 'packages': ('reformer-pytorch', 'torch'), 'title': 'reformer-pytorch', 'outputs': ('buckets',)}
 package.TOKEN_SELF_ATTN_VALUE = -200
 
 

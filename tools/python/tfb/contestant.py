@@ -41,6 +41,7 @@ def definition(technique: str,
                exact: bool = True,
                arrays: str = 'numpy',
                options: Sequence[str] = (),
+               outputs: Sequence[str] = (),
                causal: Sequence[bool] = (False, True),
                packages: Sequence[str] = (),
                title: str = '',
@@ -51,7 +52,7 @@ def definition(technique: str,
     setup, and then called: the technique's inputs (q, k, v, x, key_mask, ...; None where an optional one is not there);
     `causal`; `problem` with batch, query_heads, kv_heads, query_tokens, kv_tokens, head_dim, value_dim, causal, dtype and
     threads; `parameters`, arrays by name, of the technique; `options` of the technique, texts by name. Inputs are given to
-    calls alone. The result is an array of the shape and dtype of the technique's `out`.
+    calls alone. The result is an array of the shape and dtype of the technique's `out`, or a dict of `out` and `outputs`.
 
     What it cannot do it says by NotImplementedError(reason).
 
@@ -60,14 +61,16 @@ def definition(technique: str,
       exact: False: it only approximates the definition, and its errors have no bound.
       arrays: "numpy", "torch" or "jax": the kind of the arrays that it is given.
       options: names of the technique's options that a sweep may vary, `mine@file:window=512`.
+      outputs: names of the technique's outputs beside `out` that the result has, too: "buckets" of lsh, say, so that the
+        definition takes the same choices where two are as good in float32.
       causal: the forms that it has.
       packages: distributions whose versions are recorded.
       title, citation: shown in reports.
     """
     if arrays not in ('numpy', 'torch', 'jax'):
         raise ValueError('arrays=%r: known are numpy, torch, jax' % (arrays,))
-    said = dict(definition=technique, exact=exact, arrays=arrays, options=list(options), causal=list(causal),
-                packages=list(packages), title=title, citation=citation)
+    said = dict(definition=technique, exact=exact, arrays=arrays, options=list(options), outputs=list(outputs),
+                causal=list(causal), packages=list(packages), title=title, citation=citation)
 
     def mark(code: Any) -> Any:
         setattr(code, _MARK, said)
@@ -237,9 +240,7 @@ class _Layer:
         """Runs once on new inputs, and copies the result at once."""
         self._bind(given)
         result = self._results(_finish(self._call()))
-        for name in result:
-            if name in self._outputs.tensors:
-                self._outputs.write(name, result[name])
+        self._write(result)
         for name, (earlier, contents) in self._last.items():
             if _bytes_of(earlier) != contents:
                 raise _Refused('its result %s of an earlier call changed with a later one' % name)
@@ -260,16 +261,19 @@ class _Layer:
             seconds = clock() - begin
         finally:
             gc.enable()
-        for name, one in self._results(result).items():
-            if name in self._outputs.tensors:
-                self._outputs.write(name, one)
+        self._write(self._results(result))
         time.sleep(_SETTLE_SECONDS if self._problem.threads > 1 else 0)
         return seconds
 
+    def _write(self, results: Dict[str, Any]) -> None:
+        for name in self._outputs.tensors:
+            self._outputs.write(name, results[name])
+
     def _results(self, result: Any) -> Dict[str, Any]:
         results = result if isinstance(result, dict) else {'out': result}
-        if 'out' not in results:
-            raise _Refused('its result has no "out"')
+        for name in self._outputs.tensors:
+            if name not in results:
+                raise _Refused('its result has no "%s"' % name)
         return results
 
 
