@@ -12,11 +12,11 @@ import faiss
 import numpy
 from tfb.contestant import definition
 
-ABOUT = {'packages': ('faiss-cpu', 'numpy'), 'title': 'FAISS', 'outputs': ('neighbours',)}
+ABOUT = {'packages': ('faiss-cpu', 'numpy'), 'title': 'FAISS'}
 NAMES = ('entries', 'k', 'lambda', 'temperature', 'vocabulary')
 
 
-@definition('knn_lm:entries=65536,k=32', options=NAMES, **ABOUT)
+@definition('knn_lm:entries=65536,k=32', options=NAMES, outputs=('neighbours',), **ABOUT)
 class flat:
 
     def __init__(self, problem, options, parameters):
