@@ -32,7 +32,7 @@ class ContestantFile {
   // its default. The errors are those of the file as a whole.
   virtual absl::StatusOr<std::string> List() const = 0;
 
-  // What a layer is made of. `spec` names the contestant as List does, with all of its options.
+  // A layer is made of these. `spec` names the contestant as List does, with all of its options.
   struct LayerRequest {
     TechniqueSpec spec;
     Options definition_options;  // all of the definition's

@@ -1,5 +1,5 @@
-// What a harness sees of a contestant, somebody else's code that is measured and judged beside ours,
-// beyond what it sees of every technique.
+// A contestant is somebody else's code, which is measured and judged beside ours. A harness sees it as
+// a technique, and what is here beyond that.
 #ifndef TFB_HARNESS_CONTESTANTS_INTERFACE_H_
 #define TFB_HARNESS_CONTESTANTS_INTERFACE_H_
 

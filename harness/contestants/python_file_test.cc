@@ -152,10 +152,11 @@ TEST(PythonFile, ALayerOutlivesAProcessThatAnotherOneEnded) {
   Fill(out.view(), 0);
   const auto seconds = contestant->RunSeconds(2);
   ASSERT_TRUE(seconds.ok()) << seconds.status();
-  EXPECT_GT(*seconds, 0);
   EXPECT_EQ(std::memcmp(out.raw(), before.raw(), out.bytes()), 0);
-  EXPECT_GT(*contestant->ColdRunSeconds(1 << 20), 0);
-  EXPECT_GE(*contestant->SetupSeconds(), 0);
+  Fill(out.view(), 0);
+  EXPECT_TRUE(contestant->ColdRunSeconds(1 << 20).ok());
+  EXPECT_EQ(std::memcmp(out.raw(), before.raw(), out.bytes()), 0);
+  EXPECT_TRUE(contestant->SetupSeconds().ok());
   EXPECT_EQ(contestant->about().count("numpy"), 1u);
   EXPECT_EQ(contestant->about().at("OMP_NUM_THREADS"), "1");
 }

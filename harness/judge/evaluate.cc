@@ -313,7 +313,7 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   bound.inputs = inputs;
   const bool is_contestant =
       device == Device::kCpu && dynamic_cast<ContestantLayer*>(layer) != nullptr;
-  // What it writes into its inputs must not reach other cases.
+  // A contestant may write into its inputs, which other cases read, too: it gets copies.
   const NamedTensors own_inputs = is_contestant ? Copies(inputs) : NamedTensors();
   if (is_contestant) bound.inputs = ViewsOf(own_inputs);
   TFB_ASSIGN_OR_RETURN(bound.runtime, RuntimeOf(device));

@@ -347,7 +347,7 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   if (options_.times) TFB_RETURN_IF_ERROR(Bind(batch, prepared));
 
   const double output_bytes = BytesOf(output_specs, false);
-  // What another process allocates is not known.
+  // Nobody here knows the memory of another process.
   if (!is_remote) outcome->set_peak_workspace_bytes(layer.workspace_bytes(job.threads));
   outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
   outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));

@@ -123,7 +123,7 @@ class Measurement {
 
   // Counts the instructions of single runs, where there is a counter and time for it.
   void CountInstructions() {
-    // Those of another process are not counted.
+    // The counter sees this process alone.
     if (options_.instructions == nullptr || timed_.bound.runtime != nullptr || remote_ != nullptr ||
         !timed_.status.ok()) {
       return;
@@ -234,7 +234,7 @@ class Measurement {
     return call_seconds_ >= kWarmedSeconds ? absl::OkStatus() : RunAndWait();
   }
   absl::Status BeginTrial() {
-    // What times itself does so on the inputs and outputs of its last Run.
+    // A layer that times itself does so on the inputs and outputs of its last Run.
     if (timed_.trial == nullptr) return remote_ == nullptr ? absl::OkStatus() : Run();
     return timed_.trial->Begin(timed_.bound.outputs, [this] { return Run(); });
   }

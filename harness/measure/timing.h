@@ -61,7 +61,7 @@ struct TimedCase {
   // kFewestSamples.
   Visit::Item wishes;
   double timeout_seconds = 0;  // for all measurements of this case; 0: none
-  // Of a contestant on a CPU, whose calls are judged with each sample of `run`; else null.
+  // Judges the calls of a contestant on a CPU with each sample of `run`; null for other layers.
   SampleTrial* trial = nullptr;
 
   // The results.

@@ -281,7 +281,7 @@ TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
   few.setup_seconds = 10;
   EXPECT_EQ(PlanSamples(few, 0.001, 1).setups, 0);
   few.setup_seconds = 0;
-  // What judges a sample is a part of it.
+  // The time of judging a sample is a part of it.
   few.repetitions = 33;
   few.trial_seconds = 0.089;
   EXPECT_EQ(PlanSamples(few, 0.001, 1).runs, 6);
