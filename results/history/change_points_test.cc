@@ -1,0 +1,233 @@
+#include "results/history/change_points.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+constexpr double kStep = 0.04879;  // log 1.05
+
+// Draws the same numbers with every library.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : generator_(seed) {}
+  double Uniform() { return (static_cast<double>(generator_() >> 11) + 0.5) / 9007199254740992.0; }
+  double Normal() {
+    return std::sqrt(-2 * std::log(Uniform())) * std::cos(2 * 3.14159265358979323846 * Uniform());
+  }
+
+ private:
+  std::mt19937_64 generator_;
+};
+
+// Noise of a standard deviation near 1, of one value of one series.
+struct Noise {
+  std::string name;
+  // `common` is standard normal, and the same for all series of a run.
+  std::function<double(Random*, double common)> draw;
+};
+
+std::vector<Noise> AllNoises() {
+  return {{"Normal", [](Random* random, double) { return random->Normal(); }},
+          {"SharedByTheSeriesOfARun",
+           [](Random* random, double common) { return 0.7 * random->Normal() + 0.7 * common; }},
+          {"HeavyTailed",  // Student's t of 5 degrees of freedom over its standard deviation
+           [](Random* random, double) {
+             double squares = 0;
+             for (int i = 0; i < 5; ++i) squares += std::pow(random->Normal(), 2);
+             return random->Normal() / std::sqrt(squares / 5) / std::sqrt(5.0 / 3);
+           }},
+          {"WithSlowRuns",  // one value in fifty is up to ten standard deviations too large
+           [](Random* random, double) {
+             return random->Normal() + (random->Uniform() < 0.02 ? 10 * random->Uniform() : 0);
+           }},
+          {"Skewed", [](Random* random, double) { return -std::log(random->Uniform()) - 1; }}};
+}
+
+// Makes series whose noise has the standard deviation `sigma`, give or take a third.
+std::vector<NoisySeries> Draw(const Noise& noise, int series, int runs, double sigma,
+                              uint64_t seed) {
+  Random random(seed);
+  std::vector<double> common(static_cast<size_t>(runs));
+  for (double& value : common) value = random.Normal();
+  std::vector<NoisySeries> drawn(static_cast<size_t>(series));
+  for (NoisySeries& one : drawn) {
+    const double own = sigma * (1 + 0.66 * (random.Uniform() - 0.5));
+    for (int run = 0; run < runs; ++run) {
+      one.runs.push_back(run);
+      one.values.push_back(own * noise.draw(&random, common[run]));
+    }
+  }
+  return drawn;
+}
+
+std::vector<NoisySeries> FirstRuns(const std::vector<NoisySeries>& series, int runs) {
+  std::vector<NoisySeries> first = series;
+  for (NoisySeries& one : first) {
+    one.runs.resize(static_cast<size_t>(runs));
+    one.values.resize(static_cast<size_t>(runs));
+  }
+  return first;
+}
+
+class ChangePointsTest : public testing::TestWithParam<Noise> {};
+
+INSTANTIATE_TEST_SUITE_P(Noises, ChangePointsTest, testing::ValuesIn(AllNoises()),
+                         [](const auto& info) { return info.param.name; });
+
+// Stores of forty cases are checked after each of their first hundred runs.
+TEST_P(ChangePointsTest, NoiseGivesAtMostOneAlarmInAHundredRuns) {
+  constexpr int kStores = 2, kSeries = 40, kRuns = 100;
+  for (int store = 0; store < kStores; ++store) {
+    const std::vector<NoisySeries> all = Draw(GetParam(), kSeries, kRuns, 0.01, 100 + store);
+    int alarms = 0;
+    bool was_alarmed = false;
+    for (int runs = kFewestForChangePoints; runs <= kRuns; ++runs) {
+      const ChangePoints found = FindChangePoints(FirstRuns(all, runs), {});
+      const bool is_alarmed =
+          std::any_of(found.at.begin(), found.at.end(), [](const auto& at) { return !at.empty(); });
+      alarms += is_alarmed && !was_alarmed;
+      was_alarmed = is_alarmed;
+    }
+    EXPECT_LE(alarms, 1) << store;
+  }
+}
+
+// In stores of forty cases a case becomes slower by 5 % behind 20 to 59 runs with a noise of 0.5 %.
+TEST_P(ChangePointsTest, AStepOfFivePercentIsFoundWithinThreeRuns) {
+  int found_steps = 0, steps = 0;
+  for (int before = 20; before < 60; ++before) {
+    std::vector<NoisySeries> all = Draw(GetParam(), 40, before + 3, 0.005, 1000 + before);
+    for (size_t changed = 0; changed < 40; changed += 8, ++steps) {
+      for (int run = before; run < before + 3; ++run) all[changed].values[run] += kStep;
+    }
+    const ChangePoints found = FindChangePoints(all, {});
+    for (size_t changed = 0; changed < 40; changed += 8) {
+      const std::vector<int>& at = found.at[changed];
+      // The run before may have been a slow one by chance.
+      found_steps += !at.empty() && std::abs(at.back() - before) <= 1;
+    }
+  }
+  EXPECT_GE(found_steps, 0.95 * steps) << "of " << steps;
+}
+
+TEST_P(ChangePointsTest, ADriftOfHalfAPercentARunIsFoundWithinTenRuns) {
+  int found_drifts = 0, drifts = 0;
+  for (int before = 20; before < 60; ++before) {
+    std::vector<NoisySeries> all = Draw(GetParam(), 40, before + 10, 0.005, 2000 + before);
+    for (size_t changed = 0; changed < 40; changed += 8, ++drifts) {
+      for (int run = before; run < before + 10; ++run) {
+        all[changed].values[run] += (run - before + 1) * std::log(1.005);
+      }
+    }
+    const ChangePoints found = FindChangePoints(all, {});
+    for (size_t changed = 0; changed < 40; changed += 8) {
+      const std::vector<int>& at = found.at[changed];
+      found_drifts += !at.empty() && at.back() >= before;
+    }
+  }
+  EXPECT_GE(found_drifts, 0.95 * drifts) << "of " << drifts;
+}
+
+// Levels of 12 to 40 runs, 4 to 8 % apart, with a noise of 0.5 %.
+TEST(ChangePoints, EveryStepOfALongSeriesIsFoundAtItsRun) {
+  const std::vector<int> steps = {40, 52, 80, 120, 140};
+  const std::vector<double> levels = {0, 0.06, 0.02, -0.04, 0.04, 0.1};
+  std::vector<NoisySeries> all = Draw(AllNoises()[0], 20, 170, 0.005, 7);
+  for (int run = 0; run < 170; ++run) {
+    const auto level = std::upper_bound(steps.begin(), steps.end(), run) - steps.begin();
+    all[3].values[run] += levels[level];
+  }
+  const ChangePoints found = FindChangePoints(all, {});
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (i != 3) {
+      EXPECT_THAT(found.at[i], IsEmpty()) << i;
+    }
+  }
+  EXPECT_EQ(found.at[3], steps);
+  EXPECT_NEAR(found.scale[3], 0.005, 0.002);
+}
+
+TEST(ChangePoints, OneOddRunIsNoChangeWhereverItIs) {
+  const std::vector<NoisySeries> quiet = Draw(AllNoises()[0], 10, 40, 0.005, 8);
+  for (int odd = 0; odd < 40; ++odd) {
+    std::vector<NoisySeries> all = quiet;
+    all[0].values[odd] += 3;  // twenty times as slow
+    EXPECT_THAT(FindChangePoints(all, {}).at[0], IsEmpty()) << odd;
+  }
+}
+
+TEST(ChangePoints, ASeriesWithGapsIsSearchedInTheRunsThatItHas) {
+  std::vector<NoisySeries> all = Draw(AllNoises()[0], 10, 60, 0.005, 9);
+  NoisySeries with_gaps;
+  for (int run = 1; run < 60; run += 3) {  // 20 values, of which the last 8 are of run 37 on
+    with_gaps.runs.push_back(run);
+    with_gaps.values.push_back(all[0].values[run] + (run >= 37 ? kStep : 0));
+  }
+  all[0] = with_gaps;
+  EXPECT_THAT(FindChangePoints(all, {}).at[0], ElementsAre(12));
+}
+
+TEST(ChangePoints, SeriesThatAreTooShortAreNotSearched) {
+  std::vector<NoisySeries> all(2);
+  for (int run = 0; run < kFewestForChangePoints; ++run) {
+    for (NoisySeries& one : all) {
+      one.runs.push_back(run);
+      one.values.push_back(run < 4 ? 0 : 1);
+    }
+  }
+  all[1].runs.pop_back();
+  all[1].values.pop_back();
+  const ChangePoints found = FindChangePoints(all, {});
+  EXPECT_GT(found.scale[0], 0);
+  EXPECT_EQ(found.scale[1], 0);
+  EXPECT_THAT(found.at[1], IsEmpty());
+  EXPECT_EQ(FindChangePoints({all[1]}, {}).critical, 0);
+  EXPECT_EQ(FindChangePoints({}, {}).critical, 0);
+}
+
+TEST(ChangePoints, SeriesWithoutAnyNoiseHaveNoChangeUntilTheyHaveOne) {
+  std::vector<NoisySeries> all(3);
+  for (int run = 0; run < 30; ++run) {
+    for (NoisySeries& one : all) {
+      one.runs.push_back(run);
+      one.values.push_back(0.5);
+    }
+  }
+  EXPECT_THAT(FindChangePoints(all, {}).at, testing::Each(IsEmpty()));
+  for (int run = 27; run < 30; ++run) all[1].values[run] += 0.01;
+  const ChangePoints found = FindChangePoints(all, {});
+  EXPECT_THAT(found.at[1], ElementsAre(27));
+  EXPECT_THAT(found.at[0], IsEmpty());
+}
+
+TEST(ChangePoints, ALowerRateOfFalseAlarmsNeverLowersTheThreshold) {
+  const std::vector<NoisySeries> all = Draw(AllNoises()[2], 30, 50, 0.01, 10);
+  double previous = 0;
+  for (const double rate : {0.5, 0.1, 0.01, 0.001}) {
+    ChangePointOptions options;
+    options.false_alarm_rate = rate;
+    const double critical = FindChangePoints(all, options).critical;
+    EXPECT_GE(critical, previous) << rate;
+    previous = critical;
+  }
+}
+
+TEST(ChangePoints, TheSmallestStepIsThatWhoseMeanStatisticIsTheThreshold) {
+  // 5 * 0.01 * sqrt(1/3 + 1/6).
+  EXPECT_NEAR(SmallestStep(5, 0.01, 6, 3), 0.0353553, 1e-6);
+}
+
+}  // namespace
+}  // namespace tfb
