@@ -192,6 +192,8 @@ class Comparer {
       : base_(base, options.allow_different_precision),
         now_(now, options.allow_different_precision) {
     comparison_.options = options;
+    comparison_.base_environments.assign(base.environments().begin(), base.environments().end());
+    comparison_.now_environments.assign(now.environments().begin(), now.environments().end());
   }
 
   absl::StatusOr<Comparison> Run() {

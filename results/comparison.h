@@ -73,6 +73,8 @@ struct Comparison {
   int missing = 0;                // cases only in the base
   int added = 0;                  // cases only in the current set
   std::vector<std::string> environment_differences;
+  // All environments of the two sets, with the commits that were built.
+  std::vector<Environment> base_environments, now_environments;
   CompareOptions options;
 
   int Count(Verdict verdict) const;

@@ -538,7 +538,7 @@ TEST(RenderComparison, JsonHasNoNumberThatJsonLacks) {
 TEST(ParseComparisonFormat, NamesWhatIsAllowed) {
   EXPECT_EQ(*ParseComparisonFormat("json"), ComparisonFormat::kJson);
   EXPECT_EQ(std::string(ParseComparisonFormat("yaml").status().message()),
-            "--format: \"yaml\" is none of terminal, markdown, json");
+            "--format: \"yaml\" is none of terminal, markdown, comment, json");
 }
 
 // Sets the times of all setups of `technique`, as a share of their runs.
