@@ -90,7 +90,7 @@ class CompareBuilds(CiTest):
         self.assertIn('\n\n    line ', comment)
         self.assertIn('\n    line 1000\n    error: @octocat ![a](http://b.c) </details> `x` | red\n', comment)
         self.assertNotIn('    line 900\n', comment)
-        self.assertEqual(err, f'compare_builds: base does not build; see {self.output}/build.log\n')
+        self.assertEqual(err, f'compare_builds: base does not build; see {self.output}/base.log\n')
         self.commit(**{'build.sh': broken})
         status, comment, _ = self.compare(base='HEAD^1')
         self.assertEqual((status, self.heading(comment)), (2, '### Cannot be judged: `head does not build`'))
@@ -168,6 +168,14 @@ class CompareBuilds(CiTest):
         self.assertEqual(self.heading(comment), '### Cannot be judged: `the measurement was stopped before its end`')
         self.assertEqual(self.run_script('post_comment', f'--comment={self.output}/comment.md')[0], 0)
         self.assertEqual(self.compare()[0], 1)
+
+    def test_what_fails_unforeseen_is_no_regression(self):
+        self.commit(factor='1')
+        self.commit(factor='1.5')
+        (self.output / 'comment.md/file').mkdir(parents=True)
+        status, _, err = self.run_script('compare_builds', '--base=HEAD^1', f'--output={self.output}', '--build=./build.sh')
+        self.assertEqual(status, 2)
+        self.assertIn('comment.md', err)
 
     def test_bad_usage_is_two_and_one_line(self):
         self.commit(factor='1')

@@ -156,6 +156,20 @@ class RecordHistory(CiTest):
             self.write(name, before)
         self.assertEqual(self.git('branch', '--list', 'tfb-history', at=self.origin), '')
 
+    def test_what_fails_unforeseen_is_no_regression(self):
+        (self.output / 'run.pb/file').mkdir(parents=True)
+        status, _, err = self.record()
+        self.assertEqual(status, 2)
+        self.assertIn('run.pb', err)
+
+    def test_what_is_in_the_way_stays(self):
+        (self.output / 'history').mkdir(parents=True)
+        (self.output / 'history/mine').write_text('precious')
+        status, _, err = self.record()
+        self.assertEqual(status, 2)
+        self.assertIn('history is in the way, and is no git worktree', err)
+        self.assertEqual((self.output / 'history/mine').read_text(), 'precious')
+
     def test_bad_usage_is_two_and_one_line(self):
         output = f'--output={self.output}'
         self.expect_bad_usage('record_history', [
