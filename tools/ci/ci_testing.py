@@ -54,8 +54,8 @@ fi
 exit "$(cat "$tree/status" 2> /dev/null || echo 0)"
 '''
 
-# Keeps each result file under a name of its contents, as the real program does. Runs ./on_add, where there is such a file,
-# before it adds. Slower results are a regression, unless they are acknowledged.
+# Keeps each result file under a name of its contents, and begins a store only in an empty folder, as the real program does.
+# Runs ./on_add, where there is such a file, before it adds. A file `slower` is a regression, unless one is acknowledged.
 HISTORY = '''#!/bin/bash
 command="$1" store="" runs=() acknowledged="" output=""
 shift
@@ -71,9 +71,12 @@ case "$command" in
   add)
     [[ ! -x on_add ]] || ./on_add
     mkdir -p "$store"
-    for run in "${runs[@]}"; do cp "$run" "$store/$(cksum < "$run" | cut -d ' ' -f 1).pb" || exit 2; done ;;
+    [[ -e "$store/format" || -z "$(ls -A "$store")" ]] || { echo "$store: no store, and not empty" >&2; exit 2; }
+    echo 1 > "$store/format"
+    mkdir -p "$store/runs"
+    for run in "${runs[@]}"; do cp "$run" "$store/runs/$(cksum < "$run" | cut -d ' ' -f 1).pb" || exit 2; done ;;
   check) [[ -n "$acknowledged" || ! -e slower ]] || { echo "a regression"; exit 1; } ;;
-  page) ls "$store" > "$output" ;;
+  page) ls "$store/runs" > "$output" ;;
 esac
 '''
 

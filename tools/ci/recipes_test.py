@@ -193,7 +193,7 @@ class Recipes(CiTest):
         statuses = self.run_job('github.yml', 'history', {})
         self.assertEqual(statuses, {'apt-get': 0, 'tools/ci/prepare': 0, 'tools/ci/record_history': 0})
         self.expect_artifacts('github.yml', 'history')
-        self.assertEqual(len(self.git('ls-tree', '-r', '--name-only', 'tfb-history', at=self.origin).split()), 1)
+        self.assertEqual(len(self.git('ls-tree', '--name-only', 'tfb-history:runs', at=self.origin).split()), 1)
 
     def test_gitlab_compares_a_merge_request(self):
         self.commit(factor='1')
@@ -205,7 +205,7 @@ class Recipes(CiTest):
         statuses = self.run_job('gitlab.yml', 'history', {})
         self.assertEqual(statuses, {'apt-get': 0, 'tools/ci/prepare': 0, 'tools/ci/record_history': 0})
         self.expect_artifacts('gitlab.yml', 'history')
-        self.assertEqual(len(self.git('ls-tree', '-r', '--name-only', 'tfb-history', at=self.origin).split()), 1)
+        self.assertEqual(len(self.git('ls-tree', '--name-only', 'tfb-history:runs', at=self.origin).split()), 1)
 
 
 if __name__ == '__main__':

@@ -21,8 +21,9 @@ class RecordHistory(CiTest):
         return self.run_script('record_history', f'--output={output or self.output}', *self.flags, *flags, at=at, **variables)
 
     def files(self, branch='tfb-history'):
-        """Returns the names of the files in the branch of origin."""
-        return self.git('ls-tree', '-r', '--name-only', branch, at=self.origin).split()
+        """Returns the names of the runs in the branch of origin."""
+        files = self.git('ls-tree', '-r', '--name-only', branch, at=self.origin).split()
+        return [name for name in files if not name.endswith('format')]
 
     def another_clone(self, name):
         """Makes a clone whose results differ."""
@@ -39,8 +40,8 @@ class RecordHistory(CiTest):
         self.assertIn(f'record_history: recorded {self.output}/run.pb\n', out)
         first = self.files()
         self.assertEqual(len(first), 1)
-        self.assertTrue(first[0].startswith('store/'))
-        self.assertEqual(page.read_text(), first[0][len('store/'):] + '\n')
+        self.assertTrue(first[0].startswith('runs/'))
+        self.assertEqual(page.read_text(), first[0][len('runs/'):] + '\n')
         self.assertEqual((self.output / 'sweep.log').read_text(), 'measuring --techniques=near\n')
         self.assertEqual(self.git('log', '-1', '--format=%s, by %an', 'tfb-history', at=self.origin),
                          f'Results of {commit}, by record_history')
@@ -48,10 +49,11 @@ class RecordHistory(CiTest):
         self.assertEqual(self.record()[0], 0)
         self.assertEqual(len(self.files()), 2)
         self.assertLess(set(first), set(self.files()))
-        # Two commits of results, and the one that begins the branch, none of which main has.
-        self.assertEqual(self.git('rev-list', '--count', 'tfb-history', '^main', at=self.origin), '3')
-        self.assertEqual(self.git('worktree', 'list', '--porcelain').count('worktree '), 1)
-        self.assertFalse((self.output / 'history').exists())
+        # Two commits, none of which main has; nothing here has changed.
+        self.assertEqual(self.git('rev-list', '--count', 'tfb-history', '^main', at=self.origin), '2')
+        self.assertEqual(self.git('branch', '--format=%(refname:short)'), 'main')
+        self.assertEqual(self.git('rev-parse', 'HEAD'), commit)
+        self.assertEqual(self.git('status', '--porcelain'), 'M factor')
 
     def test_without_flags_bazel_builds_both_programs(self):
         self.assertEqual(self.run_script('record_history', '--output=build/history')[0], 0)
@@ -124,14 +126,14 @@ class RecordHistory(CiTest):
         self.git('remote', 'rename', 'origin', 'upstream')
         self.assertEqual(self.record('--branch=numbers', '--store=cpu/amd', '--remote=upstream')[0], 0)
         self.assertEqual(len(self.files('numbers')), 1)
-        self.assertTrue(self.files('numbers')[0].startswith('cpu/amd/'))
+        self.assertTrue(self.files('numbers')[0].startswith('cpu/amd/runs/'))
 
     def test_without_a_branch_the_store_is_a_folder(self):
         store = self.folder / 'kept/store'
         self.assertEqual(self.record('--branch=', f'--store={store}')[0], 0)
         self.write('factor', '1.5')
         self.assertEqual(self.record('--branch=', f'--store={store}')[0], 0)
-        self.assertEqual(len(list(store.iterdir())), 2)
+        self.assertEqual(len(list((store / 'runs').iterdir())), 2)
         self.assertEqual(self.git('branch', '--list', 'tfb-history', at=self.origin), '')
 
     def test_a_shallow_clone_records_as_well(self):
@@ -161,14 +163,6 @@ class RecordHistory(CiTest):
         status, _, err = self.record()
         self.assertEqual(status, 2)
         self.assertIn('run.pb', err)
-
-    def test_what_is_in_the_way_stays(self):
-        (self.output / 'history').mkdir(parents=True)
-        (self.output / 'history/mine').write_text('precious')
-        status, _, err = self.record()
-        self.assertEqual(status, 2)
-        self.assertIn('history is in the way, and is no git worktree', err)
-        self.assertEqual((self.output / 'history/mine').read_text(), 'precious')
 
     def test_bad_usage_is_two_and_one_line(self):
         output = f'--output={self.output}'
