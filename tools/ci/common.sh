@@ -16,12 +16,16 @@ bad_usage() {  # MESSAGE
 count="${GIT_CONFIG_COUNT:-0}"
 export "GIT_CONFIG_KEY_$count=safe.directory" "GIT_CONFIG_VALUE_$count=$root" GIT_CONFIG_COUNT=$((count + 1))
 
-# Removes a git worktree, its folder and what git remembers of it.
+# Removes a git worktree, its folder and what git remembers of it. Fails where the folder is something else.
 remove_worktree() {  # FOLDER
-  if [[ -e "$1" && ! -f "$1/.git" ]]; then
-    echo "$script: $1 is in the way, and is no git worktree" >&2
+  local known
+  known="$(git -C "$root" worktree list --porcelain)"
+  if [[ -e "$1" && $'\n'"$known"$'\n' != *$'\n'"worktree $1"$'\n'* ]]; then
+    echo "$script: $1 is in the way, and is no worktree of this repository" >&2
     return 1
   fi
+  # One whose making was interrupted is still locked.
+  git -C "$root" worktree unlock "$1" 2> /dev/null || true
   git -C "$root" worktree remove --force "$1" 2> /dev/null || rm -rf "$1"
   git -C "$root" worktree prune
 }

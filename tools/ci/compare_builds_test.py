@@ -154,6 +154,14 @@ class CompareBuilds(CiTest):
         self.assertIn('is in the way', err)
         self.assertEqual((self.output / 'base/mine').read_text(), 'precious')
 
+    def test_a_worktree_whose_making_was_interrupted_is_removed(self):
+        self.commit(factor='1')
+        self.commit(factor='1.5')
+        self.output.mkdir()
+        self.git('worktree', 'add', '--quiet', '--detach', '--lock', str(self.output / 'base'))
+        (self.output / 'base/.git').unlink()
+        self.assertEqual(self.compare()[0], 1)
+
     def test_a_job_that_is_killed_leaves_a_comment_and_the_next_one_works(self):
         self.commit(factor='1')
         self.commit(factor='1.5')
