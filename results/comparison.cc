@@ -192,6 +192,8 @@ class Comparer {
       : base_(base, options.allow_different_precision),
         now_(now, options.allow_different_precision) {
     comparison_.options = options;
+    comparison_.base_environments.assign(base.environments().begin(), base.environments().end());
+    comparison_.now_environments.assign(now.environments().begin(), now.environments().end());
   }
 
   absl::StatusOr<Comparison> Run() {
@@ -265,6 +267,16 @@ class Comparer {
         Add(what, now, options().allow_missing ? Verdict::kNotJudged : Verdict::kRegressed);
     finding.base = std::move(base_text);
     finding.now = "missing";
+  }
+
+  // The same for an error. One that the sweep of NEW did not measure, and says why, is not judged:
+  // a check that would not fit into the time budget of one build may have fitted into the other's.
+  void AddVanishedError(absl::string_view what, double before, const Case& base, const Case& now) {
+    const size_t count = comparison_.findings.size();
+    AddVanished(what, FormatError(before), base, now);
+    const bool added = comparison_.findings.size() > count;
+    const std::string& reason = now.outcome().reason();
+    if (added && !reason.empty()) NotJudged(Printable(reason), &comparison_.findings.back());
   }
 
   // Judges a number without noise, only by the threshold.
@@ -521,7 +533,7 @@ class Comparer {
     const std::optional<double> value_after = BoundedValue(after);
     constexpr absl::string_view kWhat = "error against its definition";
     if (value_before.has_value() && !value_after.has_value()) {
-      AddVanished(kWhat, FormatError(value_before), base, now);
+      AddVanishedError(kWhat, *value_before, base, now);
     }
     if (!value_before.has_value() || !value_after.has_value()) return;
     if (before.has_passed() && after.has_passed()) {
@@ -549,7 +561,7 @@ class Comparer {
     const std::optional<double> before = value(base);
     const std::optional<double> after = value(now);
     if (before.has_value() && !after.has_value()) {
-      AddVanished("error against dense", FormatError(before), base, now);
+      AddVanishedError("error against dense", *before, base, now);
     }
     if (!before.has_value() || !after.has_value()) return;
     // NaN is tested first, since std::max drops one on its right.

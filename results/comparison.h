@@ -73,6 +73,8 @@ struct Comparison {
   int missing = 0;                // cases only in the base
   int added = 0;                  // cases only in the current set
   std::vector<std::string> environment_differences;
+  // All environments of the two sets, with the commits that were built.
+  std::vector<Environment> base_environments, now_environments;
   CompareOptions options;
 
   int Count(Verdict verdict) const;
@@ -89,7 +91,8 @@ struct Comparison {
 //                   judged under three samples, nor is a setup below 5 % of its run; a setup that
 //                   was below and no longer is, is compared with those 5 %.
 //   working memory  workspace and parameters, which have no noise
-//   errors          a bound that was met and is exceeded now; an error against dense that grew
+//   errors          a bound that was met and is exceeded now; an error against dense that grew; an
+//                   error that the current set lacks, unless its case says why it was not measured
 //   status          a case that was ok, and is not now
 //   presence        a case of the base that is missing; new cases count only where they failed.
 // Returns FailedPrecondition, with the differences, where the two cannot be compared: they have no

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "nlohmann/json.hpp"
+#include "results/comparison_comment.h"
 
 namespace tfb {
 namespace {
@@ -100,26 +101,6 @@ Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   return table;
 }
 
-// Returns the command that takes more samples of ambiguous times; empty where no time is ambiguous.
-std::string Advice(const Comparison& comparison) {
-  constexpr size_t kMostNames = 12;
-  std::set<std::string> names;
-  int times = 0;
-  for (const Finding& finding : comparison.findings) {
-    if (finding.verdict != Verdict::kAmbiguous || !finding.is_time) continue;
-    ++times;
-    // "near window=256, cpu f32, ...".
-    names.insert(finding.subject.substr(0, finding.subject.find_first_of(" ,")));
-  }
-  if (times == 0) return "";
-  return absl::StrCat(
-      times, times == 1 ? " time is" : " times are",
-      " ambiguous; more samples of both builds, taken by turns, would tell:\n"
-      "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
-      names.size() <= kMostNames ? absl::StrCat(" --techniques=", absl::StrJoin(names, ",")) : "",
-      "\n");
-}
-
 std::string Text(const Comparison& comparison, bool markdown, bool all, const TextStyle& style) {
   std::string out;
   for (const Verdict verdict : kVerdicts) {
@@ -140,7 +121,8 @@ std::string Text(const Comparison& comparison, bool markdown, bool all, const Te
     separator = ", ";
   }
   const bool hides = comparison.Count(Verdict::kAmbiguous) + comparison.Count(Verdict::kNotJudged);
-  absl::StrAppend(&out, !all && hides ? " (--all lists them)" : "", "\n", Advice(comparison),
+  absl::StrAppend(&out, !all && hides ? " (--all lists them)" : "", "\n",
+                  AmbiguityAdvice(comparison),
                   comparison.regressed() ? "regressed" : "nothing regressed", "\n");
   return markdown || style.unicode ? out : ToAscii(out);
 }
@@ -195,11 +177,31 @@ absl::StatusOr<ComparisonFormat> ParseComparisonFormat(absl::string_view name) {
   static const auto* const formats =
       new std::map<absl::string_view, ComparisonFormat>{{"terminal", ComparisonFormat::kTerminal},
                                                         {"markdown", ComparisonFormat::kMarkdown},
+                                                        {"comment", ComparisonFormat::kComment},
                                                         {"json", ComparisonFormat::kJson}};
   const auto found = formats->find(name);
   if (found != formats->end()) return found->second;
   return absl::InvalidArgumentError(
-      absl::StrCat("--format: \"", name, "\" is none of terminal, markdown, json"));
+      absl::StrCat("--format: \"", name, "\" is none of terminal, markdown, comment, json"));
+}
+
+std::string AmbiguityAdvice(const Comparison& comparison) {
+  constexpr size_t kMostNames = 12;
+  std::set<std::string> names;
+  int times = 0;
+  for (const Finding& finding : comparison.findings) {
+    if (finding.verdict != Verdict::kAmbiguous || !finding.is_time) continue;
+    ++times;
+    // "near window=256, cpu f32, ...".
+    names.insert(finding.subject.substr(0, finding.subject.find_first_of(" ,")));
+  }
+  if (times == 0) return "";
+  return absl::StrCat(
+      times, times == 1 ? " time is" : " times are",
+      " ambiguous; more samples of both builds, taken by turns, would tell:\n"
+      "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
+      names.size() <= kMostNames ? absl::StrCat(" --techniques=", absl::StrJoin(names, ",")) : "",
+      "\n");
 }
 
 absl::string_view VerdictWord(const Finding& finding) {
@@ -221,6 +223,7 @@ absl::string_view VerdictWord(const Finding& finding) {
 std::string RenderComparison(const Comparison& comparison, ComparisonFormat format, bool all,
                              const TextStyle& style) {
   if (format == ComparisonFormat::kJson) return JsonText(comparison);
+  if (format == ComparisonFormat::kComment) return RenderComment(comparison);
   return Text(comparison, format == ComparisonFormat::kMarkdown, all, style);
 }
 

@@ -124,6 +124,27 @@ TEST(Compare, EveryNumberThatVanishesCounts) {
   EXPECT_FALSE(lose(no_times, /*allow_missing=*/true).regressed());
 }
 
+TEST(Compare, ErrorsThatTheSweepSaysItDidNotMeasureAreNotJudged) {
+  ResultSet now = MakeSweep();
+  Outcome* outcome = Find("near", Case::PURPOSE_ACCURACY, &now)->mutable_outcome();
+  outcome->clear_against_definition();
+  outcome->clear_against_dense();
+  outcome->set_reason("errors were not measured: that would take about 3 s\x1b");
+  const Comparison comparison = CompareOrDie(MakeSweep(), now);
+  EXPECT_FALSE(comparison.regressed()) << Text(comparison);
+  int count = 0;
+  for (const Finding& finding : comparison.findings) {
+    if (finding.now != "missing") continue;
+    ++count;
+    EXPECT_EQ(finding.verdict, Verdict::kNotJudged);
+    EXPECT_EQ(finding.reason, "errors were not measured: that would take about 3 s?");
+  }
+  EXPECT_EQ(count, 2);
+  // No reason explains that memory or times are missing.
+  outcome->clear_peak_workspace_bytes();
+  EXPECT_TRUE(CompareOrDie(MakeSweep(), now).regressed());
+}
+
 TEST(Compare, AmbiguousTimesComeWithTheCommandThatWouldTell) {
   EXPECT_FALSE(absl::StrContains(Text(CompareOrDie(MakeSweep(), MakeSweep())), "ambiguous;"));
   ResultSet now = MakeSweep();
@@ -538,7 +559,7 @@ TEST(RenderComparison, JsonHasNoNumberThatJsonLacks) {
 TEST(ParseComparisonFormat, NamesWhatIsAllowed) {
   EXPECT_EQ(*ParseComparisonFormat("json"), ComparisonFormat::kJson);
   EXPECT_EQ(std::string(ParseComparisonFormat("yaml").status().message()),
-            "--format: \"yaml\" is none of terminal, markdown, json");
+            "--format: \"yaml\" is none of terminal, markdown, comment, json");
 }
 
 // Sets the times of all setups of `technique`, as a share of their runs.

@@ -574,6 +574,8 @@ TEST(Golden, AComparisonWithEveryVerdict) {
                RenderComparison(*comparison, ComparisonFormat::kTerminal, true, style));
   ExpectGolden("comparison_all.md",
                RenderComparison(*comparison, ComparisonFormat::kMarkdown, true, style));
+  ExpectGolden("comparison_comment.md",
+               RenderComparison(*comparison, ComparisonFormat::kComment, false, style));
   ExpectGolden("comparison.json",
                RenderComparison(*comparison, ComparisonFormat::kJson, false, style));
 }

@@ -35,7 +35,8 @@ bool NothingIsWorse(const tfb::ResultSet& base, const tfb::ResultSet& now, bool 
     return true;
   }
   for (const tfb::ComparisonFormat format :
-       {tfb::ComparisonFormat::kTerminal, tfb::ComparisonFormat::kJson}) {
+       {tfb::ComparisonFormat::kTerminal, tfb::ComparisonFormat::kComment,
+        tfb::ComparisonFormat::kJson}) {
     ExpectHarmless(tfb::RenderComparison(*comparison, format, /*all=*/true, tfb::TextStyle()));
   }
   return !comparison->regressed();

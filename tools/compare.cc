@@ -13,6 +13,7 @@
 #include "core/command_line.h"
 #include "core/status.h"
 #include "results/comparison.h"
+#include "results/comparison_comment.h"
 #include "results/comparison_report.h"
 #include "results/files.h"
 #include "results/reader.h"
@@ -40,7 +41,9 @@ ABSL_FLAG(
     bool, allow_missing, false,
     "Cases of BASE that NEW lacks, or skipped, and numbers that it lacks, are no regression.");
 ABSL_FLAG(bool, all, false, "Also list what is the same, ambiguous, or not judged.");
-ABSL_FLAG(std::string, format, "terminal", "terminal, markdown or json (with all verdicts).");
+ABSL_FLAG(std::string, format, "terminal",
+          "terminal, markdown, comment (of a pull request: at most 60,000 bytes, and one that says "
+          "why where the two cannot be compared) or json (with all verdicts).");
 
 namespace tfb {
 namespace {
@@ -90,6 +93,13 @@ absl::StatusOr<ResultSet> Read(const std::string& argument) {
   return std::move(file->results);
 }
 
+absl::StatusOr<Comparison> CompareTwo(const std::vector<std::string>& paths,
+                                      const CompareOptions& options) {
+  TFB_ASSIGN_OR_RETURN(const ResultSet base, Read(paths[0]));
+  TFB_ASSIGN_OR_RETURN(const ResultSet now, Read(paths[1]));
+  return Compare(base, now, options);
+}
+
 absl::StatusOr<int> CompareFiles(const CommandLine& line) {
   TFB_ASSIGN_OR_RETURN(const CompareOptions options, OptionsFromFlags());
   TFB_ASSIGN_OR_RETURN(const ComparisonFormat format,
@@ -98,13 +108,15 @@ absl::StatusOr<int> CompareFiles(const CommandLine& line) {
     return absl::InvalidArgumentError(absl::StrCat(
         "two result files are wanted, BASE and NEW, not ", line.arguments.size(), "; see --help"));
   }
-  TFB_ASSIGN_OR_RETURN(const ResultSet base, Read(line.arguments[0]));
-  TFB_ASSIGN_OR_RETURN(const ResultSet now, Read(line.arguments[1]));
-  TFB_ASSIGN_OR_RETURN(const Comparison comparison, Compare(base, now, options));
-  std::cout << RenderComparison(comparison, format, absl::GetFlag(FLAGS_all),
+  const absl::StatusOr<Comparison> comparison = CompareTwo(line.arguments, options);
+  if (!comparison.ok() && format == ComparisonFormat::kComment) {
+    std::cout << RenderIncomparable(comparison.status().message()) << std::flush;
+  }
+  if (!comparison.ok()) return comparison.status();
+  std::cout << RenderComparison(*comparison, format, absl::GetFlag(FLAGS_all),
                                 StyleFor(STDOUT_FILENO))
             << std::flush;
-  return comparison.regressed() ? kExitCheckFailed : kExitDone;
+  return comparison->regressed() ? kExitCheckFailed : kExitDone;
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "gtest/gtest.h"
 #include "results/appender.h"
 #include "results/reader.h"
@@ -174,7 +175,7 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
       {"compare", path + " " + path + " " + path,
        "compare: two result files are wanted, BASE and NEW, not 3; see --help\n"},
       {"compare", path + " " + path + " --format=xml",
-       "compare: --format: \"xml\" is none of terminal, markdown, json\n"},
+       "compare: --format: \"xml\" is none of terminal, markdown, comment, json\n"},
       {"compare", path, "compare: two result files are wanted, BASE and NEW, not 1; see --help\n"},
       {"compare", path + " /nowhere/x.pb",
        "compare: /nowhere/x.pb: cannot open: No such file or directory\n"},
@@ -346,6 +347,28 @@ TEST_F(Programs, CompareIsZeroWithoutAndOneWithARegressionAndTwoForAnotherMachin
   EXPECT_EQ(incomparable.exit_status, 2);
   EXPECT_TRUE(absl::StrContains(incomparable.err, "--allow_different_environment"));
   EXPECT_EQ(Run("compare", base + " " + other + " --allow_different_environment").exit_status, 0);
+}
+
+TEST_F(Programs, CompareWritesACommentAlsoWhereTheTwoCannotBeCompared) {
+  const std::string base = Write("base.pb", MakeSweep());
+  const std::string marker = "<!-- transformer-family-bench -->\n";
+  const Ended same = Run("compare", absl::StrCat(base, " ", base, " --format=comment"));
+  EXPECT_EQ(same.exit_status, 0) << same.err;
+  EXPECT_TRUE(absl::StartsWith(same.out, marker + "### Unchanged: 0 slower or worse")) << same.out;
+
+  ResultSet elsewhere = MakeSweep();
+  elsewhere.mutable_environments(0)->set_cpu_model("Another");
+  const std::string why = marker + "### Cannot be judged: the two results cannot be compared\n\n";
+  for (const std::string& other :
+       {Write("elsewhere.pb", elsewhere), std::string("/nowhere/x.pb"), std::string("/dev/null")}) {
+    const Ended ended = Run("compare", absl::StrCat(base, " ", other, " --format=comment"));
+    EXPECT_EQ(ended.exit_status, 2) << other;
+    // The comment has the line that standard error has.
+    const std::string reason(absl::StripPrefix(absl::StripSuffix(ended.err, "\n"), "compare: "));
+    EXPECT_FALSE(reason.empty()) << other;
+    EXPECT_EQ(ended.out, absl::StrCat(why, "`", reason, "`\n"));
+  }
+  EXPECT_EQ(Run("compare", base + " --format=comment").out, "");
 }
 
 TEST_F(Programs, EveryFlagOfCompareCounts) {

@@ -94,8 +94,10 @@ absl::StatusOr<std::unique_ptr<OtherSweep>> OtherSweep::Start(
   std::vector<char*> pointers;
   for (std::string& word : words) pointers.push_back(word.data());
   pointers.push_back(nullptr);
-  // The other program's data files are beside that program, not beside this one.
-  for (const char* variable : {"RUNFILES_DIR", "RUNFILES_MANIFEST_FILE", "JAVA_RUNFILES"}) {
+  // The other program's data files are beside that program, not beside this one, and its commit is
+  // not that of the workspace in which this one was built.
+  for (const char* variable :
+       {"RUNFILES_DIR", "RUNFILES_MANIFEST_FILE", "JAVA_RUNFILES", "BUILD_WORKSPACE_DIRECTORY"}) {
     unsetenv(variable);
   }
   other->pid_ = fork();

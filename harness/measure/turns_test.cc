@@ -121,6 +121,7 @@ std::string Program(const std::string& name, const std::string& begin, const std
                       << "for turns; do :; done\n"  // the last argument
                       << "turns=${turns#--turns=}; in=${turns%,*}; out=${turns#*,}\n"
                       << "log=$0.log; echo \"$# $1 ${RUNFILES_DIR-none}\" > $log\n"
+                      << "[[ -z ${BUILD_WORKSPACE_DIRECTORY-} ]] || exit 9\n"
                       << begin << "\necho done >&$out\n"
                       << "while read -r line <&$in; do\necho \"$line\" >> $log\n"
                       << answer << "\necho done >&$out\ndone\n"
@@ -131,6 +132,7 @@ std::string Program(const std::string& name, const std::string& begin, const std
 
 TEST(OtherSweep, IsAskedForGroupsAndTheRestAndReturnsItsExitStatus) {
   setenv("RUNFILES_DIR", "/of/this/program", 1);
+  setenv("BUILD_WORKSPACE_DIRECTORY", "/of/this/program", 1);
   const int open_before = CountOpenFiles();
   const std::string program = Program("good", "read -r input && exit 9", "", "exit 3");
   {
