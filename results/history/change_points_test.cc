@@ -86,22 +86,27 @@ class ChangePointsTest : public testing::TestWithParam<Noise> {};
 INSTANTIATE_TEST_SUITE_P(Noises, ChangePointsTest, testing::ValuesIn(AllNoises()),
                          [](const auto& info) { return info.param.name; });
 
-// Stores of forty cases are checked after each of their first hundred runs.
+// Stores of twenty cases are checked after each of their first hundred runs.
 TEST_P(ChangePointsTest, NoiseGivesAtMostOneAlarmInAHundredRuns) {
-  constexpr int kStores = 2, kSeries = 40, kRuns = 100;
+  constexpr int kStores = 2, kSeries = 20, kRuns = 100;
+  size_t alarms = 0;
   for (int store = 0; store < kStores; ++store) {
     const std::vector<NoisySeries> all = Draw(GetParam(), kSeries, kRuns, 0.01, 100 + store);
-    int alarms = 0;
-    bool was_alarmed = false;
+    std::vector<int> reported;  // the runs that were reported to begin a level
     for (int runs = kFewestForChangePoints; runs <= kRuns; ++runs) {
-      const ChangePoints found = FindChangePoints(FirstRuns(all, runs), {});
-      const bool is_alarmed =
-          std::any_of(found.at.begin(), found.at.end(), [](const auto& at) { return !at.empty(); });
-      alarms += is_alarmed && !was_alarmed;
-      was_alarmed = is_alarmed;
+      for (const std::vector<int>& at : FindChangePoints(FirstRuns(all, runs), {}).at) {
+        for (const int run : at) {
+          // A change that later checks report again, perhaps a run beside, is one alarm.
+          const bool is_known = std::any_of(reported.begin(), reported.end(), [run](int other) {
+            return std::abs(other - run) <= 3;
+          });
+          if (!is_known) reported.push_back(run);
+        }
+      }
     }
-    EXPECT_LE(alarms, 1) << store;
+    alarms += reported.size();
   }
+  EXPECT_LE(alarms, kStores);
 }
 
 // In stores of forty cases a case becomes slower by 5 % behind 20 to 59 runs with a noise of 0.5 %.

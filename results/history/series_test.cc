@@ -1,0 +1,212 @@
+#include "results/history/series.h"
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "results/history/summary.h"
+#include "results/history/testing.h"
+#include "results/synthetic.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::tfb::synthetic::CaseSpec;
+using ::tfb::synthetic::MakeCase;
+
+std::vector<StoredRun> Stored(const std::vector<HistoryRun>& runs) {
+  std::vector<StoredRun> stored;
+  for (const HistoryRun& run : runs) stored.push_back({RunName(run), run});
+  return stored;
+}
+
+const HistorySeries* Find(const History& history, absl::string_view name, HistoryMetric metric,
+                          int64_t tokens = 1024) {
+  for (const HistorySeries& series : history.series) {
+    if (series.name == name && series.metric == metric && series.tokens == tokens) return &series;
+  }
+  return nullptr;
+}
+
+HistoryRun RunWith(int number, const std::vector<std::pair<int64_t, double>>& times) {
+  HistoryRun run = MakeHistoryRun(number);
+  for (const auto& [tokens, time] : times) {
+    HistoryCase* result = AddHistoryCase(&run, "near", tokens);
+    result->set_group("technique=near");
+    result->set_group_problem("cpu f32");
+    AddHistoryValue(result, HISTORY_METRIC_TIME_OVER_DENSE, time);
+  }
+  return run;
+}
+
+TEST(Series, RunsAreInTheOrderOfTheirCommitsWhereAllHaveADate) {
+  std::vector<HistoryRun> runs = {RunWith(0, {{1024, 1}}), RunWith(1, {{1024, 2}}),
+                                  RunWith(2, {{1024, 3}})};
+  // The first commit was measured last.
+  runs[0].mutable_environments(0)->set_start_unix_ns(runs[2].environments(0).start_unix_ns() +
+                                                     1'000'000'000);
+  EXPECT_THAT(Find(MakeHistory(Stored(runs)), "near", HISTORY_METRIC_TIME_OVER_DENSE)->values,
+              ElementsAre(1, 2, 3));
+  runs[1].clear_commit_unix_s();
+  EXPECT_THAT(Find(MakeHistory(Stored(runs)), "near", HISTORY_METRIC_TIME_OVER_DENSE)->values,
+              ElementsAre(2, 3, 1));
+}
+
+TEST(Series, ARunWithoutACaseLeavesAGap) {
+  const History history = MakeHistory(
+      Stored({RunWith(0, {{1024, 1}}), RunWith(1, {{512, 2}}), RunWith(2, {{1024, 3}})}));
+  const HistorySeries* series = Find(history, "near", HISTORY_METRIC_TIME_OVER_DENSE);
+  EXPECT_THAT(series->runs, ElementsAre(0, 2));
+  EXPECT_THAT(series->values, ElementsAre(1, 3));
+  EXPECT_EQ(history.machines[0].runs.size(), 3);
+}
+
+TEST(Series, TheMeanOverLengthsIsGeometricAndOfRunsThatHaveThemAll) {
+  const History history = MakeHistory(
+      Stored({RunWith(0, {{512, 1}, {1024, 4}}), RunWith(1, {{512, 2}}),
+              RunWith(2, {{256, 7}, {512, 2}, {1024, 8}}), RunWith(3, {{512, 3}, {1024, 12}})}));
+  const HistorySeries* mean = Find(history, "near", HISTORY_METRIC_TIME_OVER_DENSE, 0);
+  ASSERT_NE(mean, nullptr);
+  EXPECT_EQ(mean->key, "technique=near");
+  EXPECT_THAT(mean->problem, HasSubstr("mean of 2 lengths of 512 to 1024 tokens"));
+  EXPECT_THAT(mean->runs, ElementsAre(0, 2, 3));
+  EXPECT_THAT(mean->values,
+              ElementsAre(testing::DoubleNear(2, 1e-12), testing::DoubleNear(4, 1e-12),
+                          testing::DoubleNear(6, 1e-12)));
+  // One length has no mean.
+  EXPECT_EQ(Find(MakeHistory(Stored({RunWith(0, {{512, 1}})})), "near",
+                 HISTORY_METRIC_TIME_OVER_DENSE, 0),
+            nullptr);
+}
+
+TEST(Series, EveryCaseHasItsStatusAndTheLastReason) {
+  std::vector<HistoryRun> runs = {RunWith(0, {{1024, 1}}), RunWith(1, {{1024, 1}})};
+  runs[0].mutable_cases(0)->set_status(Outcome::STATUS_TIMEOUT);
+  runs[0].mutable_cases(0)->set_reason("took\ntoo long");
+  const History history = MakeHistory(Stored(runs));
+  const HistorySeries* status = Find(history, "near", HISTORY_METRIC_STATUS);
+  ASSERT_EQ(status->values.size(), 2);
+  EXPECT_EQ(FormatValue(HISTORY_METRIC_STATUS, status->values[0]), "timeout");
+  EXPECT_EQ(FormatValue(HISTORY_METRIC_STATUS, status->values[1]), "ok");
+  EXPECT_EQ(status->reason, "took?too long");
+}
+
+TEST(Series, MetricsHaveNamesThatParse) {
+  for (int metric = HistoryMetric_MIN + 1; metric <= HistoryMetric_MAX; ++metric) {
+    const auto value = static_cast<HistoryMetric>(metric);
+    EXPECT_EQ(ParseHistoryMetric(MetricName(value)).value(), value);
+    EXPECT_NE(MetricTitle(value), "unspecified");
+  }
+  EXPECT_THAT(std::string(ParseHistoryMetric("speed").status().message()), HasSubstr("memory"));
+}
+
+TEST(MachineSignature, DependsOnWhatTimesDependOnAndNotOnTheHost) {
+  Environment environment = synthetic::MakeEnvironment();
+  const std::string signature = MachineSignature(environment);
+  EXPECT_THAT(signature, HasSubstr("Imaginary CPU 9000"));
+  environment.set_host("another");
+  environment.set_memory_bytes(1);
+  environment.set_compiler("another");
+  EXPECT_EQ(MachineSignature(environment), signature);
+  Environment more_cores = environment;
+  more_cores.set_logical_cores(64);
+  Environment other_caches = environment;
+  other_caches.add_caches()->set_bytes(1 << 22);
+  Environment with_gpu = environment;
+  with_gpu.add_gpus()->set_name("GPU");
+  for (const Environment& other : {more_cores, other_caches, with_gpu}) {
+    EXPECT_NE(MachineSignature(other), signature);
+  }
+  environment.clear_cpu_model();
+  EXPECT_EQ(MachineSignature(environment), "");
+}
+
+// A sweep of a technique that takes a fourth of dense's time, with one sample of 20 disturbed.
+ResultSet SmallSweep() {
+  ResultSet results;
+  *results.add_environments() = synthetic::MakeEnvironment();
+  CaseSpec spec;
+  for (const char* technique : {"plain", "near"}) {
+    spec.technique = technique;
+    spec.median_ns = 0;
+    Case* result = results.add_cases();
+    *result = MakeCase(spec);
+    const double time = spec.technique == "plain" ? 4e6 : 1e6;
+    Timing* timing = result->mutable_outcome()->mutable_timing();
+    timing->clear_run_ns();
+    timing->clear_probe_ns();
+    for (int sample = 0; sample < 21; ++sample) {
+      timing->add_run_ns(sample == 7 ? 9 * time : time * (1 + 0.01 * sample));
+      timing->add_probe_ns(1e5);
+    }
+    timing->add_setup_ns(0.5e6);
+  }
+  return results;
+}
+
+double ValueOf(const HistoryCase& result, HistoryMetric metric) {
+  for (const HistoryValue& value : result.values()) {
+    if (value.metric() == metric) return value.value();
+  }
+  return std::nan("");
+}
+
+TEST(Summary, TimesAreThoseThatATenthOfTheSamplesStayBelow) {
+  const absl::StatusOr<HistoryRun> run = SummarizeRun(SmallSweep(), "folder/run.pb");
+  ASSERT_TRUE(run.ok()) << run.status();
+  EXPECT_EQ(run->file(), "run.pb");
+  ASSERT_EQ(run->cases_size(), 2);
+  const HistoryCase& dense = run->cases(0);
+  const HistoryCase& near = run->cases(1);
+  EXPECT_NEAR(ValueOf(near, HISTORY_METRIC_TIME), 1.02e6, 1);
+  EXPECT_NEAR(ValueOf(near, HISTORY_METRIC_TIME_OVER_DENSE), 0.25, 1e-9);
+  EXPECT_NEAR(ValueOf(near, HISTORY_METRIC_TIME_OVER_MACHINE), 10.2, 1e-6);
+  EXPECT_NEAR(ValueOf(near, HISTORY_METRIC_SETUP), 0.5 / 4.08, 1e-6);
+  EXPECT_TRUE(std::isnan(ValueOf(dense, HISTORY_METRIC_TIME_OVER_DENSE)));
+  EXPECT_NEAR(ValueOf(dense, HISTORY_METRIC_TIME_OVER_MACHINE), 40.8, 1e-6);
+}
+
+TEST(Summary, CasesOfOneTechniqueAtOtherLengthsHaveOneGroup) {
+  ResultSet results;
+  *results.add_environments() = synthetic::MakeEnvironment();
+  CaseSpec spec;
+  for (const int64_t tokens : {512, 1024}) {
+    spec.tokens = tokens;
+    *results.add_cases() = MakeCase(spec);
+  }
+  spec.seed = 2;
+  *results.add_cases() = MakeCase(spec);
+  const HistoryRun run = *SummarizeRun(results, "run.pb");
+  EXPECT_EQ(run.cases(0).group(), run.cases(1).group());
+  EXPECT_NE(run.cases(0).key(), run.cases(1).key());
+  EXPECT_NE(run.cases(1).group(), run.cases(2).group());
+  EXPECT_THAT(run.cases(0).group_problem(), Not(HasSubstr("tokens")));
+}
+
+TEST(Summary, UnfinishedCasesAreLeftOutAndAFileOfThemRefused) {
+  ResultSet results = SmallSweep();
+  results.mutable_cases(1)->mutable_outcome()->set_unfinished(true);
+  EXPECT_EQ(SummarizeRun(results, "run.pb")->cases_size(), 1);
+  results.mutable_cases(0)->mutable_outcome()->set_unfinished(true);
+  EXPECT_EQ(SummarizeRun(results, "run.pb").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(SummarizeRun(ResultSet(), "run.pb").status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(Summary, ARunWithoutItsMachineIsRefused) {
+  ResultSet results = SmallSweep();
+  results.mutable_environments(0)->clear_cpu_model();
+  const absl::Status status = SummarizeRun(results, "run.pb").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("names no processor"));
+  results.clear_environments();
+  EXPECT_FALSE(SummarizeRun(results, "run.pb").ok());
+}
+
+}  // namespace
+}  // namespace tfb
