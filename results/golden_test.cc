@@ -22,6 +22,7 @@
 #include "results/analysis.h"
 #include "results/comparison.h"
 #include "results/comparison_report.h"
+#include "results/expect_golden.h"
 #include "results/figures.h"
 #include "results/page_assets.h"
 #include "results/plot.h"
@@ -41,24 +42,8 @@ using ::tfb::synthetic::MakeEnvironment;
 using ::tfb::synthetic::MakeUnmeasured;
 using ::tfb::synthetic::Samples;
 
-// Holds `text` against the golden file `name`, and shows the first line that differs.
 void ExpectGolden(const std::string& name, const std::string& text) {
-  const std::string path = absl::StrCat("results/goldens/", name);
-  const char* workspace = getenv("BUILD_WORKSPACE_DIRECTORY");
-  if (workspace != nullptr && getenv("UPDATE_GOLDENS") != nullptr) {
-    std::ofstream(absl::StrCat(workspace, "/", path), std::ios::binary) << text;
-    return;
-  }
-  std::stringstream golden;
-  golden << std::ifstream(path, std::ios::binary).rdbuf();
-  if (golden.str() == text) return;
-  const std::vector<std::string> expected = absl::StrSplit(golden.str(), '\n');
-  const std::vector<std::string> actual = absl::StrSplit(text, '\n');
-  for (size_t i = 0; i < expected.size() && i < actual.size(); ++i) {
-    EXPECT_EQ(actual[i], expected[i]) << path << ", line " << i + 1;
-    if (actual[i] != expected[i]) return;
-  }
-  ADD_FAILURE() << path << ": " << actual.size() << " lines, and not " << expected.size();
+  ExpectGoldenFile(absl::StrCat("results/goldens/", name), text);
 }
 
 // A drawing or page line by line, without the parts that are the same in every one.

@@ -76,4 +76,19 @@ std::string Attribute(absl::string_view name, absl::string_view value) {
   return absl::StrCat(" ", name, "=\"", EscapeMarkup(value), "\"");
 }
 
+std::string Element(absl::string_view name, absl::string_view text, absl::string_view attributes) {
+  return absl::StrCat("<", name, attributes, ">", EscapeMarkup(text), "</", name, ">\n");
+}
+
+std::string BeginPage(absl::string_view title, absl::string_view styles) {
+  return absl::StrCat(
+      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+      // The browser blocks all that a file tries to load, and scripts but the page's own.
+      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
+      "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+      "<meta name=\"color-scheme\" content=\"light dark\">\n",
+      Element("title", title), "<style>\n", styles, "</style>\n</head>\n<body>\n");
+}
+
 }  // namespace tfb

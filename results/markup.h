@@ -20,6 +20,14 @@ std::string Coordinate(double value);
 // Returns ` name="value"` with the value escaped.
 std::string Attribute(absl::string_view name, absl::string_view value);
 
+// Returns `<name attributes>text</name>` and a newline, with the text escaped.
+std::string Element(absl::string_view name, absl::string_view text,
+                    absl::string_view attributes = "");
+
+// Returns a page up to the beginning of its body. The page loads nothing, and its title and styles
+// are given: `styles` is CSS.
+std::string BeginPage(absl::string_view title, absl::string_view styles);
+
 }  // namespace tfb
 
 #endif  // TFB_RESULTS_MARKUP_H_

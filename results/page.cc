@@ -50,11 +50,6 @@ std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
   return classes.empty() ? "" : Attribute("class", absl::StrJoin(classes, " "));
 }
 
-std::string Element(absl::string_view name, absl::string_view text,
-                    absl::string_view attributes = "") {
-  return absl::StrCat("<", name, attributes, ">", EscapeMarkup(text), "</", name, ">\n");
-}
-
 std::string Detail(const TableCell& cell) {
   if (cell.detail.empty()) return "";
   const absl::string_view name = ClassOf(cell.detail_emphasis);
@@ -80,16 +75,9 @@ class Page {
     Outcomes();
     Environments();
     body_ += "</section>\n";
-    return absl::StrCat(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
-        "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-        // The browser blocks all that a file tries to load, and scripts but the page's own.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
-        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
-        "<meta name=\"color-scheme\" content=\"light dark\">\n",
-        Element("title", Title()), "<style>\n", kPageStyle, "</style>\n</head>\n<body>\n", Header(),
-        Controls(), "<main>\n", body_, "</main>\n", Footer(), "<script>\n", kPageScript,
-        "</script>\n</body>\n</html>\n");
+    return absl::StrCat(BeginPage(Title(), kPageStyle), Header(), Controls(), "<main>\n", body_,
+                        "</main>\n", Footer(), "<script>\n", kPageScript,
+                        "</script>\n</body>\n</html>\n");
   }
 
  private:

@@ -3,14 +3,8 @@
 //
 // The test fails without Chromium (Debian: chromium, which tools/setup installs).
 
-#include <stdlib.h>
-#include <sys/wait.h>
-
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <map>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "results/analysis.h"
+#include "results/in_chromium.h"
 #include "results/page.h"
 #include "results/synthetic.h"
 #include "results/table.h"
@@ -28,7 +23,6 @@
 namespace tfb {
 namespace {
 
-namespace fs = std::filesystem;
 using Json = nlohmann::json;
 using ::tfb::synthetic::CaseSpec;
 using ::tfb::synthetic::MakeCase;
@@ -74,14 +68,6 @@ ResultSet DefaultSweep() {
   }
   return results;
 }
-
-// Runs before the page's own script.
-constexpr char kWatch[] = R"(<script>
-window.problems = [];
-window.addEventListener('error', (event) => problems.push(event.message));
-document.addEventListener('securitypolicyviolation', (event) => problems.push(event.blockedURI));
-['error', 'warn'].forEach((name) => { console[name] = (...words) => problems.push(words.join(' ')); });
-</script>)";
 
 // Runs after the page's script, and writes its findings to the document.
 constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
@@ -160,62 +146,12 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
 })();
 </script>)";
 
-std::string Contents(const fs::path& path) {
-  std::stringstream contents;
-  contents << std::ifstream(path, std::ios::binary).rdbuf();
-  return contents.str();
-}
-
-class PageInBrowser : public ::testing::Test {
- protected:
-  void SetUp() override {
-    folder_ = fs::path(::testing::TempDir()) /
-              ::testing::UnitTest::GetInstance()->current_test_info()->name();
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-    setenv("HOME", folder_.c_str(), 1);  // where a browser without a home would fail
-  }
-
-  // Returns the document opened at `address`, e.g. "#family=memory", after its script and `probe`.
-  std::string Open(std::string page, const std::string& probe, const std::string& address,
-                   const std::string& more_flags = "") {
-    page = absl::StrReplaceAll(page, {{"<style>", absl::StrCat(kWatch, "<style>")},
-                                      {"</body>", absl::StrCat(probe, "</body>")}});
-    std::ofstream(folder_ / "page.html") << page;
-    const std::string command = absl::StrCat(
-        "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage "
-        "--disable-background-networking --disable-component-update --no-first-run "
-        "--enable-logging=stderr --virtual-time-budget=3000 --window-size=1240,1000 ",
-        more_flags, " --user-data-dir=", (folder_ / "profile").string(), " --dump-dom 'file://",
-        (folder_ / "page.html").string(), address, "' >", (folder_ / "dom").string(), " 2>",
-        (folder_ / "log").string());
-    const int status = system(command.c_str());
-    const std::string log = Contents(folder_ / "log");
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
-        << "chromium is wanted (Debian: chromium); it said: " << log;
-    EXPECT_FALSE(absl::StrContains(log, "CONSOLE")) << log;
-    return Contents(folder_ / "dom");
-  }
-
-  // Returns the findings of a probe.
-  Json Probed(const std::string& dom) {
-    const std::string begin = "<pre id=\"probe\">";
-    const size_t at = dom.find(begin);
-    if (at == std::string::npos) return Json();
-    const size_t from = at + begin.size();
-    const std::string text = absl::StrReplaceAll(dom.substr(from, dom.find("</pre>", from) - from),
-                                                 {{"&lt;", "<"}, {"&gt;", ">"}, {"&amp;", "&"}});
-    return Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  }
-
-  fs::path folder_;
-};
+using PageInBrowser = InChromium;
 
 TEST_F(PageInBrowser, DrawsEveryTechniqueSortsFiltersAndLoadsNothing) {
   const ResultSet results = DefaultSweep();
   const Json found = Probed(Open(RenderPage(Analysis(results), {}), kProbe, ""));
-  ASSERT_TRUE(found.is_object()) << "the probe did not run to its end: "
-                                 << Contents(folder_ / "log");
+  ASSERT_TRUE(found.is_object()) << "the probe did not run to its end: " << log();
   EXPECT_FALSE(found["hacked"].get<bool>());
   EXPECT_EQ(found["problems"], Json::array());
   EXPECT_EQ(found["resources"], Json::array());
