@@ -24,11 +24,13 @@
 #include "absl/time/time.h"
 #include "core/command_line.h"
 #include "core/file_error.h"
+#include "core/output_file.h"
 #include "core/status.h"
 #include "results/files.h"
 #include "results/history/branch_store.h"
 #include "results/history/check.h"
 #include "results/history/check_report.h"
+#include "results/history/page/history_page.h"
 #include "results/history/series.h"
 #include "results/history/store.h"
 #include "results/history/summary.h"
@@ -67,6 +69,12 @@ ABSL_FLAG(double, error_threshold, 1.25,
           "An error that grew by this factor or more is a regression.");
 ABSL_FLAG(double, error_floor, 1e-5, "Errors up to here are rounding and are not compared.");
 ABSL_FLAG(bool, all, false, "Also list improvements, and changes that are over or acknowledged.");
+ABSL_FLAG(std::string, output, "", "The file that page writes.");
+ABSL_FLAG(std::string, title, "", "The title of the page.");
+ABSL_FLAG(
+    std::string, commit_url, "",
+    "Where a commit is shown, for the page's links, as in https://example.org/commit/%s. Empty: "
+    "none.");
 ABSL_FLAG(std::string, format, "terminal", "terminal, markdown or json (with all changes).");
 
 namespace tfb {
@@ -76,19 +84,16 @@ constexpr char kProgram[] = "history";
 constexpr char kUsage[] =
     "history add RUN.pb... --store=STORE\n"
     "history check --store=STORE [--acknowledged=FILE] [--format=terminal|markdown|json] [--all]\n"
+    "history page --store=STORE --output=FILE.html [--title=TITLE] [--commit_url=URL]\n"
     "history list --store=STORE\n"
     "history merge OTHER_STORE... --store=STORE\n"
-    "A store has the errors, times, memory and outcomes of many runs of //harness:sweep, and only "
-    "grows.\n"
-    "add puts runs into it, merge all runs of other stores. check finds the runs, and so the "
-    "commits,\n"
-    "at which something changed for good: times by a change point test with a stated rate of "
-    "false\n"
-    "alarms, all else by thresholds. Runs of different machines are not compared. list shows the "
-    "runs.\n\n"
-    "Exit status: 0 done, nothing regressed; 1 a regression that nobody acknowledged; 2 bad usage, "
-    "or\n"
-    "a store or a file that cannot be read or written.";
+    "A store has the errors, times, memory and outcomes of many runs of //harness:sweep, and\n"
+    "only grows. add puts runs into it, merge all runs of other stores. check finds the runs, and\n"
+    "so the commits, at which something changed for good: times by a change point test with a\n"
+    "stated rate of false alarms, all else by thresholds. Runs of different machines are not\n"
+    "compared. page draws every series with its changes, list shows the runs.\n\n"
+    "Exit status: 0 done, nothing regressed; 1 a regression that nobody acknowledged; 2 bad\n"
+    "usage, or a store or a file that cannot be read or written.";
 
 std::string RepositoryFolder() {
   const std::string given = absl::GetFlag(FLAGS_repository);
@@ -232,6 +237,29 @@ absl::StatusOr<int> Check(const std::vector<std::string>&) {
   return check.regressions() > 0 ? kExitCheckFailed : kExitDone;
 }
 
+absl::StatusOr<int> WritePage(const std::vector<std::string>&) {
+  const std::string output = absl::GetFlag(FLAGS_output);
+  if (output.empty()) return absl::InvalidArgumentError("page: --output=FILE.html is wanted");
+  HistoryPageOptions page;
+  page.title = absl::GetFlag(FLAGS_title);
+  page.commit_url = absl::GetFlag(FLAGS_commit_url);
+  if (!page.commit_url.empty() && !IsCommitUrl(page.commit_url)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--commit_url: \"", Printable(page.commit_url),
+                     "\": http:// or https:// and %s in the commit's place are wanted"));
+  }
+  TFB_RETURN_IF_ERROR(CheckWritable(CallerPath(output)));
+  TFB_ASSIGN_OR_RETURN(const CheckOptions options, CheckOptionsFromFlags());
+  TFB_ASSIGN_OR_RETURN(const std::vector<Acknowledgement> acknowledgements, ReadAcknowledgements());
+  TFB_ASSIGN_OR_RETURN(const History history, ReadHistory());
+  TFB_ASSIGN_OR_RETURN(const HistoryCheck check, CheckHistory(history, options, acknowledgements));
+  page.notes = check.notes;
+  TFB_RETURN_IF_ERROR(
+      WriteFile(CallerPath(output), RenderHistoryPage(history, check.changes, page)));
+  std::cout << CheckVerdict(history, check) << ": " << output << "\n" << std::flush;
+  return kExitDone;
+}
+
 absl::StatusOr<int> List(const std::vector<std::string>&) {
   TFB_ASSIGN_OR_RETURN(const History history, ReadHistory());
   for (const Machine& machine : history.machines) {
@@ -257,10 +285,12 @@ struct Command {
 };
 
 absl::StatusOr<int> RunCommand(const CommandLine& line) {
-  static const auto* const commands = new std::map<std::string, Command>{{"add", {Add, true}},
-                                                                         {"check", {Check, false}},
-                                                                         {"list", {List, false}},
-                                                                         {"merge", {Merge, true}}};
+  static const auto* const commands =
+      new std::map<std::string, Command>{{"add", {Add, true}},
+                                         {"check", {Check, false}},
+                                         {"list", {List, false}},
+                                         {"merge", {Merge, true}},
+                                         {"page", {WritePage, false}}};
   std::vector<std::string> names;
   for (const auto& [name, command] : *commands) names.push_back(name);
   const std::string known = absl::StrJoin(names, ", ");

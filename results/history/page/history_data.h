@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "results/history/change_points.h"
+#include "results/history/check.h"
 #include "results/history/page/series_text.h"
 #include "results/history/series.h"
 

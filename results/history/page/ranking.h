@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
-#include "results/history/change_points.h"
+#include "results/history/check.h"
 #include "results/history/series.h"
 
 namespace tfb {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "results/history/change_points.h"
+#include "results/history/check.h"
 #include "results/history/series.h"
 
 namespace tfb {
