@@ -263,9 +263,10 @@ class Bisection {
                       options_.least_change, ", and more --repetitions");
     } else {
       absl::StrAppend(&result_.why,
-                      "more samples may tell: --repetitions=", 4 * options_.repetitions,
-                      ", with --sweep_flags=--min_time=1ms where runs "
-                      "are short");
+                      "more samples may tell, and a machine that does nothing else: "
+                      "--repetitions=",
+                      4 * options_.repetitions,
+                      ", with --sweep_flags=--min_time=1ms where a run is shorter than that");
     }
     return false;
   }

@@ -32,7 +32,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kWorktree[] = "tfb_bisect_worktree";
-constexpr char kRunfiles[] = ".runfiles";
+constexpr char kRunfiles[] = ".runfiles", kRunfilesManifest[] = ".runfiles_manifest";
 constexpr int kShortHash = 12;
 
 // Of a sweep: done, and a case failed, whose record says so.
@@ -103,6 +103,19 @@ std::vector<std::string> FilesOf(const std::string& program) {
   }
   std::sort(files.begin(), files.end());
   return files;
+}
+
+// Returns a link among a program's data whose file is not there, or an empty text.
+std::string LinkToNothing(const std::string& program) {
+  std::error_code error;
+  for (fs::recursive_directory_iterator entry(program + kRunfiles, error), end;
+       !error && entry != end; entry.increment(error)) {
+    std::error_code ignored;
+    if (entry->is_symlink(ignored) && !fs::exists(entry->path(), ignored)) {
+      return entry->path().string();
+    }
+  }
+  return "";
 }
 
 // Names the commit in the records of a sweep that could not know it.
@@ -307,8 +320,11 @@ absl::StatusOr<BuildRecord> BisectFolder::BuildHere(const Commit& commit) {
   const Stopwatch watch;
   TFB_RETURN_IF_ERROR(CheckOut(commit));
   const fs::path built = fs::path(Worktree()) / options_.program;
+  // Nothing that an earlier build left is taken for that of this commit.
   std::error_code error;
-  fs::remove(built, error);  // so that it is not taken for that of this commit
+  fs::remove(built, error);
+  fs::remove_all(built.string() + kRunfiles, error);
+  fs::remove(built.string() + kRunfilesManifest, error);
   TFB_ASSIGN_OR_RETURN(const int exit_status,
                        RunLogged(options_.build, Worktree(), build.log, options_.stopped));
   build.seconds = watch.Seconds();
@@ -316,6 +332,8 @@ absl::StatusOr<BuildRecord> BisectFolder::BuildHere(const Commit& commit) {
     build.failure = absl::StrCat("its build ends with exit status ", exit_status);
   } else if (!fs::is_regular_file(built, error)) {
     build.failure = absl::StrCat("its build makes no ", options_.program);
+  } else if (const std::string link = LinkToNothing(built.string()); !link.empty()) {
+    build.failure = absl::StrCat("of its program's data ", link, " is a link to nothing");
   } else {
     TFB_ASSIGN_OR_RETURN(build.program, KeepProgram(built.string()));
   }

@@ -236,6 +236,32 @@ TEST_F(BisectTest, ACommitWhoseBuildMakesNoProgramIsPassedOver) {
   EXPECT_THAT(RenderBisect(result), HasSubstr("\"c9\": its build makes no out/sweep; its log is"));
 }
 
+TEST_F(BisectTest, TheProgramIsCopiedWithItsDataWhoseLinksAreFollowed) {
+  // Each commit's script reads its behaviour from its data, a link to a file that the next checkout
+  // changes.
+  std::vector<FakeCommit> commits(6);
+  for (int i = 0; i < 6; ++i) {
+    FakeCommit& commit = commits[static_cast<size_t>(i)];
+    commit.name = absl::StrCat("c", i);
+    commit.same_program = i > 0;
+    commit.behaviour = i == 0 ? "$(cat \"$0.runfiles/folder/time\")" : "";
+  }
+  repository_.Commit(commits);
+  options_.build =
+      "sh ./build.sh && sed -i \"s/'/\\\"/g\" out/sweep && mkdir -p out/sweep.runfiles/folder && "
+      "case $(cat notes) in c3) link=nowhere;; *) link=notes.time;; esac && "
+      "case $(cat notes) in c4|c5) time=1.3;; *) time=1.0;; esac && echo time=$time > notes.time "
+      "&& "
+      "ln -s $PWD/$link out/sweep.runfiles/folder/time";
+  const BisectResult result = Found();
+  EXPECT_EQ(result.verdict, Verdict::kRange) << RenderBisect(result);
+  EXPECT_EQ(result.before.subject, "c2");
+  EXPECT_EQ(result.commit.subject, "c4");
+  EXPECT_THAT(RenderBisect(result), HasSubstr("\"c3\": of its program's data "));
+  // c1 and c2 have good's program and data, and c4 has bad's.
+  EXPECT_THAT(repository_.Measurements(), SizeIs(1));
+}
+
 TEST_F(BisectTest, AChangeAmongCommitsThatDoNotBuildIsARange) {
   std::vector<FakeCommit> commits(kCommits);
   for (int i = 0; i < kCommits; ++i) {
