@@ -46,6 +46,11 @@ bool IsChange(const PairReading& pair) {
   return pair.verdict == Verdict::kRegressed || pair.verdict == Verdict::kImproved;
 }
 
+// Tells whether a change is known to a quarter, so that its half way is clear of both sides.
+bool IsKnownWell(const Reading& reading) {
+  return std::log(reading.high / reading.low) / 2 <= std::fabs(std::log(reading.ratio)) / 4;
+}
+
 // One question, from the two commits to the answer.
 class Bisection {
  public:
@@ -223,7 +228,7 @@ class Bisection {
     return Measured{*std::move(pair), ""};
   }
 
-  // Measures two commits until it is clear whether they differ.
+  // Measures two commits until it is clear whether they differ, and by how much.
   absl::StatusOr<Measured> MeasureUntilClear(const Commit& base, const Commit& commit,
                                              bool failures_are_remembered) {
     Measured measured;
@@ -233,7 +238,8 @@ class Bisection {
       progress_(absl::StrCat(commit.short_hash, " over ", base.short_hash, ": ",
                              measured.pair->what, " ", FormatChange(*measured.pair), ", ",
                              Word(*measured.pair)));
-      if (measured.pair->verdict != Verdict::kAmbiguous || !IsNoisy(options_.metric)) break;
+      if (!IsNoisy(options_.metric) || measured.pair->verdict == Verdict::kSame) break;
+      if (IsChange(*measured.pair) && IsKnownWell(measured.pair->reading)) break;
     }
     return measured;
   }

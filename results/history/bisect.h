@@ -90,8 +90,9 @@ struct BisectResult {
 // Receives lines of progress.
 using BisectProgress = std::function<void(absl::string_view line)>;
 
-// Measures bad against good and, where they clearly differ, searches the first-parent line between
-// them (results/history/bisect_search.h): each commit by turns with good in one run, so that the
+// Measures bad against good until it is clear whether they differ, and the change is known to a
+// quarter. Where they differ, searches the first-parent line between them
+// (results/history/bisect_search.h): each commit by turns with good in one run, so that the
 // machine's load meets both alike. A commit whose program and data are, byte for byte, those of one
 // that was measured is not measured again. In the end the commit is measured against its parent,
 // so that a commit is named only where Compare finds that it changed the case, whatever the errors

@@ -75,16 +75,20 @@ bool IsWithin(const fs::path& path, const fs::path& folder) {
   return end.first == folder.end();
 }
 
-// Copies the program and its data, with the files that links lead to in their places.
+// Copies the program and its data into a folder of their own, with the files that links lead to in
+// their places. The folder is there when all of it is.
 absl::Status CopyProgram(const fs::path& from, const fs::path& to) {
+  const fs::path folder = to.parent_path(), part = folder.string() + ".part";
   std::error_code error;
-  fs::create_directories(to.parent_path(), error);
-  if (!error) fs::copy_file(from, to, fs::copy_options::overwrite_existing, error);
-  const fs::path data = from.string() + kRunfiles;
+  if (fs::exists(folder, error)) return absl::OkStatus();
+  fs::remove_all(part, error);
+  if (!error) fs::create_directories(part, error);
+  if (!error) fs::copy_file(from, part / to.filename(), error);
+  const std::string data = from.string() + kRunfiles;
   if (!error && fs::is_directory(data)) {
-    fs::copy(data, to.string() + kRunfiles,
-             fs::copy_options::recursive | fs::copy_options::overwrite_existing, error);
+    fs::copy(data, part / (to.filename().string() + kRunfiles), fs::copy_options::recursive, error);
   }
+  if (!error) fs::rename(part, folder, error);
   return error ? FolderError(to, error) : absl::OkStatus();
 }
 
@@ -118,6 +122,17 @@ std::string LinkToNothing(const std::string& program) {
   return "";
 }
 
+// Returns the last line of a log that is not empty, cut to a line of text.
+std::string LastLine(const std::string& log) {
+  constexpr size_t kMost = 200;
+  std::ifstream file(log, std::ios::binary);
+  std::string last, line;
+  while (std::getline(file, line)) {
+    if (!absl::StripAsciiWhitespace(line).empty()) last = line;
+  }
+  return Printable(absl::StripAsciiWhitespace(last).substr(0, kMost));
+}
+
 // Names the commit in the records of a sweep that could not know it.
 absl::Status NameCommit(const std::string& path, const std::string& hash) {
   TFB_ASSIGN_OR_RETURN(ResultFile file, ReadResultFile(path));
@@ -129,16 +144,6 @@ absl::Status NameCommit(const std::string& path, const std::string& hash) {
 }
 
 }  // namespace
-
-std::string LastLine(const std::string& log) {
-  constexpr size_t kMost = 200;
-  std::ifstream file(log, std::ios::binary);
-  std::string last, line;
-  while (std::getline(file, line)) {
-    if (!absl::StripAsciiWhitespace(line).empty()) last = line;
-  }
-  return Printable(absl::StripAsciiWhitespace(last).substr(0, kMost));
-}
 
 // --- The folder
 
@@ -320,24 +325,35 @@ absl::StatusOr<BuildRecord> BisectFolder::BuildHere(const Commit& commit) {
   const Stopwatch watch;
   TFB_RETURN_IF_ERROR(CheckOut(commit));
   const fs::path built = fs::path(Worktree()) / options_.program;
+  TFB_ASSIGN_OR_RETURN(build.failure, MakeProgram(built.string(), build.log));
+  // Bazel takes over data that it finds in an --output_base, although the checkout that their links
+  // lead to may be gone. The second build makes them anew.
+  if (build.failure.empty() && !LinkToNothing(built.string()).empty()) {
+    TFB_ASSIGN_OR_RETURN(build.failure, MakeProgram(built.string(), build.log));
+  }
+  build.seconds = watch.Seconds();
+  if (!build.failure.empty()) return build;
+  if (const std::string link = LinkToNothing(built.string()); !link.empty()) {
+    build.failure = absl::StrCat("of its program's data ", link, " is a link to nothing");
+    return build;
+  }
+  TFB_ASSIGN_OR_RETURN(build.program, KeepProgram(built.string()));
+  return build;
+}
+
+// Runs the build, and returns why there is no program, or an empty text.
+absl::StatusOr<std::string> BisectFolder::MakeProgram(const std::string& built,
+                                                      const std::string& log) {
   // Nothing that an earlier build left is taken for that of this commit.
   std::error_code error;
   fs::remove(built, error);
-  fs::remove_all(built.string() + kRunfiles, error);
-  fs::remove(built.string() + kRunfilesManifest, error);
+  fs::remove_all(built + kRunfiles, error);
+  fs::remove(built + kRunfilesManifest, error);
   TFB_ASSIGN_OR_RETURN(const int exit_status,
-                       RunLogged(options_.build, Worktree(), build.log, options_.stopped));
-  build.seconds = watch.Seconds();
-  if (exit_status != 0) {
-    build.failure = absl::StrCat("its build ends with exit status ", exit_status);
-  } else if (!fs::is_regular_file(built, error)) {
-    build.failure = absl::StrCat("its build makes no ", options_.program);
-  } else if (const std::string link = LinkToNothing(built.string()); !link.empty()) {
-    build.failure = absl::StrCat("of its program's data ", link, " is a link to nothing");
-  } else {
-    TFB_ASSIGN_OR_RETURN(build.program, KeepProgram(built.string()));
-  }
-  return build;
+                       RunLogged(options_.build, Worktree(), log, options_.stopped));
+  if (exit_status != 0) return absl::StrCat("its build ends with exit status ", exit_status);
+  if (fs::is_regular_file(built, error)) return "";
+  return absl::StrCat("its build makes no ", options_.program);
 }
 
 // Copies the program to its place, and returns the hash of the files' names and hashes.

@@ -59,6 +59,7 @@ class BisectFolder {
   std::string ProgramPath(const std::string& program) const;
   absl::Status CheckOut(const Commit& commit);
   absl::StatusOr<BuildRecord> BuildHere(const Commit& commit);
+  absl::StatusOr<std::string> MakeProgram(const std::string& built, const std::string& log);
   absl::StatusOr<std::string> KeepProgram(const std::string& built);
   absl::StatusOr<std::string> ProgramOf(const Commit& commit);
   absl::Status WriteState() const;
@@ -70,9 +71,6 @@ class BisectFolder {
   int lock_ = -1;
   BisectState state_;
 };
-
-// Returns the last line of a log that is not empty, cut to a line of text.
-std::string LastLine(const std::string& log);
 
 }  // namespace tfb
 

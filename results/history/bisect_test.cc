@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "results/history/bisect_report.h"
@@ -204,6 +205,18 @@ TEST_F(BisectTest, AChangeAtTheThresholdIsNotClearAfterDoubledSamples) {
   }
 }
 
+TEST_F(BisectTest, MuchNoiseIsMetByMoreSamplesOfTheEndsAndOfTheSteps) {
+  repository_.CommitLine(kCommits,
+                         [](int i) { return absl::StrCat("noise=0.15 time=", i < 8 ? 1.0 : 1.3); });
+  const BisectResult result = Found();
+  EXPECT_EQ(result.verdict, Verdict::kFound) << RenderBisect(result);
+  EXPECT_EQ(result.commit.subject, "c8");
+  EXPECT_LT(result.whole.reading.high / result.whole.reading.low, std::sqrt(1.35));
+  EXPECT_THAT(repository_.Measurements(),
+              Contains(HasSubstr(
+                  absl::StrCat(result.good.short_hash, "-", result.bad.short_hash, "-2.pb"))));
+}
+
 TEST_F(BisectTest, CommitsThatDoNotBuildOrRunArePassedOverForTheirNeighbours) {
   std::vector<FakeCommit> commits(kCommits);
   for (int i = 0; i < kCommits; ++i) {
@@ -260,6 +273,20 @@ TEST_F(BisectTest, TheProgramIsCopiedWithItsDataWhoseLinksAreFollowed) {
   EXPECT_THAT(RenderBisect(result), HasSubstr("\"c3\": of its program's data "));
   // c1 and c2 have good's program and data, and c4 has bad's.
   EXPECT_THAT(repository_.Measurements(), SizeIs(1));
+}
+
+TEST_F(BisectTest, DataThatAnEarlierBuildLeftElsewhereAreMadeAnew) {
+  PlantAt(3);
+  // As with an --output_base of Bazel's: what is built stays outside of the checkout, and data are
+  // made only where they are missing.
+  options_.build = absl::StrCat(
+      "mkdir -p ../base/sweep.runfiles && ln -sfn ../base out && cp sweep.sh ../base/sweep && "
+      "{ test -L out/sweep.runfiles/notes || ln -s $PWD/notes out/sweep.runfiles/notes; }");
+  options_.build =
+      absl::StrReplaceAll(options_.build, {{"../base", repository_.folder() + "/base"}});
+  repository_.Shell(
+      "mkdir -p ../base/sweep.runfiles && ln -s /nowhere ../base/sweep.runfiles/notes");
+  EXPECT_EQ(Found().commit.subject, "c3");
 }
 
 TEST_F(BisectTest, AChangeAmongCommitsThatDoNotBuildIsARange) {
@@ -548,6 +575,17 @@ TEST_F(BisectTest, TheDefaultFolderIsBesideTheCheckoutAndTheSameForTheSameQuesti
   EXPECT_EQ(repository_.Measurements().size(), measured);
   options_.wanted = "near tokens=512";
   EXPECT_NE(Found().folder, result.folder);
+}
+
+TEST_F(BisectTest, FoldersMayHaveSpacesAndTheRepositoryNoCheckout) {
+  PlantAt(3);
+  repository_.Shell("git clone --quiet --bare . '../a bare.git'");
+  options_.repository = absl::StrCat(repository_.folder(), "/a bare.git");
+  options_.folder.clear();
+  const absl::StatusOr<BisectResult> result = Run();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->commit.subject, "c3");
+  EXPECT_THAT(result->folder, HasSubstr("/a bare.git-bisect/"));
 }
 
 // --- Questions that make no sense

@@ -2,8 +2,8 @@
 // counterpart "plain", whose times are drawn with noise.
 //
 // The variable FAKE_SWEEP_BEHAVIOUR says how the build differs from others, as in
-// "time=1.3 error=0.02": a factor on the time of near, its error against dense, its workspace in
-// bytes (memory), its status (failed or unsupported), the version of the compiler, and the exit
+// "time=1.3 error=0.02": a factor on the time of near, the noise of its times, its error against
+// dense, its workspace in bytes (memory), its status (failed or unsupported), the version of the compiler, and the exit
 // status of a sweep that writes nothing (exit). FAKE_SWEEP_LOG is a file that gets a line for each
 // measurement. FAKE_SWEEP_SIGNAL, "NUMBER SIGNAL", lets that measurement send the signal to the
 // process that started it, and wait for its own end.
@@ -64,7 +64,9 @@ Values ParseFlags(int argc, char** argv) {
   return flags;
 }
 
-// Draws times with a noise of 2 %, one in thirty of them half as long again.
+constexpr double kNoise = 0.02;
+
+// Draws times with normal noise, one in thirty of them half as long again.
 class Noise {
  public:
   explicit Noise(const std::string& name) {
@@ -72,23 +74,24 @@ class Noise {
     random_.seed(seed);
   }
   double Uniform() { return static_cast<double>((random_() >> 11) + 1) * 0x1p-53; }
-  double Time(double median_ns) {
+  double Time(double median_ns, double deviation) {
     const double normal = std::sqrt(-2 * std::log(Uniform())) * std::cos(2 * M_PI * Uniform());
-    return median_ns * std::exp(0.02 * normal) * (Uniform() < 1.0 / 30 ? 1.5 : 1);
+    return median_ns * std::exp(deviation * normal) * (Uniform() < 1.0 / 30 ? 1.5 : 1);
   }
 
  private:
   std::mt19937_64 random_;
 };
 
-void DrawTimes(double median_ns, double mood, int count, Noise* noise, Timing* timing) {
+void DrawTimes(double median_ns, double deviation, double mood, int count, Noise* noise,
+               Timing* timing) {
   for (auto* samples :
        {timing->mutable_run_ns(), timing->mutable_probe_ns(), timing->mutable_setup_ns()}) {
     samples->Clear();
   }
   for (int i = 0; i < count; ++i) {
-    timing->add_run_ns(noise->Time(mood * median_ns));
-    timing->add_probe_ns(noise->Time(mood * 1e4));
+    timing->add_run_ns(noise->Time(mood * median_ns, deviation));
+    timing->add_probe_ns(noise->Time(mood * 1e4, kNoise));
   }
 }
 
@@ -132,8 +135,9 @@ int Write(const Values& flags, const Values& behaviour) {
   *results.add_cases() = synthetic::MakeCase(plain);
   *results.add_cases() = NearCase(near, behaviour);
   const double medians[] = {1e6, 0.5e6 * NumberOr(behaviour, "time", 1)};
+  const double deviations[] = {kNoise, NumberOr(behaviour, "noise", kNoise)};
   for (int i = 0; i < 2; ++i) {
-    DrawTimes(medians[i], mood, count, &noise,
+    DrawTimes(medians[i], deviations[i], mood, count, &noise,
               results.mutable_cases(i)->mutable_outcome()->mutable_timing());
   }
   if (!WriteResultFile(output, results).ok()) return 2;
