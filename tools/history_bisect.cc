@@ -45,9 +45,11 @@ ABSL_FLAG(std::string, sweep_flags, "",
 ABSL_FLAG(std::string, clean, kDefaultClean,
           "Command line that removes what builds left outside the checkout, run there before it is "
           "removed. With another --build it is only run where it is given.");
-ABSL_FLAG(int, repetitions, 33,
-          "Samples of the first measurement of two commits; where these do not decide, samples are "
-          "doubled, up to three times.");
+ABSL_FLAG(int, repetitions, 33, "Samples of the first measurement of two commits.");
+ABSL_FLAG(
+    int, looks, 4,
+    "How often two commits are measured at most where that does not decide, each time with as "
+    "many samples as before in all. A call with more of them goes on with what there is.");
 ABSL_FLAG(std::string, budget, "5m", "Of one measurement, as --time_budget of the sweep.");
 ABSL_FLAG(
     std::string, folder, "",
@@ -91,6 +93,7 @@ absl::StatusOr<BisectOptions> OptionsFromFlags() {
   options.clean = absl::GetFlag(FLAGS_clean);
   if (options.build != kDefaultBuild && options.clean == kDefaultClean) options.clean.clear();
   options.repetitions = absl::GetFlag(FLAGS_repetitions);
+  options.looks = absl::GetFlag(FLAGS_looks);
   options.budget = absl::GetFlag(FLAGS_budget);
   const std::string folder = absl::GetFlag(FLAGS_folder);
   if (!folder.empty()) options.folder = CallerPath(folder);

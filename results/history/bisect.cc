@@ -20,7 +20,8 @@ namespace tfb {
 namespace {
 
 constexpr int kSamplesPerRound = 8;
-constexpr int kMostRepetitions = 10000;
+constexpr int kMostRepetitions = 10000, kMostLooks = 12;
+constexpr int kMostSweepRepetitions = 100000;  // that the sweep takes
 
 std::string Duration(double seconds) {
   if (seconds < 100) return absl::StrFormat("%.0f s", seconds);
@@ -66,11 +67,11 @@ class Bisection {
     TFB_ASSIGN_OR_RETURN(const bool differ, CompareEnds());
     if (!differ) return result_;
     SayHowLong();
-    TFB_ASSIGN_OR_RETURN(const SearchResult found,
-                         SearchForChange(static_cast<int>(line_.size()), result_.whole.reading,
-                                         options_.least_change, [this](const SearchStep& step) {
-                                           return MeasureStep(step);
-                                         }));
+    TFB_ASSIGN_OR_RETURN(
+        const SearchResult found,
+        SearchForChange(static_cast<int>(line_.size()), result_.whole.reading,
+                        {options_.least_change, options_.looks},
+                        [this](const SearchStep& step) { return MeasureStep(step); }));
     TFB_RETURN_IF_ERROR(Conclude(found));
     for (auto& [index, tried] : tried_) result_.tried.push_back(std::move(tried));
     return result_;
@@ -88,6 +89,10 @@ class Bisection {
     if (options_.repetitions < 3 || options_.repetitions > kMostRepetitions) {
       return absl::InvalidArgumentError(absl::StrCat("--repetitions=", options_.repetitions,
                                                      ": allowed are 3 to ", kMostRepetitions));
+    }
+    if (options_.looks < 1 || options_.looks > kMostLooks) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--looks=", options_.looks, ": allowed are 1 to ", kMostLooks));
     }
     if (options_.program.empty() || options_.program[0] == '/') {
       return absl::InvalidArgumentError(
@@ -175,7 +180,8 @@ class Bisection {
       return flags;
     }
     // Each look after the first takes as many samples as all before.
-    const int repetitions = options_.repetitions << std::max(0, look - 1);
+    const int repetitions =
+        std::min(options_.repetitions << std::max(0, look - 1), kMostSweepRepetitions);
     flags.push_back(absl::StrCat("--repetitions=", repetitions));
     flags.push_back(absl::StrCat("--rounds=", std::max(1, repetitions / kSamplesPerRound)));
     return flags;
@@ -232,7 +238,7 @@ class Bisection {
   absl::StatusOr<Measured> MeasureUntilClear(const Commit& base, const Commit& commit,
                                              bool failures_are_remembered) {
     Measured measured;
-    for (int look = 0; look < kMostLooks; ++look) {
+    for (int look = 0; look < options_.looks; ++look) {
       TFB_ASSIGN_OR_RETURN(measured, Measure(base, commit, look, failures_are_remembered));
       if (!measured.pair.has_value()) return measured;
       progress_(absl::StrCat(commit.short_hash, " over ", base.short_hash, ": ",
@@ -268,13 +274,16 @@ class Bisection {
                       "a smaller change is found with a lower --least_change, which is ",
                       options_.least_change, ", and more --repetitions");
     } else {
-      absl::StrAppend(&result_.why,
-                      "more samples may tell, and a machine that does nothing else: "
-                      "--repetitions=",
-                      4 * options_.repetitions,
-                      ", with --sweep_flags=--min_time=1ms where a run is shorter than that");
+      absl::StrAppend(&result_.why, MoreLooks(),
+                      "; a machine that does nothing else helps, and --sweep_flags=--min_time=1ms "
+                      "where a run is shorter than that");
     }
     return false;
+  }
+
+  std::string MoreLooks() const {
+    return absl::StrCat("--looks=", std::min(options_.looks + 2, kMostLooks),
+                        " goes on with more samples");
   }
 
   void SayHowLong() {
@@ -343,10 +352,8 @@ class Bisection {
             options_.least_change);
         break;
       case SearchResult::End::kUnclear:
-        result_.why = absl::StrCat(
-            "the samples do not tell on which side the next commit is; more "
-            "may: --repetitions=",
-            4 * options_.repetitions);
+        result_.why =
+            absl::StrCat("the samples do not tell on which side the next commit is; ", MoreLooks());
         break;
     }
     return absl::OkStatus();
@@ -370,12 +377,10 @@ class Bisection {
     if (result_.own.verdict == result_.whole.verdict) {
       result_.verdict = BisectResult::Verdict::kFound;
     } else {
-      result_.why = absl::StrCat(
-          "measured against the commit before it, it is ", Word(result_.own), ": ",
-          FormatChange(result_.own),
-          "; the change may be spread over several commits, or more samples are needed: "
-          "--repetitions=",
-          4 * options_.repetitions);
+      result_.why =
+          absl::StrCat("measured against the commit before it, it is ", Word(result_.own), ": ",
+                       FormatChange(result_.own),
+                       "; the change may be spread over several commits, or ", MoreLooks());
     }
     return absl::OkStatus();
   }

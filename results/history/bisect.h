@@ -46,7 +46,9 @@ struct BisectOptions {
   std::string clean;
   // Files of the checkout that git ignores and builds read; they are copied where they exist.
   std::vector<std::string> carried = {".bazelrc.setup", ".bazelrc.user"};
-  int repetitions = 33;       // samples of the first measurement of two programs
+  int repetitions = 33;  // samples of the first measurement of two programs
+  // How often two programs are measured at most, each time with as many samples as before in all.
+  int looks = 4;
   std::string budget = "5m";  // of a measurement, as --time_budget of the sweep takes it
   // Where to write; empty: beside the checkout, "CHECKOUT-bisect/GOOD-BAD-" and a hash of the
   // question, so that the same question has the same folder.

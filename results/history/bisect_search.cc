@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-constexpr double kWidening = 1.275;
+constexpr double kTail = 0.025;      // of a 95 % interval
 constexpr double kLargestLog = 100;  // what infinite and zero ratios count as
 
 double LogOf(double ratio) {
@@ -21,12 +21,22 @@ struct LogReading {
   double middle, low, high;
 };
 
-LogReading Turned(const Reading& reading, double sign) {
+LogReading Turned(const Reading& reading, double sign, double widening) {
   const double middle = LogOf(reading.ratio);
-  double low = middle + kWidening * (LogOf(reading.low) - middle);
-  double high = middle + kWidening * (LogOf(reading.high) - middle);
+  double low = middle + widening * (LogOf(reading.low) - middle);
+  double high = middle + widening * (LogOf(reading.high) - middle);
   if (sign < 0) std::swap(low, high);
   return {sign * middle, sign * low, sign * high};
+}
+
+// Returns the x that a normal variable exceeds with the probability `tail`, up to 0.5.
+double NormalQuantile(double tail) {
+  double low = 0, high = 10;
+  while (high - low > 1e-6) {
+    const double middle = (low + high) / 2;
+    (std::erfc(middle / std::sqrt(2.0)) / 2 > tail ? low : high) = middle;
+  }
+  return low;
 }
 
 // Returns the commits between the two, the nearest to the middle first.
@@ -50,9 +60,12 @@ Side SideOf(const LogReading& reading, double a, double b) {
 
 class Searcher {
  public:
-  Searcher(int count, const Reading& last, double least_change, const MeasureCommit& measure)
-      : sign_(LogOf(last.ratio) < 0 ? -1 : 1),
-        least_log_(std::min(std::log(least_change), std::fabs(LogOf(last.ratio)) / 2)),
+  Searcher(int count, const Reading& last, const SearchOptions& options,
+           const MeasureCommit& measure)
+      : options_(options),
+        sign_(LogOf(last.ratio) < 0 ? -1 : 1),
+        least_log_(std::min(std::log(options.least_change), std::fabs(LogOf(last.ratio)) / 2)),
+        widening_(NormalQuantile(kTail / options.most_looks) / NormalQuantile(kTail)),
         measure_(measure) {
     result_.high = count - 1;
     result_.of_high = last;
@@ -91,7 +104,7 @@ class Searcher {
   absl::StatusOr<bool> Step(int commit) {
     Side side = Side::kUnclear;
     Reading reading;
-    for (int look = 0; look < kMostLooks; ++look) {
+    for (int look = 0; look < options_.most_looks; ++look) {
       TFB_ASSIGN_OR_RETURN(const std::optional<Reading> measured,
                            measure_({commit, look, result_.low, result_.high}));
       if (!measured.has_value()) {
@@ -99,7 +112,7 @@ class Searcher {
         return true;
       }
       reading = *measured;
-      side = SideOf(Turned(reading, sign_), a(), b());
+      side = SideOf(Turned(reading, sign_, widening_), a(), b());
       if (side == Side::kAfterChange || side == Side::kBeforeChange) break;
       if (reading.low == reading.high) break;  // no noise: another look would be the same
     }
@@ -122,8 +135,10 @@ class Searcher {
     }
   }
 
+  const SearchOptions options_;
   const double sign_;
   const double least_log_;
+  const double widening_;
   const MeasureCommit& measure_;
   std::set<int> passed_over_;
   SearchResult result_;
@@ -131,9 +146,10 @@ class Searcher {
 
 }  // namespace
 
-absl::StatusOr<SearchResult> SearchForChange(int count, const Reading& last, double least_change,
+absl::StatusOr<SearchResult> SearchForChange(int count, const Reading& last,
+                                             const SearchOptions& options,
                                              const MeasureCommit& measure) {
-  return Searcher(count, last, least_change, measure).Run();
+  return Searcher(count, last, options, measure).Run();
 }
 
 int StepsToFind(int count) {

@@ -21,9 +21,13 @@ struct Reading {
   double high = 1;
 };
 
-// How often a commit is measured at most: once, and then until it is clear on which side of the
-// half way it lies. Each measurement after the first doubles the samples.
-inline constexpr int kMostLooks = 4;
+struct SearchOptions {
+  // A change by less than this factor is none.
+  double least_change = 1.05;
+  // How often a commit is measured at most: once, and then until it is clear on which side of the
+  // half way it lies. Each measurement after the first doubles the samples.
+  int most_looks = 4;
+};
 
 struct SearchResult {
   // The change, or the larger part of it, came after commit `low`, and by commit `high` at last.
@@ -58,16 +62,18 @@ using MeasureCommit = std::function<absl::StatusOr<std::optional<Reading>>(const
 // beginning; a and b are then what was measured there. With one change the side is which of the two
 // ends the commit equals; with several, or a drift, each step keeps the half with more of it.
 //
-// The commit is measured again as long as its interval includes the half way, up to kMostLooks
-// times. Intervals are widened by 1.275 = z(1 - 0.025 / 4) / z(1 - 0.025) on the logarithmic scale,
-// so that all looks together take a commit that is exactly half way, the worst case, for a given
-// side with a probability of at most 2.5 %. A commit that equals one of the ends is as far from the
+// The commit is measured again as long as its interval includes the half way, up to `most_looks`
+// times. Intervals are widened on the logarithmic scale by z(1 - 0.025 / most_looks) / z(1 - 0.025),
+// with the quantiles z of the normal distribution (1.275 for 4 looks; Bonferroni), so that all looks
+// together take a commit that is exactly half way, the worst case, for a given side with a
+// probability of at most 2.5 %. A commit that equals one of the ends is as far from the
 // half way as half the change. One that after all looks has an interval between a and b, which
 // includes neither, has changes on both sides: the side with more of it by the estimate is kept.
-absl::StatusOr<SearchResult> SearchForChange(int count, const Reading& last, double least_change,
+absl::StatusOr<SearchResult> SearchForChange(int count, const Reading& last,
+                                             const SearchOptions& options,
                                              const MeasureCommit& measure);
 
-// Returns how many commits are measured at least to find one of `count` - 1 changes.
+// Returns how many commits are measured to find one of `count` - 1 changes where each can be.
 int StepsToFind(int count);
 
 }  // namespace tfb

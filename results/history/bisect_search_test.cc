@@ -12,7 +12,7 @@ namespace tfb {
 namespace {
 
 using End = SearchResult::End;
-constexpr double kLeastChange = 1.05;
+constexpr SearchOptions kOptions;
 
 Reading Exactly(double ratio) { return {ratio, ratio, ratio}; }
 
@@ -26,7 +26,7 @@ class Line {
 
   SearchResult Search() {
     const auto found =
-        SearchForChange(static_cast<int>(ratios_.size()), Measured(LastIndex(), 0), kLeastChange,
+        SearchForChange(static_cast<int>(ratios_.size()), Measured(LastIndex(), 0), kOptions,
                         [this](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
                           EXPECT_LT(step.low, step.commit);
                           EXPECT_LT(step.commit, step.high);
@@ -104,7 +104,7 @@ TEST(BisectSearch, MeasuresAgainUntilTheSideIsClear) {
     // The last commit's ratio is known well, as it is measured until it is clear.
     Line line(StepAt(16, commit, 1.3), 0.08, static_cast<uint64_t>(seed));
     const SearchResult found =
-        *SearchForChange(16, Exactly(1.3), kLeastChange,
+        *SearchForChange(16, Exactly(1.3), kOptions,
                          [&](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
                            ++looks;
                            if (step.look == 0) ++steps;
@@ -129,7 +129,7 @@ TEST(BisectSearch, ACommitExactlyHalfWayIsTakenForASideRarely) {
   for (int seed = 0; seed < kSeeds; ++seed) {
     Line line({1, std::sqrt(1.3), 1.3}, 0.3, static_cast<uint64_t>(seed));
     const SearchResult found =
-        *SearchForChange(3, Exactly(1.3), kLeastChange,
+        *SearchForChange(3, Exactly(1.3), kOptions,
                          [&](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
                            return line.Measured(step.commit, step.look);
                          });
@@ -145,16 +145,31 @@ TEST(BisectSearch, ACommitExactlyHalfWayIsTakenForASideRarely) {
 TEST(BisectSearch, TooMuchNoiseIsUnclearAfterFourLooks) {
   int looks = 0;
   const SearchResult found =
-      *SearchForChange(16, Exactly(1.1), kLeastChange,
+      *SearchForChange(16, Exactly(1.1), kOptions,
                        [&](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
                          EXPECT_EQ(step.commit, 7);
                          EXPECT_EQ(step.look, looks++);
                          return Reading{1.05, 0.5, 2};
                        });
   EXPECT_EQ(found.end, End::kUnclear);
-  EXPECT_EQ(looks, kMostLooks);
+  EXPECT_EQ(looks, 4);
   EXPECT_EQ(found.low, 0);
   EXPECT_EQ(found.high, 15);
+}
+
+TEST(BisectSearch, MoreLooksDecideWhatFewDoNot) {
+  // The interval of the n-th look is a factor of 1.3^(+-1/sqrt(2^n)), around 1.
+  const auto measure = [](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
+    const double width = std::log(1.3) / std::sqrt(std::pow(2.0, step.look));
+    return Reading{1, std::exp(-width), std::exp(width)};
+  };
+  // The half way is 1.3^0.5. The third interval ends at 1.3^(1.22 / 2) where it is the last of three,
+  // the fourth at 1.3^(1.275 / 2.83) = 1.3^0.45 where it is the last of four.
+  SearchOptions options;
+  options.most_looks = 3;
+  EXPECT_EQ(SearchForChange(3, Exactly(1.3), options, measure)->end, End::kUnclear);
+  options.most_looks = 4;
+  EXPECT_EQ(SearchForChange(3, Exactly(1.3), options, measure)->end, End::kOneCommit);
 }
 
 TEST(BisectSearch, OfTwoChangesOneIsFound) {
@@ -185,14 +200,14 @@ TEST(BisectSearch, ADriftEndsWhereWhatIsLeftIsBelowTheLeastChange) {
   for (int i = 0; i < 33; ++i) ratios.push_back(std::pow(1.3, i / 32.0));
   const SearchResult found = Line(ratios).Search();
   EXPECT_EQ(found.end, End::kSpread);
-  EXPECT_LT(found.of_high.ratio / found.of_low.ratio, kLeastChange);
+  EXPECT_LT(found.of_high.ratio / found.of_low.ratio, kOptions.least_change);
   EXPECT_GT(found.high - found.low, 1);
 }
 
 TEST(BisectSearch, ASmallChangeIsFoundAlthoughItsEstimatesAreBelowTheLeastChange) {
   const std::vector<double> ratios = StepAt(16, 5, 1.045);
   const SearchResult found =
-      *SearchForChange(16, Exactly(1.06), kLeastChange,
+      *SearchForChange(16, Exactly(1.06), kOptions,
                        [&](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
                          return Exactly(ratios[static_cast<size_t>(step.commit)]);
                        });
@@ -225,7 +240,7 @@ TEST(BisectSearch, InfiniteAndZeroRatiosAreSides) {
   for (const double ratio : {HUGE_VAL, 0.0, std::nan("")}) {
     const std::vector<double> ratios = StepAt(9, 6, ratio);
     const SearchResult found =
-        *SearchForChange(9, Exactly(ratio), kLeastChange,
+        *SearchForChange(9, Exactly(ratio), kOptions,
                          [&](const SearchStep& step) -> absl::StatusOr<std::optional<Reading>> {
                            return Exactly(ratios[static_cast<size_t>(step.commit)]);
                          });
@@ -236,7 +251,7 @@ TEST(BisectSearch, InfiniteAndZeroRatiosAreSides) {
 
 TEST(BisectSearch, AnErrorEndsIt) {
   const auto found = SearchForChange(
-      9, Exactly(2), kLeastChange, [](const SearchStep&) -> absl::StatusOr<std::optional<Reading>> {
+      9, Exactly(2), kOptions, [](const SearchStep&) -> absl::StatusOr<std::optional<Reading>> {
         return absl::CancelledError("stopped");
       });
   EXPECT_EQ(found.status().code(), absl::StatusCode::kCancelled);

@@ -196,7 +196,7 @@ TEST_F(BisectTest, AChangeAtTheThresholdIsNotClearAfterDoubledSamples) {
   PlantAt(5, "time=1.051");
   const BisectResult result = Found();
   EXPECT_EQ(result.verdict, Verdict::kNoDifference);
-  EXPECT_THAT(result.why, HasSubstr("--repetitions=132"));
+  EXPECT_THAT(result.why, HasSubstr("--looks=6 goes on with more samples"));
   // 33, 33, 66 and 132 samples.
   const std::vector<std::string> measurements = repository_.Measurements();
   ASSERT_THAT(measurements, SizeIs(4));
@@ -215,6 +215,20 @@ TEST_F(BisectTest, MuchNoiseIsMetByMoreSamplesOfTheEndsAndOfTheSteps) {
   EXPECT_THAT(repository_.Measurements(),
               Contains(HasSubstr(
                   absl::StrCat(result.good.short_hash, "-", result.bad.short_hash, "-2.pb"))));
+}
+
+TEST_F(BisectTest, ACallWithMoreLooksGoesOnWithTheSamplesThereAre) {
+  PlantAt(5, "noise=0.5 time=1.3");
+  options_.looks = 1;
+  EXPECT_EQ(Found().verdict, Verdict::kNoDifference);
+  EXPECT_THAT(repository_.Measurements(), SizeIs(1));
+  options_.looks = 8;
+  const BisectResult result = Found();
+  EXPECT_EQ(result.verdict, Verdict::kFound) << RenderBisect(result);
+  EXPECT_EQ(result.commit.subject, "c5");
+  // The second measurement of the two ends is the second of all.
+  EXPECT_THAT(repository_.Measurements()[1],
+              HasSubstr(absl::StrCat(result.good.short_hash, "-", result.bad.short_hash, "-2.pb")));
 }
 
 TEST_F(BisectTest, CommitsThatDoNotBuildOrRunArePassedOverForTheirNeighbours) {
@@ -614,6 +628,7 @@ TEST_F(BisectTest, BadQuestionsAreErrorsThatNameTheFlag) {
       {[](auto* o) { o->wanted = "near speed=3"; }, "--case: \"speed\" is no field of a case"},
       {[](auto* o) { o->least_change = 1; }, "--least_change=1: a factor above 1 is wanted"},
       {[](auto* o) { o->repetitions = 2; }, "--repetitions=2: allowed are 3 to 10000"},
+      {[](auto* o) { o->looks = 0; }, "--looks=0: allowed are 1 to 12"},
       {[](auto* o) { o->program = "/bin/sweep"; }, "--program=/bin/sweep: a path relative to"},
       {[](auto* o) { o->program = ""; }, "--program=: a path relative to the checkout"},
       {[](auto* o) { o->build = ""; }, "--build: name the command"},
