@@ -32,6 +32,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kWorktree[] = "tfb_bisect_worktree";
+constexpr char kState[] = "bisect.json", kLock[] = "lock", kKeep[] = "keep";
 constexpr char kRunfiles[] = ".runfiles", kRunfilesManifest[] = ".runfiles_manifest";
 constexpr int kShortHash = 12;
 
@@ -73,6 +74,17 @@ absl::Status FolderError(const fs::path& path, const std::error_code& error) {
 bool IsWithin(const fs::path& path, const fs::path& folder) {
   const auto end = std::mismatch(folder.begin(), folder.end(), path.begin(), path.end());
   return end.first == folder.end();
+}
+
+// Tells whether a folder is neither empty nor that of a bisection, whose first file is the lock and
+// whose second one is the state.
+bool HasOtherFiles(const fs::path& folder) {
+  std::error_code error;
+  if (fs::exists(folder / kState, error)) return false;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder, error)) {
+    if (entry.path().filename() != kLock) return true;
+  }
+  return false;
 }
 
 // Copies the program and its data into a folder of their own, with the files that links lead to in
@@ -154,6 +166,7 @@ absl::StatusOr<std::unique_ptr<BisectFolder>> BisectFolder::Open(
   TFB_RETURN_IF_ERROR(folder->MakeFolder(question));
   TFB_RETURN_IF_ERROR(folder->TakeLock());
   TFB_RETURN_IF_ERROR(folder->TakeState(question));
+  folder->is_open_ = true;
   TFB_RETURN_IF_ERROR(folder->RemoveLeftovers());
   return folder;
 }
@@ -172,12 +185,17 @@ absl::Status BisectFolder::MakeFolder(const std::map<std::string, std::string>& 
   }
   fs::create_directories(folder, error);
   if (error) return FolderError(folder, error);
+  if (HasOtherFiles(folder)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--folder: ", folder.string(),
+                     " has files, and not those of a bisection; name a new or an empty folder"));
+  }
   path_ = folder.string();
   return absl::OkStatus();
 }
 
 absl::Status BisectFolder::TakeLock() {
-  const std::string path = absl::StrCat(path_, "/lock");
+  const std::string path = absl::StrCat(path_, "/", kLock);
   lock_ = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
   if (lock_ < 0) {
     const std::error_code error(errno, std::generic_category());
@@ -193,12 +211,12 @@ absl::Status BisectFolder::TakeLock() {
 absl::Status BisectFolder::TakeState(const std::map<std::string, std::string>& question) {
   std::error_code error;
   if (options_.restart) {
-    for (const char* name : {"bisect.json", "results", "logs", "programs"}) {
+    for (const char* name : {"results", "logs", "programs", kState}) {
       fs::remove_all(fs::path(path_) / name, error);
       if (error) return FolderError(fs::path(path_) / name, error);
     }
   }
-  TFB_ASSIGN_OR_RETURN(state_, ReadBisectState(absl::StrCat(path_, "/bisect.json")));
+  TFB_ASSIGN_OR_RETURN(state_, ReadBisectState(absl::StrCat(path_, "/", kState)));
   std::vector<std::string> differences;
   for (const auto& [name, value] : question) {
     const auto found = state_.question.find(name);
@@ -214,18 +232,18 @@ absl::Status BisectFolder::TakeState(const std::map<std::string, std::string>& q
                            state_.measurements.size(), " measurements in ", path_));
   }
   state_.question = question;
+  TFB_RETURN_IF_ERROR(WriteState());
   for (const char* name : {"results", "logs", "programs"}) {
     fs::create_directories(fs::path(path_) / name, error);
     if (error) return FolderError(fs::path(path_) / name, error);
   }
-  const fs::path kept = fs::path(path_) / "keep";
+  const fs::path kept = fs::path(path_) / kKeep;
   fs::remove(kept, error);
-  if (options_.keep) TFB_RETURN_IF_ERROR(WriteFile(kept.string(), ""));
-  return WriteState();
+  return options_.keep ? WriteFile(kept.string(), "") : absl::OkStatus();
 }
 
 absl::Status BisectFolder::WriteState() const {
-  return WriteBisectState(absl::StrCat(path_, "/bisect.json"), state_);
+  return WriteBisectState(absl::StrCat(path_, "/", kState), state_);
 }
 
 // A worktree of that name belongs to a bisection that was killed, where nobody has the lock beside
@@ -236,8 +254,8 @@ absl::Status BisectFolder::RemoveLeftovers() {
     const fs::path path(worktree);
     if (path.filename() != kWorktree || worktree == Worktree()) continue;
     std::error_code ignored;
-    if (fs::exists(path.parent_path() / "keep", ignored)) continue;
-    const int lock = open((path.parent_path() / "lock").c_str(), O_RDWR | O_CLOEXEC);
+    if (fs::exists(path.parent_path() / kKeep, ignored)) continue;
+    const int lock = open((path.parent_path() / kLock).c_str(), O_RDWR | O_CLOEXEC);
     const bool is_free = lock < 0 ? errno == ENOENT : flock(lock, LOCK_EX | LOCK_NB) == 0;
     if (is_free) {
       progress_(absl::StrCat("removing ", worktree, ", which a bisection that was killed left"));
@@ -249,13 +267,12 @@ absl::Status BisectFolder::RemoveLeftovers() {
 }
 
 BisectFolder::~BisectFolder() {
-  if (lock_ < 0) return;
-  if (!options_.keep) {
+  if (is_open_ && !options_.keep) {
     RemoveWorktree(Worktree());
     std::error_code ignored;
     fs::remove_all(fs::path(path_) / "programs", ignored);
   }
-  close(lock_);
+  if (lock_ >= 0) close(lock_);
 }
 
 void BisectFolder::RemoveWorktree(const std::string& worktree) {

@@ -21,7 +21,7 @@ class BisectFolder {
  public:
   // Locks the folder and reads its state. Removes the worktrees of bisections that were killed,
   // with a line of progress. Returns an error where the folder is within the checkout, cannot be
-  // written, is locked by another process, or belongs to another question.
+  // written, has other files, is locked by another process, or belongs to another question.
   static absl::StatusOr<std::unique_ptr<BisectFolder>> Open(
       const BisectOptions& options, const Repository& repository,
       const std::map<std::string, std::string>& question, const BisectProgress& progress);
@@ -69,6 +69,7 @@ class BisectFolder {
   const BisectProgress progress_;
   std::string path_;
   int lock_ = -1;
+  bool is_open_ = false;  // whether the folder is that of this question
   BisectState state_;
 };
 

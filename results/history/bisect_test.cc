@@ -675,6 +675,27 @@ TEST_F(BisectTest, AFolderOfAnotherQuestionIsRefusedUntilRestart) {
   EXPECT_EQ(Found().commit.subject, "c3");
 }
 
+TEST_F(BisectTest, AFolderWithOtherFilesIsRefusedAndStaysAsItIs) {
+  PlantAt(3);
+  fs::create_directories(Folder() / "results");
+  std::ofstream(Folder() / "results" / "mine.pb") << "mine";
+  for (const bool restart : {false, true}) {
+    options_.restart = restart;
+    EXPECT_THAT(Error(), HasSubstr("has files, and not those of a bisection"));
+    EXPECT_TRUE(fs::exists(Folder() / "results" / "mine.pb"));
+  }
+}
+
+TEST_F(BisectTest, WhatAnotherQuestionKeptIsNotRemovedWhereItIsRefused) {
+  PlantAt(3);
+  options_.keep = true;
+  ASSERT_TRUE(Run().ok());
+  options_.keep = false;
+  options_.wanted = "near";
+  EXPECT_THAT(Error(), HasSubstr("has a bisection with another case"));
+  EXPECT_TRUE(fs::exists(Folder() / "tfb_bisect_worktree" / "build.sh"));
+}
+
 TEST_F(BisectTest, ADamagedStateIsAnErrorUntilRestart) {
   PlantAt(3);
   ASSERT_TRUE(Run().ok());
