@@ -17,7 +17,7 @@
 namespace {
 
 constexpr char kDefaultBuild[] = "bazel build //harness:sweep";
-constexpr char kDefaultClean[] = "bazel clean --expunge";
+constexpr char kDefaultClean[] = "bazel clean --expunge", kAuto[] = "auto";
 
 }  // namespace
 
@@ -42,9 +42,9 @@ ABSL_FLAG(std::string, program, "bazel-bin/harness/sweep",
 ABSL_FLAG(std::string, sweep_flags, "",
           "Further flags of the sweep, as the shell reads them, as in '--min_time=1ms "
           "--input=peaked'.");
-ABSL_FLAG(std::string, clean, kDefaultClean,
+ABSL_FLAG(std::string, clean, kAuto,
           "Command line that removes what builds left outside the checkout, run there before it is "
-          "removed. With another --build it is only run where it is given.");
+          "removed. auto: bazel clean --expunge with the default --build, else none.");
 ABSL_FLAG(int, repetitions, 33, "Samples of the first measurement of two commits.");
 ABSL_FLAG(
     int, looks, 4,
@@ -91,7 +91,7 @@ absl::StatusOr<BisectOptions> OptionsFromFlags() {
   options.sweep_flags = absl::GetFlag(FLAGS_sweep_flags);
   options.sweep_folder = CallerPath(".");
   options.clean = absl::GetFlag(FLAGS_clean);
-  if (options.build != kDefaultBuild && options.clean == kDefaultClean) options.clean.clear();
+  if (options.clean == kAuto) options.clean = options.build == kDefaultBuild ? kDefaultClean : "";
   options.repetitions = absl::GetFlag(FLAGS_repetitions);
   options.looks = absl::GetFlag(FLAGS_looks);
   options.budget = absl::GetFlag(FLAGS_budget);

@@ -55,9 +55,10 @@ TEST_F(HistoryBisect, PrintsTheCommitAloneOnItsOutputAndLeavesTheCheckoutAlone) 
 }
 
 TEST_F(HistoryBisect, NoClearDifferenceIsExitStatusOne) {
-  const ProgramRun run = Run("--good=c5 --bad=c7");
+  const ProgramRun run = Run("--good=c5 --bad=c7 --clean='rm sweep.sh && echo gone'");
   EXPECT_EQ(run.exit_status, 1) << run.err;
   EXPECT_THAT(run.out, StartsWith("No clear difference between good and bad: "));
+  EXPECT_EQ(RunProgram(absl::StrCat("cat ", (Folder() / "logs/clean.log").string())).out, "gone\n");
 }
 
 TEST_F(HistoryBisect, FlagsOfTheSweepAreReadAsTheShellReadsThem) {
