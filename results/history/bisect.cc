@@ -234,26 +234,28 @@ class Bisection {
     return Measured{*std::move(pair), ""};
   }
 
-  // Measures two commits until it is clear whether they differ, and by how much.
+  // Measures two commits until it is clear whether they differ; the two ends, whose half way the
+  // steps are compared with, also until it is clear by how much.
   absl::StatusOr<Measured> MeasureUntilClear(const Commit& base, const Commit& commit,
-                                             bool failures_are_remembered) {
+                                             bool are_ends) {
     Measured measured;
     for (int look = 0; look < options_.looks; ++look) {
-      TFB_ASSIGN_OR_RETURN(measured, Measure(base, commit, look, failures_are_remembered));
+      TFB_ASSIGN_OR_RETURN(measured,
+                           Measure(base, commit, look, /*failures_are_remembered=*/!are_ends));
       if (!measured.pair.has_value()) return measured;
-      progress_(absl::StrCat(commit.short_hash, " over ", base.short_hash, ": ",
-                             measured.pair->what, " ", FormatChange(*measured.pair), ", ",
-                             Word(*measured.pair)));
-      if (!IsNoisy(options_.metric) || measured.pair->verdict == Verdict::kSame) break;
-      if (IsChange(*measured.pair) && IsKnownWell(measured.pair->reading)) break;
+      const PairReading& pair = *measured.pair;
+      progress_(absl::StrCat(commit.short_hash, " over ", base.short_hash, ": ", pair.what, " ",
+                             FormatChange(pair), ", ", Word(pair)));
+      const bool is_clear = IsChange(pair) && (!are_ends || IsKnownWell(pair.reading));
+      if (is_clear || pair.verdict == Verdict::kSame || !IsNoisy(options_.metric)) break;
     }
     return measured;
   }
 
   // Measures bad against good. Returns whether they clearly differ; where not, the result says so.
   absl::StatusOr<bool> CompareEnds() {
-    TFB_ASSIGN_OR_RETURN(const Measured ends, MeasureUntilClear(result_.good, result_.bad,
-                                                                /*failures_are_remembered=*/false));
+    TFB_ASSIGN_OR_RETURN(const Measured ends,
+                         MeasureUntilClear(result_.good, result_.bad, /*are_ends=*/true));
     if (!ends.pair.has_value()) {
       return absl::FailedPreconditionError(absl::StrCat("good (", result_.good.short_hash,
                                                         ") and bad (", result_.bad.short_hash,
@@ -265,8 +267,7 @@ class Bisection {
     if (!result_.whole.reason.empty()) absl::StrAppend(&result_.why, result_.whole.reason, "; ");
     if (result_.whole.reason == "the same program") {
       absl::StrAppend(&result_.why,
-                      "the commits in between changed nothing that --program is "
-                      "made of");
+                      "the commits in between changed nothing that --program is made of");
     } else if (!IsNoisy(options_.metric)) {
       absl::StrAppend(&result_.why, "--metric chooses another quantity");
     } else if (result_.whole.verdict == Verdict::kSame) {
@@ -347,8 +348,8 @@ class Bisection {
         break;
       case SearchResult::End::kSpread:
         result_.why = absl::StrCat(
-            "the change is spread over many commits: what is left between "
-            "these is below --least_change=",
+            "the change is spread over many commits: what is left between these is below "
+            "--least_change=",
             options_.least_change);
         break;
       case SearchResult::End::kUnclear:
@@ -366,7 +367,7 @@ class Bisection {
       progress_(absl::StrCat("confirming ", ShortTitle(result_.commit), " against ",
                              result_.before.short_hash));
       TFB_ASSIGN_OR_RETURN(const Measured own, MeasureUntilClear(result_.before, result_.commit,
-                                                                 /*failures_are_remembered=*/true));
+                                                                 /*are_ends=*/false));
       if (!own.pair.has_value()) {
         result_.why =
             absl::StrCat("it cannot be measured against the commit before it: ", own.failure);

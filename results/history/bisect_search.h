@@ -63,12 +63,12 @@ using MeasureCommit = std::function<absl::StatusOr<std::optional<Reading>>(const
 // ends the commit equals; with several, or a drift, each step keeps the half with more of it.
 //
 // The commit is measured again as long as its interval includes the half way, up to `most_looks`
-// times. Intervals are widened on the logarithmic scale by z(1 - 0.025 / most_looks) / z(1 - 0.025),
-// with the quantiles z of the normal distribution (1.275 for 4 looks; Bonferroni), so that all looks
-// together take a commit that is exactly half way, the worst case, for a given side with a
-// probability of at most 2.5 %. A commit that equals one of the ends is as far from the
-// half way as half the change. One that after all looks has an interval between a and b, which
-// includes neither, has changes on both sides: the side with more of it by the estimate is kept.
+// times. Intervals are widened on the logarithmic scale by z(1 - 0.025 / most_looks) divided by
+// z(1 - 0.025), with the quantiles z of the normal distribution (1.275 for 4 looks; Bonferroni), so
+// that all looks together take a commit that is exactly half way, the worst case, for a given side
+// with a probability of at most 2.5 %. A commit that equals one of the ends is as far from the half
+// way as half the change. One that after all looks has an interval between a and b, which includes
+// neither, has changes on both sides: the side with more of it by the estimate is kept.
 absl::StatusOr<SearchResult> SearchForChange(int count, const Reading& last,
                                              const SearchOptions& options,
                                              const MeasureCommit& measure);

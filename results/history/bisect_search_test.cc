@@ -163,8 +163,8 @@ TEST(BisectSearch, MoreLooksDecideWhatFewDoNot) {
     const double width = std::log(1.3) / std::sqrt(std::pow(2.0, step.look));
     return Reading{1, std::exp(-width), std::exp(width)};
   };
-  // The half way is 1.3^0.5. The third interval ends at 1.3^(1.22 / 2) where it is the last of three,
-  // the fourth at 1.3^(1.275 / 2.83) = 1.3^0.45 where it is the last of four.
+  // The half way is 1.3^0.5. The third interval ends at 1.3^(1.22 / 2) where it is the last of
+  // three, the fourth at 1.3^(1.275 / 2.83) = 1.3^0.45 where it is the last of four.
   SearchOptions options;
   options.most_looks = 3;
   EXPECT_EQ(SearchForChange(3, Exactly(1.3), options, measure)->end, End::kUnclear);

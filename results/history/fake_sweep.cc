@@ -3,10 +3,11 @@
 //
 // The variable FAKE_SWEEP_BEHAVIOUR says how the build differs from others, as in
 // "time=1.3 error=0.02": a factor on the time of near, the noise of its times, its error against
-// dense, its workspace in bytes (memory), its status (failed or unsupported), the version of the compiler, and the exit
-// status of a sweep that writes nothing (exit). FAKE_SWEEP_LOG is a file that gets a line for each
-// measurement. FAKE_SWEEP_SIGNAL, "NUMBER SIGNAL", lets that measurement send the signal to the
-// process that started it, and wait for its own end.
+// dense, its workspace in bytes (memory), its status (failed or unsupported), its window, the
+// version of the compiler, and the exit status of a sweep that writes nothing (exit).
+// FAKE_SWEEP_LOG is a file that gets a line for each measurement. FAKE_SWEEP_SIGNAL, "NUMBER
+// SIGNAL", lets that measurement send the signal to the process that started it, and wait for its
+// own end.
 
 #include <signal.h>
 #include <stdlib.h>
