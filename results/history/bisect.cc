@@ -207,7 +207,7 @@ class Bisection {
     }
     if (builds[0].program == builds[1].program) {
       PairReading same;
-      same.what = result_.whole.what;
+      same.what = result_.whole.what.empty() ? "program" : result_.whole.what;
       same.now = result_.whole.base;
       same.reason = "the same program";
       return Measured{std::move(same), ""};

@@ -181,6 +181,7 @@ TEST_F(BisectTest, TheSameProgramAtBothEndsIsNoDifferenceWithoutMeasuring) {
   const BisectResult result = Found();
   EXPECT_EQ(result.verdict, Verdict::kNoDifference);
   EXPECT_THAT(RenderBisect(result), HasSubstr("the same program"));
+  EXPECT_THAT(RenderBisect(result), HasSubstr(", bad: program 1.00x\n"));
   EXPECT_THAT(repository_.Measurements(), IsEmpty());
 }
 
