@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -13,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -37,14 +37,13 @@
 #include "results/reader.h"
 #include "results/report_text.h"
 #include "results/table.h"
+#include "tools/history_bisect.h"
+
+ABSL_DECLARE_FLAG(std::string, repository);  // of history_bisect.cc
 
 ABSL_FLAG(
     std::string, store, "",
     "The store: a folder, which add and merge create, or git:BRANCH, a branch of --repository.");
-ABSL_FLAG(std::string, repository, "",
-          "A folder in the git repository that has the branch of --store=git:BRANCH, and the "
-          "commits that "
-          "were measured. Empty: the one that this program is called in.");
 ABSL_FLAG(
     bool, salvage, false,
     "Leave out what is damaged in result files and in stores, and say so; else it is an error.");
@@ -87,20 +86,17 @@ constexpr char kUsage[] =
     "history page --store=STORE --output=FILE.html [--title=TITLE] [--commit_url=URL]\n"
     "history list --store=STORE\n"
     "history merge OTHER_STORE... --store=STORE\n"
+    "history bisect --case=CASE --good=COMMIT [--bad=COMMIT] [--metric=time]\n"
     "A store has the errors, times, memory and outcomes of many runs of //harness:sweep, and\n"
     "only grows. add puts runs into it, merge all runs of other stores. check finds the runs, and\n"
     "so the commits, at which something changed for good: times by a change point test with a\n"
     "stated rate of false alarms, all else by thresholds. Runs of different machines are not\n"
-    "compared. page draws every series with its changes, list shows the runs.\n\n"
+    "compared. page draws every series with its changes, list shows the runs.\n"
+    "history bisect --help explains that command.\n\n"
     "Exit status: 0 done, nothing regressed; 1 a regression that nobody acknowledged; 2 bad\n"
     "usage, or a store or a file that cannot be read or written.";
 
-std::string RepositoryFolder() {
-  const std::string given = absl::GetFlag(FLAGS_repository);
-  if (!given.empty()) return CallerPath(given);
-  const char* workspace = std::getenv("BUILD_WORKSPACE_DIRECTORY");
-  return workspace != nullptr ? workspace : CallerPath(".");
-}
+std::string RepositoryFolder() { return CallerPath(absl::GetFlag(FLAGS_repository)); }
 
 // A store in a folder or in a branch.
 class AnyStore {
@@ -285,13 +281,18 @@ struct Command {
 };
 
 absl::StatusOr<int> RunCommand(const CommandLine& line) {
+  if (!line.arguments.empty() && line.arguments[0] == "bisect") {
+    CommandLine rest = line;
+    rest.arguments.erase(rest.arguments.begin());
+    return RunBisect(rest);
+  }
   static const auto* const commands =
       new std::map<std::string, Command>{{"add", {Add, true}},
                                          {"check", {Check, false}},
                                          {"list", {List, false}},
                                          {"merge", {Merge, true}},
                                          {"page", {WritePage, false}}};
-  std::vector<std::string> names;
+  std::vector<std::string> names = {"bisect"};
   for (const auto& [name, command] : *commands) names.push_back(name);
   const std::string known = absl::StrJoin(names, ", ");
   if (line.arguments.empty()) {
@@ -314,5 +315,7 @@ absl::StatusOr<int> RunCommand(const CommandLine& line) {
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::RunCommand);
+  const bool is_bisect = argc > 1 && absl::string_view(argv[1]) == "bisect";
+  return tfb::RunMain(tfb::kProgram, is_bisect ? tfb::kBisectUsage : tfb::kUsage,
+                      {argv, argv + argc}, tfb::RunCommand);
 }

@@ -145,7 +145,7 @@ class HistoryTest(unittest.TestCase):
                 (['page'], '--output=FILE.html'),
                 (['page', '--output=none/page.html'], 'none/page.html'),
                 (['page', '--output=p.html', '--commit_url=example.org'], '--commit_url'),
-                (['delete'], '"delete" is none of add, '),
+                (['delete'], '"delete" is none of bisect, add, '),
                 ([], 'name a command'),
         ]:
             error = self.expect(2, *words, '--store=store')

@@ -25,7 +25,7 @@ namespace tfb {
 namespace {
 
 constexpr int kCannotStart = 127;
-constexpr int kFirstPauseMs = 1, kLongestPauseMs = 200;
+constexpr int kFirstPauseMs = 1, kLongestPauseMs = 20;
 constexpr int kPatienceMs = 10000;  // between two signals to a command that is stopped
 
 // Variables that make git work on another repository (git rev-parse --local-env-vars), that name

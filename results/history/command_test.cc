@@ -1,0 +1,103 @@
+#include "results/history/command.h"
+
+#include <signal.h>
+#include <stdlib.h>
+
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+bool Never() { return false; }
+
+std::string LogPath(const std::string& name) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/", name);
+  unlink(path.c_str());
+  return path;
+}
+
+std::string Contents(const std::string& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+TEST(Command, OutputHasTheWholeTextAndTheFirstLineOfErrors) {
+  const auto output = OutputOf({"sh", "-c", "printf 'a\\nb\\n'; printf 'c\\nd\\n' >&2; exit 3"});
+  ASSERT_TRUE(output.ok()) << output.status();
+  EXPECT_EQ(output->exit_status, 3);
+  EXPECT_EQ(output->out, "a\nb\n");
+  EXPECT_EQ(output->err, "c");
+}
+
+TEST(Command, MuchOutputOnBothStreamsDoesNotBlock) {
+  const auto output =
+      OutputOf({"sh", "-c",
+                "i=0; while [ $i -lt 3000 ]; do echo $i-------------------------------------; "
+                "echo $i-------------------------------------- >&2; i=$((i+1)); done"});
+  ASSERT_TRUE(output.ok());
+  EXPECT_GT(output->out.size(), size_t{100000});
+}
+
+TEST(Command, AProgramThatIsNotThereIsNotFound) {
+  const auto output = OutputOf({"no-such-program"});
+  EXPECT_TRUE(absl::IsNotFound(output.status()));
+  EXPECT_THAT(std::string(output.status().message()), HasSubstr("no-such-program"));
+}
+
+TEST(Command, BothStreamsGoToTheLogAndTheStatusIsTheShells) {
+  const std::string log = LogPath("both");
+  EXPECT_EQ(*RunLogged("echo out; echo err >&2; pwd; exit 7", "/", log, Never), 7);
+  EXPECT_EQ(*RunLogged("kill -9 $$", "/", log, Never), 128 + SIGKILL);
+  EXPECT_EQ(Contents(log), "out\nerr\n/\n");
+  EXPECT_EQ(*RunLogged("true", "/no/such/folder", log, Never), 127);
+}
+
+TEST(Command, ALogThatCannotBeWrittenIsAnError) {
+  EXPECT_THAT(std::string(RunLogged("true", "/", "/no/such/log", Never).status().message()),
+              HasSubstr("/no/such/log: cannot write: No such file"));
+}
+
+TEST(Command, VariablesOfAnotherRepositoryOrProgramAreLeftOut) {
+  setenv("GIT_DIR", "/x", 1);
+  setenv("RUNFILES_DIR", "/x", 1);
+  setenv("OTHER_VARIABLE", "kept", 1);
+  const auto output =
+      OutputOf({"sh", "-c", "echo \"${GIT_DIR-unset} ${RUNFILES_DIR-unset} $OTHER_VARIABLE\""});
+  unsetenv("GIT_DIR");
+  unsetenv("RUNFILES_DIR");
+  EXPECT_EQ(output->out, "unset unset kept\n");
+}
+
+TEST(Command, StoppingEndsTheWholeGroup) {
+  const std::string log = LogPath("stopped");
+  // The shell waits for a child that would never end, and that only the group's signal reaches.
+  const auto ended = RunLogged("echo begun; sleep 1000000; echo went on", "/", log,
+                               [&log] { return Contents(log) == "begun\n"; });
+  EXPECT_TRUE(absl::IsCancelled(ended.status())) << ended.status();
+  EXPECT_EQ(Contents(log), "begun\n");
+}
+
+TEST(Command, ACommandThatHasEndedIsNotCancelled) {
+  const std::string log = LogPath("ended");
+  EXPECT_EQ(*RunLogged("exit 4", "/", log, Never), 4);
+}
+
+TEST(Command, QuotedWordsReachTheProgramAsTheyAre) {
+  for (const std::string word : {"plain", "two words", "it's", "$HOME `x` \\ \"", "*", ""}) {
+    const auto output = OutputOf({"sh", "-c", absl::StrCat("printf %s ", ShellQuoted(word))});
+    EXPECT_EQ(output->out, word);
+  }
+}
+
+}  // namespace
+}  // namespace tfb
