@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -33,12 +34,6 @@ double MedianInPlace(std::vector<double>* values) {
   return (*middle + *std::max_element(values->begin(), middle)) / 2;
 }
 
-// A split of a segment in two, by the squares that it takes from the values' sum of squares about their mean.
-struct Split {
-  int at = 0;  // the first value behind it; 0 where there is none
-  double explained = 0;
-};
-
 // The values of a series, or of a permutation of it, with outliers drawn in, and what can be said of its segments.
 class Values {
  public:
@@ -47,26 +42,33 @@ class Values {
     const int n = static_cast<int>(y.size());
     const double limit = kOutlier * scale;
     sums_.resize(y.size() + 1);
+    squares_.resize(y.size() + 1);
     for (int i = 0; i < n; ++i) {
       const double* around = y.data() + std::clamp(i - kWindow / 2, 0, n - kWindow);
       const double centre = MedianOfWindow(around);
       const double value = std::clamp(y[i], centre - limit, centre + limit) - y[0];
       sums_[i + 1] = sums_[i] + value;
+      squares_[i + 1] = squares_[i] + value * value;
     }
   }
 
-  // Returns the split of [begin, end) that explains most.
-  Split Best(int begin, int end) const {
-    Split best;
-    const int n = end - begin;
-    const double mean = (sums_[end] - sums_[begin]) / n;
-    // With d = sum of the first m - m mean, the squares are d^2 n / (m (n - m)).
+  // Returns the sum of squares of [begin, end) about its mean.
+  double Squares(int begin, int end) const {
+    const double sum = sums_[end] - sums_[begin];
+    return squares_[end] - squares_[begin] - sum * sum / (end - begin);
+  }
+
+  // Returns by how much the best split of all values in two reduces their sum of squares.
+  double MostExplained() const {
+    const int n = static_cast<int>(sums_.size()) - 1;
+    const double mean = sums_[n] / n;
+    double most = 0;
+    // With d = sum of the first m - m mean, the reduction is d^2 n / (m (n - m)).
     for (int m = kLeastSegment; m <= n - kLeastSegment; ++m) {
-      const double d = sums_[begin + m] - sums_[begin] - m * mean;
-      const double explained = d * d * n / (static_cast<double>(m) * (n - m));
-      if (explained > best.explained) best = {begin + m, explained};
+      const double d = sums_[m] - m * mean;
+      most = std::max(most, d * d / (static_cast<double>(m) * (n - m)));
     }
-    return best;
+    return most * n;
   }
 
  private:
@@ -77,7 +79,7 @@ class Values {
     return std::max(std::min(low, high), std::min(std::max(low, high), v[4]));
   }
 
-  std::vector<double> sums_;
+  std::vector<double> sums_, squares_;
 };
 
 // Returns the scale of a series' noise from successive differences, which steps hardly change.
@@ -191,8 +193,7 @@ class Finder {
         Permute(finder_.series_[finder_.searched_[place]].runs, given_[place]);
         const double scale = finder_.PooledScaleOf(permuted_, &scratch_);
         values_.Set(permuted_, scale);
-        const Split best = values_.Best(0, static_cast<int>(permuted_.size()));
-        largest = std::max(largest, std::sqrt(best.explained) / scale);
+        largest = std::max(largest, std::sqrt(values_.MostExplained()) / scale);
       }
       return largest;
     }
@@ -215,32 +216,28 @@ class Finder {
     Values values_;
   };
 
+  // Finds the levels that leave the least sum of squares about their means and a penalty for each.
   void Search(size_t i) {
     const int n = LengthOf(i);
     const double scale = found_.scale[i] = PooledScaleOf(series_[i].values, &scratch_);
     values_.Set(series_[i].values, scale);
-    const double least = found_.critical * found_.critical * scale * scale;
-    std::vector<int>& at = found_.at[i];
-    at.clear();
-    Divide(0, n, least, &at);
-    // A split that was found beside another change is placed, and tested, between its neighbours.
-    for (size_t k = 0; k < at.size();) {
-      const Split split = values_.Best(k == 0 ? 0 : at[k - 1], k + 1 == at.size() ? n : at[k + 1]);
-      if (split.explained > least) {
-        at[k++] = split.at;
-      } else {
-        at.erase(at.begin() + static_cast<int64_t>(k));
+    const double penalty = found_.critical * found_.critical * scale * scale;
+    // The least cost of the first `end` values, and where the last level of theirs begins.
+    std::vector<double> cost(static_cast<size_t>(n) + 1, std::numeric_limits<double>::infinity());
+    std::vector<int> begin(static_cast<size_t>(n) + 1);
+    cost[0] = -penalty;
+    for (int end = kLeastSegment; end <= n; ++end) {
+      for (int last = 0; last <= end - kLeastSegment; ++last) {
+        const double with_it = cost[last] + values_.Squares(last, end) + penalty;
+        if (with_it >= cost[end]) continue;
+        cost[end] = with_it;
+        begin[end] = last;
       }
     }
-  }
-
-  // Appends the splits of [begin, end) and of its parts, in their order.
-  void Divide(int begin, int end, double least, std::vector<int>* at) {
-    const Split split = values_.Best(begin, end);
-    if (!(split.explained > least)) return;
-    Divide(begin, split.at, least, at);
-    at->push_back(split.at);
-    Divide(split.at, end, least, at);
+    std::vector<int>& at = found_.at[i];
+    at.clear();
+    for (int end = begin[n]; end > 0; end = begin[end]) at.push_back(end);
+    std::reverse(at.begin(), at.end());
   }
 
   const std::vector<NoisySeries>& series_;

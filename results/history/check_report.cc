@@ -130,6 +130,41 @@ std::map<Section, int> Count(const HistoryCheck& check) {
   return counts;
 }
 
+// Returns the flag of `history bisect` for a metric, or "" for its default.
+std::string BisectMetric(HistoryMetric metric) {
+  switch (metric) {
+    case HISTORY_METRIC_SETUP:
+      return " --metric=setup";
+    case HISTORY_METRIC_MEMORY:
+      return " --metric=memory";
+    case HISTORY_METRIC_ERROR:
+    case HISTORY_METRIC_ERROR_AGAINST_DENSE:
+      return " --metric=error";
+    case HISTORY_METRIC_STATUS:
+      return " --metric=status";
+    default:
+      return "";
+  }
+}
+
+// Returns the command that finds the commit of the first regression between whose runs there may be
+// several, where it is one of a case.
+std::string BisectAdvice(const History& history, const HistoryCheck& check, bool markdown) {
+  for (const Change& change : check.changes) {
+    const HistorySeries& series = history.series[change.series];
+    const std::string good = RunOf(history, change, change.at - 1).commit.substr(0, 12);
+    const std::string bad = RunOf(history, change, change.at).commit.substr(0, 12);
+    const bool is_asked = SectionOf(change) == Section::kRegression && series.tokens > 0;
+    if (!is_asked || good.empty() || bad.empty() || good == bad) continue;
+    const std::string command =
+        absl::StrCat("bazel run //tools:history -- bisect --case='", series.key, "' --good=", good,
+                     " --bad=", bad, BisectMetric(series.metric));
+    return absl::StrCat("What lies between two runs is searched by\n", markdown ? "\n```\n" : "",
+                        command, "\n", markdown ? "```\n" : "\n");
+  }
+  return "";
+}
+
 std::string Text(const History& history, const HistoryCheck& check, bool markdown, bool all,
                  const TextStyle& style) {
   std::map<Section, int> counts = Count(check);
@@ -150,6 +185,7 @@ std::string Text(const History& history, const HistoryCheck& check, bool markdow
     }
     out += markdown ? "```\n" : "\n";
   }
+  absl::StrAppend(&out, BisectAdvice(history, check, markdown));
   for (const std::string& note : check.notes) {
     const std::string text = Printable(note);
     absl::StrAppend(&out, markdown ? MarkdownText(text) : text, "\n");

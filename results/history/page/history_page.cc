@@ -132,7 +132,9 @@ class Page {
     if (runs_ == 0) return Element("p", "No runs: the store is empty.", " class=\"message\"");
     const size_t regressions = Of(ChangeKind::kRegression).size();
     std::set<std::pair<int, std::string>> cases;
-    for (const HistorySeries& series : history_.series) cases.emplace(series.machine, series.key);
+    for (const HistorySeries& series : history_.series) {
+      if (series.tokens > 0) cases.emplace(series.machine, series.key);
+    }
     const KindText& text = TextOf(ChangeKind::kRegression);
     std::string out =
         absl::StrCat("<p class=\"message\"><span class=\"", regressions > 0 ? "bad" : "count",

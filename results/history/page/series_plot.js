@@ -11,7 +11,7 @@ function make(name, attributes = {}, ...children) {
 
 const significant = (value, digits = 3) => String(Number(value.toPrecision(digits)));
 const UNITS = {
-  time: [['ns', 1], ['µs', 1e3], ['ms', 1e6], ['s', 1e9]],
+  absolute_time: [['ns', 1], ['µs', 1e3], ['ms', 1e6], ['s', 1e9]],
   memory: [['B', 1], ['KiB', 2 ** 10], ['MiB', 2 ** 20], ['GiB', 2 ** 30], ['TiB', 2 ** 40]],
 };
 const unitOf = (metric, value) =>
