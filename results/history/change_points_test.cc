@@ -84,6 +84,34 @@ std::vector<NoisySeries> FirstRuns(const std::vector<NoisySeries>& series, int r
   return first;
 }
 
+// Checks a store after each of its runs and returns the runs that were ever reported to begin a level.
+// A change that later checks report again, perhaps a run beside, is one.
+std::vector<int> RunsReported(const std::vector<NoisySeries>& all) {
+  std::vector<int> reported;
+  const int runs = static_cast<int>(all[0].runs.size());
+  for (int first = kFewestForChangePoints; first <= runs; ++first) {
+    for (const std::vector<int>& at : FindChangePoints(FirstRuns(all, first), {}).at) {
+      for (const int run : at) {
+        const bool is_known = std::any_of(reported.begin(), reported.end(),
+                                          [run](int other) { return std::abs(other - run) <= 3; });
+        if (!is_known) reported.push_back(run);
+      }
+    }
+  }
+  return reported;
+}
+
+// Reads the values behind the colon of a line, in units of 1e-5.
+NoisySeries ReadSeries(const std::string& line) {
+  NoisySeries series;
+  std::istringstream values(line.substr(line.find(':') + 1));
+  for (int value = 0; values >> value;) {
+    series.runs.push_back(static_cast<int>(series.runs.size()));
+    series.values.push_back(1e-5 * value);
+  }
+  return series;
+}
+
 class ChangePointsTest : public testing::TestWithParam<Noise> {};
 
 INSTANTIATE_TEST_SUITE_P(Noises, ChangePointsTest, testing::ValuesIn(AllNoises()),
@@ -95,19 +123,7 @@ TEST_P(ChangePointsTest, NoiseGivesAtMostOneAlarmInAHundredRuns) {
   size_t alarms = 0;
   for (int store = 0; store < kStores; ++store) {
     const std::vector<NoisySeries> all = Draw(GetParam(), kSeries, kRuns, 0.01, 100 + store);
-    std::vector<int> reported;  // the runs that were reported to begin a level
-    for (int runs = kFewestForChangePoints; runs <= kRuns; ++runs) {
-      for (const std::vector<int>& at : FindChangePoints(FirstRuns(all, runs), {}).at) {
-        for (const int run : at) {
-          // A change that later checks report again, perhaps a run beside, is one alarm.
-          const bool is_known = std::any_of(reported.begin(), reported.end(), [run](int other) {
-            return std::abs(other - run) <= 3;
-          });
-          if (!is_known) reported.push_back(run);
-        }
-      }
-    }
-    alarms += reported.size();
+    alarms += RunsReported(all).size();
   }
   EXPECT_LE(alarms, kStores);
 }
@@ -167,6 +183,99 @@ TEST(ChangePoints, EveryStepOfALongSeriesIsFoundAtItsRun) {
   EXPECT_NEAR(found.scale[3], 0.005, 0.002);
 }
 
+// What was recorded (testdata/README.md): times over dense of techniques, at three lengths each and as
+// means over the lengths, in the order of the runs.
+struct Recorded {
+  std::vector<NoisySeries> series;
+  std::vector<size_t> means, cases;  // places in `series`
+};
+
+Recorded ReadRecorded() {
+  Recorded recorded;
+  std::ifstream file("results/history/testdata/recorded_noise.txt");
+  for (std::string line; std::getline(file, line);) {
+    const bool is_mean = line.find(" mean:") != std::string::npos;
+    (is_mean ? recorded.means : recorded.cases).push_back(recorded.series.size());
+    recorded.series.push_back(ReadSeries(line));
+  }
+  return recorded;
+}
+
+// The recorded runs took 15 s each. Four of them are as much measuring as a run of a minute.
+constexpr int kShortRunsInALongOne = 4;
+
+// Draws runs each of which is the mean of `parts` recorded ones, drawn with replacement: all series of
+// a recorded run stay together.
+std::vector<NoisySeries> DrawRecorded(const Recorded& recorded, int runs, int parts,
+                                      uint64_t seed) {
+  Random random(seed);
+  const size_t recorded_runs = recorded.series[0].values.size();
+  std::vector<NoisySeries> drawn(recorded.series.size());
+  for (int run = 0; run < runs; ++run) {
+    for (NoisySeries& series : drawn) {
+      series.runs.push_back(run);
+      series.values.push_back(0);
+    }
+    for (int part = 0; part < parts; ++part) {
+      const auto from = static_cast<size_t>(random.Uniform() * static_cast<double>(recorded_runs));
+      for (size_t i = 0; i < drawn.size(); ++i) {
+        drawn[i].values.back() += recorded.series[i].values[from] / parts;
+      }
+    }
+  }
+  return drawn;
+}
+
+TEST(RecordedNoise, InTheOrderOfItsRunsGivesAtMostOneAlarm) {
+  EXPECT_LE(RunsReported(ReadRecorded().series).size(), 1);
+}
+
+TEST(RecordedNoise, GivesAtMostOneAlarmInAHundredRuns) {
+  constexpr int kStores = 4;
+  const Recorded recorded = ReadRecorded();
+  size_t alarms = 0;
+  for (int store = 0; store < kStores; ++store) {
+    const int parts = store % 2 == 0 ? 1 : kShortRunsInALongOne;
+    alarms += RunsReported(DrawRecorded(recorded, 100, parts, 300 + store)).size();
+  }
+  EXPECT_LE(alarms, kStores);
+}
+
+// A technique becomes slower by 5 % at all its lengths, behind 20 to 59 runs.
+TEST(RecordedNoise, AStepOfFivePercentOfATechniqueIsFoundWithinThreeRuns) {
+  const Recorded recorded = ReadRecorded();
+  int found_steps = 0, steps = 0;
+  for (int before = 20; before < 60; before += 2) {
+    for (const size_t mean : recorded.means) {
+      std::vector<NoisySeries> all =
+          DrawRecorded(recorded, before + 3, kShortRunsInALongOne, 5000 + before);
+      for (int run = before; run < before + 3; ++run) all[mean].values[run] += kStep;
+      const std::vector<int> at = FindChangePoints(all, {}).at[mean];
+      ++steps;
+      found_steps += !at.empty() && std::abs(at.back() - before) <= 2;
+    }
+  }
+  EXPECT_GE(found_steps, 0.95 * steps) << "of " << steps;
+}
+
+TEST(RecordedNoise, ADriftOfHalfAPercentARunIsFoundWithinTenRuns) {
+  const Recorded recorded = ReadRecorded();
+  int found_drifts = 0, drifts = 0;
+  for (int before = 20; before < 60; before += 2) {
+    for (const size_t mean : recorded.means) {
+      std::vector<NoisySeries> all =
+          DrawRecorded(recorded, before + 10, kShortRunsInALongOne, 6000 + before);
+      for (int run = before; run < before + 10; ++run) {
+        all[mean].values[run] += (run - before + 1) * std::log(1.005);
+      }
+      const std::vector<int> at = FindChangePoints(all, {}).at[mean];
+      ++drifts;
+      found_drifts += !at.empty() && at.back() >= before;
+    }
+  }
+  EXPECT_GE(found_drifts, 0.95 * drifts) << "of " << drifts;
+}
+
 // Forty series with up to four steps of 3 to 10 % among noise of 0.5 %, and what the package ruptures
 // finds in them (tools/capture/golden_change_points.py).
 TEST(ChangePoints, AgreeWithAnotherImplementation) {
@@ -176,12 +285,7 @@ TEST(ChangePoints, AgreeWithAnotherImplementation) {
   for (std::string line; std::getline(file, line);) {
     std::istringstream begins(line.substr(0, line.find(':')));
     expected.emplace_back(std::istream_iterator<int>(begins), std::istream_iterator<int>());
-    std::istringstream values(line.substr(line.find(':') + 1));
-    NoisySeries& series = all.emplace_back();
-    for (int value = 0; values >> value;) {
-      series.runs.push_back(static_cast<int>(series.runs.size()));
-      series.values.push_back(1e-5 * value);
-    }
+    all.push_back(ReadSeries(line));
   }
   ASSERT_EQ(all.size(), 40);
   const ChangePoints found = FindChangePoints(all, {});

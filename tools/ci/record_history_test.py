@@ -55,6 +55,20 @@ class RecordHistory(CiTest):
         self.assertEqual(self.git('rev-parse', 'HEAD'), commit)
         self.assertEqual(self.git('status', '--porcelain'), 'M factor')
 
+    def test_the_real_program_keeps_finds_and_draws(self):
+        history = str(pathlib.Path.cwd() / 'tools/history')
+        page = self.folder / 'page.html'
+        commits = []
+        for number in range(12):
+            self.environment['GIT_COMMITTER_DATE'] = f'2026-01-{number + 1:02}T00:00:00Z'
+            commits.append(self.commit(factor='1' if number < 9 else '1.3', change=str(number)))
+            status, out, err = self.record(f'--history={history}', f'--page={page}')
+            self.assertEqual(status, 0 if number < 11 else 1, (number, out, err))
+        self.assertIn(commits[9][:12], out)
+        self.assertIn(commits[8][:12], out)
+        self.assertIn(commits[9], page.read_text())
+        self.assertEqual(len([name for name in self.files() if name.endswith('.pb.gz')]), 12)
+
     def test_without_flags_bazel_builds_both_programs(self):
         self.assertEqual(self.run_script('record_history', '--output=build/history')[0], 0)
         self.assertEqual(len(self.files()), 1)
