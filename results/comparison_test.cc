@@ -544,6 +544,23 @@ TEST(RenderComparison, ListsRegressionsAndCounts) {
   EXPECT_EQ(json["findings"][1]["verdict"], "SAME");
 }
 
+TEST(RenderComparison, NarrowsCasesAndReasonsToWhatCanBeRead) {
+  Comparison comparison;
+  Finding finding;
+  finding.what = "run time";
+  finding.subject = std::string(60, 'x');
+  finding.verdict = Verdict::kNotJudged;
+  finding.reason = std::string(60, 'y');
+  comparison.findings = {finding, finding};
+  comparison.findings[1].reason = "z";
+  TextStyle style;
+  style.width = 20;
+  const std::string text = RenderComparison(comparison, ComparisonFormat::kTerminal, true, style);
+  EXPECT_TRUE(absl::StrContains(text, " " + std::string(29, 'x') + "…\n")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "run time  " + std::string(11, 'y') + "…\n")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "run time  z\n")) << text;
+}
+
 TEST(RenderComparison, JsonHasNoNumberThatJsonLacks) {
   ResultSet now = MakeSweep();
   Find("sketch", Case::PURPOSE_ACCURACY, &now)

@@ -439,6 +439,28 @@ TEST(RooflineFigure, PlacesPointsUnderTheMeasuredPeaks) {
   EXPECT_DOUBLE_EQ(plot.guides[1].points.back().y, 400e9);
 }
 
+// The corner, which is at 20 FLOPs a byte, is drawn with as much again beyond it where it is within a
+// factor of 30 of the points.
+TEST(RooflineFigure, RoofsReachBeyondACornerThatIsNear) {
+  const struct {
+    double intensity, low, high;  // of the first points; others have four times as much
+  } kRows[] = {{0.165, 0.165, 0.66}, {0.17, 0.17, 40}, {1, 1, 40},      {5, 5, 40},
+               {15, 10, 60},         {590, 10, 2360},  {610, 610, 2440}};
+  for (const auto& row : kRows) {
+    ResultSet results = MakeSweep();
+    for (Case& result : *results.mutable_cases()) {
+      const double intensity = row.intensity * (result.key().technique() == "near" ? 4 : 1);
+      result.mutable_outcome()->set_bytes_moved(result.outcome().flops() / intensity);
+    }
+    const Analysis analysis(results);
+    const std::vector<Figure> figures = RooflineFigures(analysis, nullptr);
+    const std::vector<plot::Guide>& roofs = figures[0].panels[0].guides;
+    ASSERT_FALSE(roofs.empty()) << row.intensity;
+    EXPECT_NEAR(roofs.front().points.front().x, row.low, 1e-9) << row.intensity;
+    EXPECT_NEAR(roofs.back().points.back().x, row.high, 1e-9) << row.intensity;
+  }
+}
+
 // Far to the right of the corner only the peak of arithmetic is drawn, and level.
 TEST(RooflineFigure, RoofsNeverFall) {
   for (const double bytes : {1.0, 1e6, 1e15}) {

@@ -507,6 +507,80 @@ TEST(Plot, SlopesAreAsSteepAsTheAxesMakeThem) {
               (line[1].second - line[0].second) / (line[1].first - line[0].first), 0.01);
 }
 
+// Returns the markup of the fan of slopes.
+std::string FanOf(const std::string& svg) {
+  const size_t at = svg.find("<g class=\"slope\"");
+  return at == std::string::npos ? "" : svg.substr(at, svg.find("</g>", at) - at);
+}
+
+TEST(Plot, EachSlopeHasItsLabelBesideItsEnd) {
+  Plot plot = PlotOf({CurveThrough({{256, 1, {}, {}}, {4096, 256, {}, {}}})});
+  plot.slopes = {{1, "n"}, {1.5, "n√n"}, {2, "n²"}};
+  const std::string fan = FanOf(DrawForPage(plot, "p"));
+  double last_y = kInfinity;
+  size_t line_at = 0, text_at = 0;
+  for (const Plot::Slope& slope : plot.slopes) {
+    line_at = fan.find("<path", line_at + 1);
+    text_at = fan.find("<text", text_at + 1);
+    ASSERT_NE(text_at, std::string::npos) << fan;
+    EXPECT_EQ(fan.find(absl::StrCat(">", slope.label, "</text>"), text_at), fan.find('>', text_at));
+    double x1, y1, x2, y2, x, y;
+    ASSERT_EQ(
+        sscanf(fan.c_str() + fan.find(" d=", line_at), " d=\"M%lf %lfL%lf %lf", &x1, &y1, &x2, &y2),
+        4);
+    ASSERT_EQ(sscanf(fan.c_str() + fan.find(" x=", text_at), " x=\"%lf\" y=\"%lf", &x, &y), 2)
+        << fan;
+    EXPECT_GT(x, x2);
+    EXPECT_LT(x, x2 + 10);
+    EXPECT_NEAR(y, y2, 10) << slope.label;
+    EXPECT_LT(y, last_y);  // steeper ones end higher
+    last_y = y;
+  }
+  EXPECT_EQ(fan.find("<path", line_at + 1), std::string::npos);
+  EXPECT_EQ(fan.find("<text", text_at + 1), std::string::npos) << fan;
+}
+
+// The fan stands above at the left, unless the corner below at the right has fewer places of curves.
+// A piece of a curve counts by eight places along it, and so does a curve's last point.
+TEST(Plot, SlopesStandInTheEmptierCorner) {
+  const auto at = [](double u, double v) {  // shares of the range of the axes
+    return Point{std::pow(10, 4 * u), std::pow(10, 4 * v), {}, {}};
+  };
+  const auto is_above = [&](const std::vector<std::vector<Point>>& curves) {
+    Plot plot = PlotOf({});
+    for (const auto& points : curves) plot.curves.push_back(CurveThrough(points));
+    plot.slopes = {{1, "n"}};
+    plot.room = {at(0, 0), at(1, 1)};
+    double x = kNan;
+    const std::string fan = FanOf(DrawForPage(plot, "p"));
+    EXPECT_EQ(sscanf(fan.c_str() + fan.find(" d="), " d=\"M%lf", &x), 1);
+    return x < plot.width / 2;
+  };
+  // Each lies so near the middle that an eighth of the way to the other corner leads out of its own.
+  const Point above = at(0.25, 0.8), below = at(0.76, 0.19), middle = at(0.5, 0.5);
+  const auto visits = [](const Point& point, const Point& from, int count) {
+    std::vector<Point> points;
+    for (int i = 0; i < count; ++i) points.insert(points.end(), {point, from});
+    return points;
+  };
+  const auto visits_below = [&](int count) { return visits(below, at(0, 0.5), count); };
+  const auto visits_above = [&](int count) { return visits(above, at(1, 0.5), count); };
+  EXPECT_TRUE(is_above({}));
+  EXPECT_TRUE(is_above({{middle}}));
+  EXPECT_TRUE(is_above({{below}}));
+  EXPECT_FALSE(is_above({{above}}));
+  EXPECT_TRUE(is_above({{above}, {below}}));
+  // A line counts where it passes between its points, and from its first point on.
+  EXPECT_FALSE(is_above({{at(0, 0.6), at(0.45, 1)}}));
+  EXPECT_FALSE(is_above({visits_above(1)}));
+  EXPECT_TRUE(is_above({{above, {2, kNan, {}, {}}, middle}}));
+  // A point at which a curve ends weighs as much as eight others.
+  EXPECT_FALSE(is_above({{above}, visits_below(7)}));
+  EXPECT_TRUE(is_above({{above}, visits_below(8)}));
+  EXPECT_TRUE(is_above({{below}, visits_above(8)}));
+  EXPECT_FALSE(is_above({{below}, visits_above(9)}));
+}
+
 TEST(WellFormed, FindsWhatIsWrongAndWhere) {
   const struct {
     bool html;
@@ -659,6 +733,9 @@ TEST(Range, HasATwentiethOfAirOnBothSides) {
       {Linear(), {8}, 4, 12},
       {Linear(), {-8, -8}, -12, -4},
       {Linear(), {0}, -0.5, 0.5},
+      {Linear(), {1e-100}, -0.5, 0.5},  // as good as 0
+      {Linear(), {1.5e-100}, 0.75e-100, 2.25e-100},
+      {Linear(), {-4e-50}, -6e-50, -2e-50},
       {Linear(), {}, 0, 1},
       {Linear(), {kNan, 2e100, 3}, 1.5, 4.5},
       {Linear(), {1e9, 1e9 + 0.9}, 5e8, 1.5e9 + 0.9},

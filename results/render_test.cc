@@ -250,6 +250,16 @@ TEST(RenderTerminal, VeryLongNamesAreCutAndLinesStayWithinTheWidth) {
   }
 }
 
+TEST(RenderTerminal, WhatIsKnownOfAMachineIsFortyColumnsWideAtLeast) {
+  ResultSet results = MakeSweep();
+  results.mutable_environments(0)->set_compiler(std::string(60, 'x'));
+  RenderOptions options;
+  options.details = true;
+  options.style.width = 20;
+  const std::string text = Render(results, options);
+  EXPECT_TRUE(absl::StrContains(text, "\ncompiler   " + std::string(39, 'x') + "…\n")) << text;
+}
+
 TEST(RenderTerminal, ManyLengthsAreShownInParts) {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
@@ -640,6 +650,24 @@ TEST(RenderTerminal, StreamsOnCapturedInputsAreDetails) {
   EXPECT_FALSE(absl::StrContains(Render(results, options), kTitle));
   options.details = true;
   EXPECT_TRUE(absl::StrContains(Render(results, options), kTitle)) << Render(results, options);
+
+  // One segment of another length is a stream; where there is none, captured inputs are shown.
+  options.details = false;
+  bool one_is_left = false;
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().purpose() == Case::PURPOSE_ACCURACY) continue;
+    auto& segments = *result.mutable_outcome()->mutable_timing()->mutable_segments();
+    if (segments.empty()) continue;
+    segments.DeleteSubrange(one_is_left ? 0 : 1, segments.size() - (one_is_left ? 0 : 1));
+    one_is_left = true;
+  }
+  ASSERT_TRUE(one_is_left);
+  EXPECT_FALSE(absl::StrContains(Render(results, options), kTitle));
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().purpose() == Case::PURPOSE_ACCURACY) continue;
+    result.mutable_outcome()->mutable_timing()->clear_segments();
+  }
+  EXPECT_TRUE(absl::StrContains(Render(results, options), kTitle)) << Render(results, options);
 }
 
 TEST(RenderTerminal, GrowthOfAStreamNeedsManySteadySegments) {
@@ -688,6 +716,53 @@ TEST(RenderTerminal, ChoicesNameWhatTheyComeFromAndWhoIsBeaten) {
                                 "  beats in both time and error on input real\n"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "near window=256 beats sketch features=128")) << text;
+}
+
+// Of 4 heads there is one mask with four techniques, of 8 heads two masks with three each.
+TEST(RenderTerminal, ChoicesAreOfTheSizesThatHaveTheMostOverTheirMasks) {
+  const ResultSet sweep = MakeSweep();
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec other;
+  other.technique = "other";
+  other.purpose = Case::PURPOSE_ACCURACY;
+  *results.add_cases() = MakeCase(other);
+  const auto add = [&results](Case result, int heads, bool causal) {
+    ProblemSize* problem = result.mutable_key()->mutable_problem();
+    problem->set_query_heads(heads);
+    problem->set_kv_heads(heads);
+    problem->set_causal(causal);
+    *results.add_cases() = result;
+  };
+  for (const Case& result : sweep.cases()) {
+    if (result.key().purpose() == Case::PURPOSE_ACCURACY) {
+      *results.add_cases() = result;
+    } else {
+      add(result, 4, true);
+    }
+  }
+  other.purpose = Case::PURPOSE_SCALING;
+  for (other.tokens = 256; other.tokens <= 4096; other.tokens *= 2) {
+    add(MakeCase(other), 4, true);
+    // It has no dense attention beside it there, so that it stands for itself.
+    Case alone = MakeCase(other);
+    alone.mutable_technique()->set_dense_counterpart("none");
+    for (const bool causal : {false, true}) add(alone, 8, causal);
+  }
+  for (const Case& result : sweep.cases()) {
+    if (result.key().purpose() == Case::PURPOSE_ACCURACY) continue;
+    for (const bool causal : {false, true}) add(result, 8, causal);
+  }
+  const std::string text = AsTerminal(results);
+  for (const char* title : {"Choices at 4096 tokens, cpu f32, 8 heads of 64, input gaussian: of 3",
+                            "Choices at 4096 tokens, cpu f32, 8 heads of 64, causal, input "
+                            "gaussian: of 3"}) {
+    EXPECT_TRUE(absl::StrContains(text, title)) << text;
+  }
+  EXPECT_LT(text.find("Choices at 4096 tokens, cpu f32, 8 heads"),
+            text.find("Choices at 4096 tokens, cpu f32, 4 heads"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "under the full mask near window=256")) << text;
 }
 
 TEST(RenderTerminal, ChoicesWithoutAccuracyCasesTakeTheErrorsBesideTheTimes) {

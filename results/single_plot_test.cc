@@ -1,15 +1,19 @@
 #include "results/single_plot.h"
 
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "results/synthetic.h"
 #include "results/well_formed.h"
@@ -124,13 +128,135 @@ TEST_F(Png, SaysWhatIsMissing) {
   const absl::Status status = WritePng(svg_, 100, (folder_ / "plot.png").string());
   setenv("PATH", path.c_str(), 1);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_TRUE(StrContains(status.message(), "librsvg2-bin")) << status;
+  EXPECT_TRUE(StrContains(status.message(),
+                          "PNG needs rsvg-convert (No such file or directory): install Debian's "
+                          "librsvg2-bin"))
+      << status;
   EXPECT_FALSE(fs::exists(folder_ / "plot.png"));
+}
+
+// Has a shell script in place of rsvg-convert, and a folder for temporary files, while it lives. The
+// script's arguments 7 and 8 are the image and the source; it has no programs but the shell's own.
+class StandInProgram {
+ public:
+  StandInProgram(const fs::path& folder, const std::string& script) : temporary_(folder / "tmp") {
+    fs::create_directories(temporary_);
+    std::ofstream(folder / "rsvg-convert") << "#!/bin/sh\n" << script << "\n";
+    fs::permissions(folder / "rsvg-convert", fs::perms::owner_all);
+    setenv("PATH", folder.c_str(), 1);
+    setenv("TMPDIR", temporary_.c_str(), 1);
+  }
+  ~StandInProgram() {
+    setenv("PATH", path_.c_str(), 1);
+    unsetenv("TMPDIR");
+    EXPECT_TRUE(fs::is_empty(temporary_)) << "temporary files are left";
+  }
+  StandInProgram(const StandInProgram&) = delete;
+
+ private:
+  const std::string path_ = getenv("PATH");
+  const fs::path temporary_;
+};
+
+constexpr char kCopy[] = "while IFS= read -r l || [ -n \"$l\" ]; do echo \"$l\"; done < $8 > $7";
+
+TEST_F(Png, IsWhatTheProgramMakesOfTheWholePlot) {
+  const size_t open = std::distance(fs::directory_iterator("/proc/self/fd"), {});
+  for (const int dots : {30, 100, 2400}) {
+    const StandInProgram program(folder_, std::string(kCopy) + "; echo \"$*\" >> $7");
+    const fs::path path = folder_ / "plot.png";
+    const absl::Status status = WritePng(svg_, dots, path.string());
+    ASSERT_TRUE(status.ok()) << status;
+    std::string made = Read(path);
+    ASSERT_GT(made.size(), svg_.size());
+    EXPECT_EQ(made.substr(0, svg_.size()), svg_);
+    made.erase(0, svg_.size());
+    EXPECT_TRUE(StrContains(made, absl::StrCat("--format=png --dpi-x ", dots, " --dpi-y ", dots,
+                                               " --output ", (folder_ / "tmp/plot").string())))
+        << made;
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator("/proc/self/fd"), {}), open);
+}
+
+TEST_F(Png, OfOneByteIsNoFailedWrite) {
+  const StandInProgram program(
+      folder_, "while IFS= read -r l || [ -n \"$l\" ]; do printf %s \"$l\"; done < $8 > $7");
+  const absl::Status status = WritePng("x", 100, (folder_ / "plot.png").string());
+  EXPECT_TRUE(status.ok()) << status;
+  EXPECT_EQ(Read(folder_ / "plot.png"), "x");
+}
+
+TEST_F(Png, TemporaryFilesAreInTmpWhereNoFolderIsNamed) {
+  for (const char* folder : {"", static_cast<const char*>(nullptr)}) {
+    const StandInProgram program(folder_, "echo \"$*\" > $7");
+    if (folder == nullptr) {
+      unsetenv("TMPDIR");
+    } else {
+      setenv("TMPDIR", folder, 1);
+    }
+    const absl::Status status = WritePng(svg_, 100, (folder_ / "plot.png").string());
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(StrContains(Read(folder_ / "plot.png"), "--output /tmp/plot"));
+  }
+}
+
+TEST_F(Png, AProgramThatFailsOrMakesNothingLeavesNoImage) {
+  for (const char* script : {"echo half > $7; exit 1", "echo half > $7; exit 3",
+                             "echo half > $7; kill -9 $$", "exit 0"}) {
+    const StandInProgram program(folder_, script);
+    EXPECT_EQ(WritePng(svg_, 100, (folder_ / "plot.png").string()),
+              absl::InternalError("rsvg-convert could not make the image"))
+        << script;
+    EXPECT_FALSE(fs::exists(folder_ / "plot.png")) << script;
+  }
+}
+
+TEST_F(Png, SaysWhereTemporaryFilesCannotBeMadeOrWritten) {
+  const StandInProgram program(folder_, kCopy);
+  const std::string path = (folder_ / "plot.png").string();
+  setenv("TMPDIR", "/nowhere", 1);
+  const absl::Status unmade = WritePng(svg_, 100, path);
+  EXPECT_EQ(unmade.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(StrContains(unmade.message(), "cannot make /nowhere/plot")) << unmade;
+
+  // A full disk: no file may have more than 100 bytes.
+  setenv("TMPDIR", (folder_ / "tmp").c_str(), 1);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  rlimit small = before;
+  small.rlim_cur = 100;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status unwritten = WritePng(svg_, 100, path);
+  setrlimit(RLIMIT_FSIZE, &before);
+  signal(SIGXFSZ, handler);
+  EXPECT_EQ(unwritten.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(StrContains(unwritten.message(), "cannot write " + (folder_ / "tmp/plot").string()))
+      << unwritten;
+}
+
+TEST_F(Png, AProgramIsWaitedForThroughSignalsAndMissedWhereItIsGone) {
+  const StandInProgram program(folder_, std::string("kill -USR1 $PPID; ") + kCopy);
+  struct sigaction interrupt = {}, before;
+  interrupt.sa_handler = [](int) {};  // without SA_RESTART
+  ASSERT_EQ(sigaction(SIGUSR1, &interrupt, &before), 0);
+  const absl::Status status = WritePng(svg_, 100, (folder_ / "plot.png").string());
+  EXPECT_TRUE(status.ok()) << status;
+  // Nobody can wait for a program where the signal of its end is ignored.
+  const auto handler = signal(SIGCHLD, SIG_IGN);
+  EXPECT_EQ(WritePng(svg_, 100, (folder_ / "gone.png").string()),
+            absl::InternalError("lost rsvg-convert"));
+  signal(SIGCHLD, handler);
+  sigaction(SIGUSR1, &before, nullptr);
 }
 
 TEST_F(Png, SaysWhatCannotBeWrittenAndWhichDotsAreOutOfRange) {
   EXPECT_TRUE(StrContains(WritePng(svg_, 100, "/nowhere/plot.png").message(), "/nowhere/plot.png"));
-  EXPECT_TRUE(StrContains(WritePng(svg_, 0, (folder_ / "p.png").string()).message(), "--dpi=0"));
+  for (const int dots : {0, 29, 2401}) {
+    EXPECT_EQ(
+        WritePng(svg_, dots, (folder_ / "p.png").string()),
+        absl::InvalidArgumentError(absl::StrCat("--dpi=", dots, ": from 30 to 2400 is wanted")));
+  }
 }
 
 }  // namespace

@@ -111,15 +111,16 @@ int TotalWidth(const std::vector<int>& widths, const std::vector<int>& columns) 
 }
 
 // Narrows the columns that may be narrowed until `columns` fit, the widest first; none below its
-// header.
-void Shrink(const Table& table, const std::vector<int>& columns, int limit,
+// header, and none but for its text: the details of ranks up to `rank` stay whole.
+void Shrink(const Table& table, const std::vector<int>& columns, int limit, int rank,
             std::vector<int>* widths) {
   while (TotalWidth(*widths, columns) > limit) {
     int widest = -1;
     for (const int c : columns) {
       const TableColumn& column = table.columns[c];
       if (column.least_width == 0) continue;
-      const int least = std::max(column.least_width, HeaderWidth(column));
+      const int least =
+          std::max(column.least_width + DetailWidth(table, c, rank), HeaderWidth(column));
       if ((*widths)[c] > least && (widest < 0 || (*widths)[c] > (*widths)[widest])) widest = c;
     }
     if (widest < 0) return;
@@ -134,18 +135,19 @@ int RankThatFits(const Table& table, int limit) {
   for (int rank = kDetailRanks; rank > 0; --rank) {
     if (limit == 0) return rank;
     std::vector<int> widths = NaturalWidths(table, rank);
-    Shrink(table, all, limit, &widths);
+    Shrink(table, all, limit, rank, &widths);
     if (TotalWidth(widths, all) <= limit) return rank;
   }
   return 0;
 }
 
 // Assigns columns to parts.
-std::vector<std::vector<int>> Parts(const Table& table, std::vector<int> widths, int limit) {
+std::vector<std::vector<int>> Parts(const Table& table, std::vector<int> widths, int limit,
+                                    int rank) {
   std::vector<int> all(table.columns.size());
   std::iota(all.begin(), all.end(), 0);
   if (limit == 0) return {all};
-  Shrink(table, all, limit, &widths);
+  Shrink(table, all, limit, rank, &widths);
   if (TotalWidth(widths, all) <= limit) return {all};
   const int repeated = std::min<int>(table.repeated_columns, all.size());
   const std::vector<int> head(all.begin(), all.begin() + repeated);
@@ -174,15 +176,18 @@ std::vector<std::string> CellLines(const std::string& text, const TableColumn& c
   return lines;
 }
 
-// Reduces narrowed columns to the width that their cells need once they are broken into lines.
-void Tighten(const Table& table, const std::vector<int>& columns, std::vector<int>* widths) {
+// Reduces narrowed columns to the width that their cells need once they are broken into lines, with
+// the details of all ranks up to `rank`.
+void Tighten(const Table& table, const std::vector<int>& columns, int rank,
+             std::vector<int>* widths) {
   for (const int c : columns) {
     const TableColumn& column = table.columns[c];
     if (column.least_width == 0) continue;
+    const int detail = DetailWidth(table, c, rank);
     int needed = HeaderWidth(column);
     for (const auto& row : table.rows) {
-      for (const std::string& line : CellLines(row[c].text, column, (*widths)[c])) {
-        needed = std::max(needed, DisplayWidth(line));
+      for (const std::string& line : CellLines(row[c].text, column, (*widths)[c] - detail)) {
+        needed = std::max(needed, DisplayWidth(line) + detail);
       }
     }
     (*widths)[c] = std::min(needed, (*widths)[c]);
@@ -303,7 +308,7 @@ std::string WithoutTrailingZeros(const std::string& text) {
 std::string ToTerminal(const Table& table, const TextStyle& style) {
   const int rank = RankThatFits(table, style.width);
   const std::vector<int> widths = NaturalWidths(table, rank);
-  const std::vector<std::vector<int>> parts = Parts(table, widths, style.width);
+  const std::vector<std::vector<int>> parts = Parts(table, widths, style.width, rank);
   std::string out;
   if (!table.title.empty()) {
     const std::string title =
@@ -312,8 +317,8 @@ std::string ToTerminal(const Table& table, const TextStyle& style) {
   }
   for (size_t p = 0; p < parts.size(); ++p) {
     std::vector<int> part_widths = widths;
-    if (style.width > 0) Shrink(table, parts[p], style.width, &part_widths);
-    Tighten(table, parts[p], &part_widths);
+    if (style.width > 0) Shrink(table, parts[p], style.width, rank, &part_widths);
+    Tighten(table, parts[p], rank, &part_widths);
     if (p > 0) out += "\n";
     out += PartWriter(table, parts[p], part_widths, rank, style).Write();
   }

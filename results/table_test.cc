@@ -121,6 +121,43 @@ TEST(Table, ShowsDetailsByRankWhereTheyFit) {
   EXPECT_NE(ToMarkdown(table).find("| b | 9.1 1.1x | 1.1x [1.0, 1.2] |"), std::string::npos);
 }
 
+TEST(Table, TextThatIsBrokenLeavesRoomForItsDetail) {
+  Table table;
+  table.columns = {{"name", false, 8, 1}, {"ms", true}};
+  table.rows = {{{"one two three", Emphasis::kNone, "a+b", Emphasis::kFaint}, "10"},
+                {{"unbreakable", Emphasis::kNone, "c", Emphasis::kFaint}, "9"}};
+  TextStyle style;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name               ms\n"
+            "one two three a+b  10\n"
+            "unbreakable     c   9\n");
+  style.width = 17;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name           ms\n"
+            "one two   a+b  10\n"
+            "  three\n"
+            "unbreaka…   c   9\n");
+  // The text has 8 columns, or there is no detail; and no column is wider than its lines.
+  style.width = 16;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name          ms\n"
+            "one two  a+b  10\n"
+            "  three\n"
+            "unbreak…   c   9\n");
+  style.width = 15;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name         ms\n"
+            "one two      10\n"
+            "  three\n"
+            "unbreakable   9\n");
+  table.rows.pop_back();
+  style.width = 19;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name         ms\n"
+            "one two a+b  10\n"
+            "  three\n");
+}
+
 // A table with a column of every kind, and the words that any form of it has to show.
 Table MixedTable() {
   Table table;

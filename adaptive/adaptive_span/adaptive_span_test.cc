@@ -133,25 +133,30 @@ TEST(AdaptiveSpan, KeysBeyondTheSpanDoNotMatterAndAreNotCounted) {
 }
 
 TEST(AdaptiveSpan, DynamicFlopsCountTheSpansOfTheLastRun) {
-  const Problem problem = Problem::SelfAttention(1, 1, 100, 8, /*causal=*/true);
   const Options options = {
       {"dynamic", "true"}, {"max_span", "64"}, {"ramp", "4"}, {"positions", "false"}};
   NamedTensors parameters;
   Fill((parameters["span_weight"] = Tensor(DType::kF32, {1, 8})).view(), 0);
   Fill((parameters["span_bias"] = Tensor(DType::kF32, {1})).view(),
        0);  // z is 32 everywhere: distances below 36 have weight
-  const NamedTensors inputs = Inputs1(problem, options);
-  double pairs = 0;
-  for (int64_t i = 0; i < 100; ++i) pairs += static_cast<double>(std::min<int64_t>(i, 35));
-  for (const Device device : kHostDevices) {
-    std::unique_ptr<Layer> layer = AdaptiveSpan().Create(problem, options, device, 1).value();
-    ASSERT_TRUE(layer->SetParameters(parameters).ok());
-    EXPECT_FALSE(layer->cost().flops.has_value());
-    const auto outputs = device == Device::kCpu ? RunLayer(*layer, ViewsOf(inputs))
-                                                : RunCudaLayer(*layer, device, ViewsOf(inputs));
-    ASSERT_TRUE(outputs.ok()) << outputs.status();
-    EXPECT_EQ(*layer->cost().flops, pairs * 2 * 16 + 2.0 * 100 * 8);
-    EXPECT_NEAR(layer->statistics().at("mean_span"), 32, 1e-4);
+  for (const int64_t queries : {100, 90, 20}) {  // behind 100 - queries other keys
+    Problem problem = Problem::SelfAttention(1, 1, 100, 8, /*causal=*/true);
+    problem.query_tokens = queries;
+    const NamedTensors inputs = Inputs1(problem, options);
+    double pairs = 0;
+    for (int64_t i = 100 - queries; i < 100; ++i) {
+      pairs += static_cast<double>(std::min<int64_t>(i, 35));
+    }
+    for (const Device device : kHostDevices) {
+      std::unique_ptr<Layer> layer = AdaptiveSpan().Create(problem, options, device, 1).value();
+      ASSERT_TRUE(layer->SetParameters(parameters).ok());
+      EXPECT_FALSE(layer->cost().flops.has_value());
+      const auto outputs = device == Device::kCpu ? RunLayer(*layer, ViewsOf(inputs))
+                                                  : RunCudaLayer(*layer, device, ViewsOf(inputs));
+      ASSERT_TRUE(outputs.ok()) << outputs.status();
+      EXPECT_EQ(*layer->cost().flops, pairs * 2 * 16 + 2.0 * static_cast<double>(queries) * 8);
+      EXPECT_NEAR(layer->statistics().at("mean_span"), 32, 1e-4);
+    }
   }
 }
 

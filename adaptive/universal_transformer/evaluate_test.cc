@@ -30,7 +30,7 @@ TEST(EvaluateProgram, PrintsItsTablesWithoutAndWithTimes) {
   }
 }
 
-TEST(EvaluateProgram, TimeSavedIsThatOfTheTimesAndOfTheFlopsBesideIt) {
+TEST(EvaluateProgram, SharesOfTimeAreThoseOfTheTimesAndTheFlopsBesideThem) {
   const ProgramRun run = Evaluate("--digits=12 --problems=200 --thresholds=0 --rounds=1");
   const std::vector<double> all = NumbersBehind("8 steps", run.out);
   ASSERT_EQ(all.size(), 7u) << run.out;
@@ -43,6 +43,11 @@ TEST(EvaluateProgram, TimeSavedIsThatOfTheTimesAndOfTheFlopsBesideIt) {
     EXPECT_NEAR(of[6] / 100, 1 - of[5] / all[5], error + 0.0005) << run.out;
     EXPECT_NEAR(of[7], of[6] / of[4], 0.005 + 0.1 * (1 + std::abs(of[7])) / of[4]) << run.out;
   }
+  // The share of a step, and milliseconds.
+  const std::vector<double> gate = NumbersBehind("the gate takes", run.out);
+  ASSERT_GE(gate.size(), 2u) << run.out;
+  const double error = 0.005 * (1 + gate[1] / all[5]) / all[5];
+  EXPECT_NEAR(gate[0] / 100, gate[1] / all[5] - 1, error + 0.0005) << run.out;
 }
 
 TEST(EvaluateProgram, ThreadsChangeNothingAndSeedsDo) {

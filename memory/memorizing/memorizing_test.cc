@@ -585,6 +585,47 @@ TEST(Memorizing, TheDefinitionTakesTheLayersWordForNearTiesAlone) {
   }
 }
 
+// Scores are proportional to small differences of the keys, and a tie in bfloat16 is as much wider
+// than one in float32 as its errors are larger: 5 unit roundoffs to 2e-5.
+TEST(Memorizing, NearTiesAreAsWideAsTheErrorsOfTheirType) {
+  const Options options = {{"layers", "1"}, {"segment", "2"}, {"k", "1"}};
+  const auto width = [&](DType dtype) {
+    Problem problem = CausalProblem(1, 1, 3, 16);
+    const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+    problem.dtype = DType::kBF16;
+    const Tensor random = RandomHidden(problem);
+    problem.dtype = dtype;
+    // Tells whether the definition takes the layer's word where tokens 0 and 1 differ so much.
+    const auto ties = [&](double difference) {
+      Tensor x(dtype, random.shape());
+      for (int64_t c = 0; c < 16; ++c) {
+        const double both = c == 2 ? 0 : random.view().Get(c);
+        x.view().Set(c, both);
+        x.view().Set(16 + c, both + (c == 2 ? difference : 0));
+        x.view().Set(32 + c, random.view().Get(32 + c));
+      }
+      const int64_t best =
+          Define(problem, options, parameters, x).at("retrieved").span<int64_t>()[2];
+      NamedTensors computed;
+      computed["retrieved"] = Tensor(DType::kI64, {1, 1, 3, 1});
+      Fill(computed["retrieved"].view(), -1);
+      computed["retrieved"].span<int64_t>()[2] = 1 - best;
+      return Define(problem, options, parameters, x, &computed)
+                 .at("retrieved")
+                 .span<int64_t>()[2] != best;
+    };
+    double tie = 1e-6, no_tie = 4;
+    EXPECT_TRUE(ties(tie) && !ties(no_tie)) << Name(dtype);
+    while (no_tie > 1.001 * tie) {
+      const double middle = std::sqrt(tie * no_tie);
+      (ties(middle) ? tie : no_tie) = middle;
+    }
+    return tie;
+  };
+  const double expected = 5 * UnitRoundoff(DType::kBF16) / 2e-5;
+  EXPECT_NEAR(width(DType::kBF16) / width(DType::kF32), expected, 0.08 * expected);
+}
+
 TEST(Memorizing, OfEqualKeysTheOlderIsRetrieved) {
   const Problem problem = CausalProblem(1, 2, 40, 8);
   const Options options = {{"layers", "1"}, {"segment", "10"}, {"k", "3"}, {"store", "20"}};

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""The pages without the packages that they import: pages_test.py LIBRARY, where LIBRARY is libtfb.so."""
+"""The pages without the packages that they import: pages_test.py LIBTFB PAGE..., where pages in C++ are compiled."""
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -11,7 +13,9 @@ import sys
 import types
 import unittest
 
-os.environ['TFB_LIBRARY'] = os.path.abspath(sys.argv.pop())
+LIBRARIES = [os.path.abspath(path) for path in sys.argv[2:]]
+os.environ['TFB_LIBRARY'] = os.path.abspath(sys.argv[1])
+del sys.argv[1:]
 sys.dont_write_bytecode = True
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2] / 'tools/python'))
@@ -77,6 +81,28 @@ MODULES = {
 PAGES = sorted(path for path in HERE.glob('*.py') if path.stem != 'pages_test')
 
 
+def contestants_of_library(path):
+    """Returns the page in C++ and, by name, what the library that it is compiled to says of its techniques."""
+    library = ctypes.CDLL(path)
+    library.tfb_techniques.restype = ctypes.c_char_p
+    page = HERE / (pathlib.Path(path).stem[len('lib'):] + '.cc')
+    return page, {about.pop('name'): about for about in json.loads(library.tfb_techniques())}
+
+
+def tried_with(text):
+    """Returns the packages that the text of a page says it was tried with, with their versions."""
+    (line,) = re.findall(r'^Tried with (.*)$', text, re.MULTILINE)
+    return re.findall(r'(?:^|, )([a-z-]+) ([\d.]*\d)', line)
+
+
+def text_of(page):
+    """Returns the text at the beginning of a page."""
+    if page.suffix == '.py':
+        return sys.modules[page.stem].__doc__
+    lines = page.read_text().splitlines()
+    return '\n'.join(line[3:] for line in lines[:lines.index('')])
+
+
 class Pages(unittest.TestCase):
 
     @classmethod
@@ -117,17 +143,29 @@ class Pages(unittest.TestCase):
         for path, _, about in self.contestants:
             self.assertLessEqual(set(about.packages), set(required), path)
             used.update(about.packages)
-            text = sys.modules[path.stem].__doc__
-            tried = re.findall(r'^Tried with ([a-z-]+) ([\d.]*\d)', text, re.MULTILINE)
-            self.assertEqual(tried, [(about.packages[0], required[about.packages[0]][0])], path)
+            self.assertEqual(tried_with(text_of(path)), [(about.packages[0], required[about.packages[0]][0])], path)
+        for path, _ in map(contestants_of_library, LIBRARIES):
+            for package, version in tried_with(text_of(path)):
+                self.assertEqual(version, required[package][0], path)
+                used.add(package)
         self.assertEqual(used, set(required))
 
     def test_each_page_names_its_source_and_is_listed_in_the_table(self):
         table = (HERE / 'README.md').read_text()
-        for path, name, _ in self.contestants:
-            self.assertRegex(sys.modules[path.stem].__doc__, r'\nhttps://[^\s]+\n')
+        pages = [(path, name) for path, name, _ in self.contestants]
+        pages += [(path, name) for path, about in map(contestants_of_library, LIBRARIES) for name in about]
+        for path, name in pages:
+            self.assertRegex(text_of(path), r'\nhttps://[^\s]+\n')
             (row,) = re.findall(r'^\| \[%s\]\(%s\) \| (.*) \|$' % (path.stem, path.name), table, re.MULTILINE)
             self.assertIn('`%s`' % name, row)
+
+    def test_a_library_says_what_its_techniques_are(self):
+        self.assertTrue(LIBRARIES)
+        names = [one['name'] for one in tfb.techniques()]
+        for path, contestants in map(contestants_of_library, LIBRARIES):
+            for name, about in contestants.items():
+                self.assertIn(about['definition'], names, (path, name))
+                self.assertTrue(about['title'], (path, name))
 
 
 if __name__ == '__main__':
