@@ -14,8 +14,8 @@ namespace {
 constexpr int kLeastSegment = 3;
 constexpr int kWindow = 5;  // of the running median, which three values of a new level make theirs
 constexpr double kOutlier = 3;
-// Levels this many standard errors apart are taken out of a series before it is permuted, since a few
-// runs of another level come to stand side by side in many permutations of a short series.
+// Levels this many standard errors apart are taken out of a series before it is permuted, since a
+// few runs of another level come to stand side by side in many permutations of a short series.
 constexpr double kPlainlyAChange = 6;
 constexpr double kOddDifference = 2.5;
 // The root mean square of a standard normal variable that is drawn in at 2.5:
@@ -34,10 +34,12 @@ double MedianInPlace(std::vector<double>* values) {
   return (*middle + *std::max_element(values->begin(), middle)) / 2;
 }
 
-// The values of a series, or of a permutation of it, with outliers drawn in, and what can be said of its segments.
+// The values of a series, or of a permutation of it, with outliers drawn in, and what can be said
+// of its segments.
 class Values {
  public:
-  // Draws in the values of `y` farther than kOutlier scales from the median of the kWindow values around them.
+  // Draws in the values of `y` farther than kOutlier scales from the median of the kWindow values
+  // around them.
   void Set(const std::vector<double>& y, double scale) {
     const int n = static_cast<int>(y.size());
     const double limit = kOutlier * scale;
@@ -147,8 +149,8 @@ class Finder {
     return values;
   }
 
-  // Returns the largest statistic of all permutations. Of m of them and the order that was measured,
-  // each has the largest with probability 1 / (m + 1) where nothing changed.
+  // Returns the largest statistic of all permutations. Of m of them and the order that was
+  // measured, each has the largest with probability 1 / (m + 1) where nothing changed.
   double Critical() const {
     const int permutations = static_cast<int>(std::ceil(1 / options_.false_alarm_rate)) - 1;
     std::vector<std::vector<double>> values;

@@ -1,26 +1,28 @@
-// Finds the runs at which the level of a noisy series changed, for many series of the same runs at once.
+// Finds the runs at which the level of a noisy series changed, for many series of the same runs at
+// once.
 //
-// Nothing is assumed of the noise but that the runs between two changes are exchangeable: heavy tails, and noise that all
-// series of a run share, are allowed.
+// Nothing is assumed of the noise but that the runs between two changes are exchangeable: heavy
+// tails, and noise that all series of a run share, are allowed.
 //
-//   levels      Of a series y_1..y_n those of at least three runs that leave the least sum of squares
-//               about their means, plus c^2 s^2 for each change: the criterion of PELT (Killick,
-//               Fearnhead & Eckley, JASA 107 (2012) 1590-1598), solved exactly by optimal partitioning
-//               (Jackson et al., IEEE Signal Processing Letters 12 (2005) 105-108).
-//   noise       s is the scale of the successive differences of the whole series, which steps hardly
-//               change: their root mean square over sqrt 2, with those beyond 2.5 of their scale drawn
-//               in (Huber's proposal), pooled with the typical scale of all series as if that were
-//               known from eight more values. Before, values farther than 3 s from the median of the
-//               five values around them are drawn in to it (Hampel's identifier), so that one odd run,
-//               or two, decide nothing.
-//   penalty     One change is better than none where t = |mean behind - mean before| / (s sqrt(1/k +
-//               1/(n-k))) exceeds c for a split with k values behind it. The runs are permuted, those of
-//               all series alike, and the largest t over all splits and series is noted: c is what all
-//               but a `false_alarm_rate` of the permutations stay below (Westfall & Young,
-//               Resampling-Based Multiple Testing, 1993, section 2; for change points Antoch & Huskova,
-//               Statistics & Probability Letters 53 (2001) 37-46). So where nothing changed, any change
-//               at all is found in any of the series with about that probability, whatever their number
-//               and distribution. Levels that are 6 standard errors apart are taken out beforehand.
+//   levels   Of a series y_1..y_n those of at least three runs that leave the least sum of squares
+//            about their means, plus c^2 s^2 for each change: the criterion of PELT (Killick,
+//            Fearnhead & Eckley, JASA 107 (2012) 1590-1598), solved exactly by optimal partitioning
+//            (Jackson et al., IEEE Signal Processing Letters 12 (2005) 105-108).
+//   noise    s is the scale of the successive differences of the whole series, which steps hardly
+//            change: their root mean square over sqrt 2, with those beyond 2.5 of their scale drawn
+//            in (Huber's proposal), pooled with the typical scale of all series as if that were
+//            known from eight more values. Before, values farther than 3 s from the median of the
+//            five values around them are drawn in to it (Hampel's identifier), so that one odd run,
+//            or two, decide nothing.
+//   penalty  One change is better than none where t = |mean behind - mean before| / (s sqrt(1/k +
+//            1/(n-k))) exceeds c for a split with k values behind it. The runs are permuted, those
+//            of all series alike, and the largest t over all splits and series is noted: c is what
+//            all but a `false_alarm_rate` of the permutations stay below (Westfall & Young,
+//            Resampling-Based Multiple Testing, 1993, section 2; for change points Antoch &
+//            Huskova, Statistics & Probability Letters 53 (2001) 37-46). So where nothing changed,
+//            any change at all is found in any of the series with about that probability, whatever
+//            their number and distribution. Levels that are 6 standard errors apart are taken out
+//            beforehand.
 #ifndef TFB_RESULTS_HISTORY_CHANGE_POINTS_H_
 #define TFB_RESULTS_HISTORY_CHANGE_POINTS_H_
 
@@ -47,7 +49,8 @@ struct ChangePoints {
   double critical = 0;        // c; 0 where no series is long enough
 };
 
-// The fewest values with which a series is searched: 8! / (2 x 2!) permutations tell it apart at any rate that is allowed.
+// The fewest values with which a series is searched: 8! / (2 x 2!) permutations tell it apart at
+// any rate that is allowed.
 inline constexpr int kFewestForChangePoints = 8;
 
 // Finds the changes of all series. Equal arguments give equal results.

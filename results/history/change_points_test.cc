@@ -84,8 +84,8 @@ std::vector<NoisySeries> FirstRuns(const std::vector<NoisySeries>& series, int r
   return first;
 }
 
-// Checks a store after each of its runs and returns the runs that were ever reported to begin a level.
-// A change that later checks report again, perhaps a run beside, is one.
+// Checks a store after each of its runs and returns the runs that were ever reported to begin a
+// level. A change that later checks report again, perhaps a run beside, is one.
 std::vector<int> RunsReported(const std::vector<NoisySeries>& all) {
   std::vector<int> reported;
   const int runs = static_cast<int>(all[0].runs.size());
@@ -183,8 +183,8 @@ TEST(ChangePoints, EveryStepOfALongSeriesIsFoundAtItsRun) {
   EXPECT_NEAR(found.scale[3], 0.005, 0.002);
 }
 
-// What was recorded (testdata/README.md): times over dense of techniques, at three lengths each and as
-// means over the lengths, in the order of the runs.
+// What was recorded (testdata/README.md): times over dense of techniques, at three lengths each and
+// as means over the lengths, in the order of the runs.
 struct Recorded {
   std::vector<NoisySeries> series;
   std::vector<size_t> means, cases;  // places in `series`
@@ -204,8 +204,8 @@ Recorded ReadRecorded() {
 // The recorded runs took 15 s each. Four of them are as much measuring as a run of a minute.
 constexpr int kShortRunsInALongOne = 4;
 
-// Draws runs each of which is the mean of `parts` recorded ones, drawn with replacement: all series of
-// a recorded run stay together.
+// Draws runs each of which is the mean of `parts` recorded ones, drawn with replacement: all series
+// of a recorded run stay together.
 std::vector<NoisySeries> DrawRecorded(const Recorded& recorded, int runs, int parts,
                                       uint64_t seed) {
   Random random(seed);
@@ -276,8 +276,8 @@ TEST(RecordedNoise, ADriftOfHalfAPercentARunIsFoundWithinTenRuns) {
   EXPECT_GE(found_drifts, 0.95 * drifts) << "of " << drifts;
 }
 
-// Forty series with up to four steps of 3 to 10 % among noise of 0.5 %, and what the package ruptures
-// finds in them (tools/capture/golden_change_points.py).
+// Forty series with up to four steps of 3 to 10 % among noise of 0.5 %, and what the package
+// ruptures finds in them (tools/capture/golden_change_points.py).
 TEST(ChangePoints, AgreeWithAnotherImplementation) {
   std::ifstream file("results/history/testdata/ruptures.txt");
   std::vector<NoisySeries> all;

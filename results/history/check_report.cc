@@ -1,8 +1,10 @@
 #include "results/history/check_report.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -130,6 +132,10 @@ std::map<Section, int> Count(const HistoryCheck& check) {
   return counts;
 }
 
+std::string Counted(size_t count, absl::string_view noun) {
+  return absl::StrCat(count, " ", noun, count == 1 || noun.back() == 's' ? "" : "s");
+}
+
 // Returns the flag of `history bisect` for a metric, or "" for its default.
 std::string BisectMetric(HistoryMetric metric) {
   switch (metric) {
@@ -165,6 +171,24 @@ std::string BisectAdvice(const History& history, const HistoryCheck& check, bool
   return "";
 }
 
+// Says how small a change of a time is found, or nothing where no series is long enough.
+std::string SmallestSteps(const History& history, const HistoryCheck& check) {
+  std::vector<std::pair<double, size_t>> steps;
+  for (size_t i = 0; i < check.smallest_step.size(); ++i) {
+    if (check.smallest_step[i] > 1) steps.emplace_back(check.smallest_step[i] - 1, i);
+  }
+  if (steps.empty()) return "";
+  std::sort(steps.begin(), steps.end());
+  const HistorySeries& worst = history.series[steps.back().second];
+  const auto percent = [](double step) {
+    return absl::StrCat(FormatSignificant(100 * step, 2), " %");
+  };
+  return absl::StrCat("Three runs show a step of ", percent(steps[steps.size() / 2].first),
+                      " in the median of ", Counted(steps.size(), "series"), " of times, of ",
+                      percent(steps.back().first), " in the noisiest (", worst.name, ", ",
+                      worst.problem, ")\n");
+}
+
 std::string Text(const History& history, const HistoryCheck& check, bool markdown, bool all,
                  const TextStyle& style) {
   std::map<Section, int> counts = Count(check);
@@ -190,6 +214,8 @@ std::string Text(const History& history, const HistoryCheck& check, bool markdow
     const std::string text = Printable(note);
     absl::StrAppend(&out, markdown ? MarkdownText(text) : text, "\n");
   }
+  const std::string steps = SmallestSteps(history, check);
+  out += markdown ? MarkdownText(steps) + (steps.empty() ? "" : "\n") : steps;
   const int hidden = static_cast<int>(check.changes.size()) - counts[Section::kRegression];
   out += "Changes:";
   absl::string_view separator = " ";
@@ -246,18 +272,24 @@ std::string JsonText(const History& history, const HistoryCheck& check) {
   }
   Json changes = Json::array();
   for (const Change& change : check.changes) changes.push_back(JsonOf(history, change));
+  Json times = Json::array();
+  for (size_t i = 0; i < history.series.size(); ++i) {
+    if (!(check.noise[i] > 0)) continue;
+    const HistorySeries& series = history.series[i];
+    times.push_back({{"metric", std::string(MetricName(series.metric))},
+                     {"key", series.key},
+                     {"noise", check.noise[i]},
+                     {"smallest_step", check.smallest_step[i]}});
+  }
   const Json json = {{"format", "tfb.HistoryCheck/1"},
                      {"regressed", check.regressions() > 0},
                      {"regressions", check.regressions()},
                      {"machines", machines},
                      {"changes", changes},
+                     {"times", times},
                      {"notes", check.notes}};
   // Stores may hold any bytes.
   return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
-}
-
-std::string Counted(size_t count, absl::string_view noun) {
-  return absl::StrCat(count, " ", noun, count == 1 ? "" : "s");
 }
 
 }  // namespace

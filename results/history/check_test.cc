@@ -414,6 +414,11 @@ TEST(CheckReport, SaysWhatHappenedInTextMarkdownAndJson) {
   EXPECT_EQ(json["changes"][0]["last_before"]["commit"], CommitOfNumber(kChanged - 1));
   EXPECT_NEAR(json["changes"][0]["ratio"].get<double>(), 1.1, 0.005);
   EXPECT_EQ(json["changes"][1]["worse"], false);
+  // Those over dense of three techniques, and dense's own.
+  ASSERT_EQ(json["times"].size(), 4);
+  EXPECT_NEAR(json["times"][0]["noise"].get<double>(), 0.004, 0.002);
+  EXPECT_GT(json["times"][0]["smallest_step"].get<double>(), 1);
+  EXPECT_THAT(text, HasSubstr("in the median of 4 series of times"));
 }
 
 }  // namespace

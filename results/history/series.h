@@ -37,8 +37,8 @@ struct Machine {
 };
 
 // The values of one metric of a case; of times also those of a technique at all its lengths, as
-// geometric means, which have less noise. A mean's key is the case's without tokens, and its `tokens`
-// are 0. It has the runs that have all lengths of the latest one.
+// geometric means, which have less noise. A mean's key is the case's without tokens, and its
+// `tokens` are 0. It has the runs that have all lengths of the latest one.
 struct HistorySeries {
   int machine = 0;  // index into History::machines
   HistoryMetric metric = HISTORY_METRIC_UNSPECIFIED;
@@ -74,13 +74,13 @@ absl::StatusOr<HistoryMetric> ParseHistoryMetric(absl::string_view name);
 std::string FormatValue(HistoryMetric metric, double value);
 
 // Returns the text that tells the machine of `environment` from others: processor, usable cores,
-// instruction set, caches, GPUs. Hosts of one kind have one signature, as the runners of a continuous
-// integration are. Returns "" where the environment does not name its processor.
+// instruction set, caches, GPUs. Hosts of one kind have one signature, as the runners of a
+// continuous integration are. Returns "" where the environment does not name its processor.
 std::string MachineSignature(const Environment& environment);
 
-// Sorts the runs of each machine by the commit's date where all of the machine's runs have one, else
-// by their start, then by name, and makes their series. With `across_machines` all runs are those of
-// one machine, whose signature says so.
+// Sorts the runs of each machine by the commit's date where all of the machine's runs have one,
+// else by their start, then by name, and makes their series. With `across_machines` all runs are
+// those of one machine, whose signature says so.
 History MakeHistory(const std::vector<StoredRun>& runs, bool across_machines = false);
 
 }  // namespace tfb

@@ -188,7 +188,8 @@ class PendingFiles {
     return absl::OkStatus();
   }
 
-  // Gives all of them their names, or none. The caller holds the lock and has seen that no file has one.
+  // Gives all of them their names, or none. The caller holds the lock and has seen that no file has
+  // one.
   absl::Status Publish() {
     for (const auto& [name, temporary] : files_) {
       const std::string path = RunPath(folder_, name);

@@ -1,17 +1,18 @@
-// A store of runs: a folder of plain files that only grows, so that it can be copied, put under version control, and
-// written by several processes at once.
+// A store of runs: a folder of plain files that only grows, so that it can be copied, put under
+// version control, and written by several processes at once.
 //
 //   DIR/tfb-history            the store's format, "tfb.History/1", and a line for people
 //   DIR/runs/NAME.pb.gz        one run each (results/history/history.proto)
 //
-// A run's name is made of the start of its sweep, its commit and its environments' ids, so that the same run has the same
-// name in every store: adding it again changes nothing, and two stores are merged by uniting their files. A file comes into
-// being whole (written and synchronised under another name, then renamed) and is never changed or replaced.
-// Writers take turns by a lock on DIR/tfb-history; what a killed writer left is removed by the next one.
+// A run's name is made of the start of its sweep, its commit and its environments' ids, so that the
+// same run has the same name in every store: adding it again changes nothing, and two stores are
+// merged by uniting their files. A file comes into being whole (written and synchronised under
+// another name, then renamed) and is never changed or replaced. Writers take turns by a lock on
+// DIR/tfb-history; what a killed writer left is removed by the next one.
 //
-// Errors name the file: NotFound and PermissionDenied of the system; InvalidArgument where the folder is no store, or one of a
-// newer version; DataLoss where a run is cut or damaged; ResourceExhausted where the disk is full. After any of them the
-// store is as it was.
+// Errors name the file: NotFound and PermissionDenied of the system; InvalidArgument where the
+// folder is no store, or one of a newer version; DataLoss where a run is cut or damaged;
+// ResourceExhausted where the disk is full. After any of them the store is as it was.
 #ifndef TFB_RESULTS_HISTORY_STORE_H_
 #define TFB_RESULTS_HISTORY_STORE_H_
 
@@ -55,9 +56,9 @@ class HistoryStore {
   // Opens the store in `folder`. Returns NotFound where there is none.
   static absl::StatusOr<HistoryStore> Open(const std::string& folder);
 
-  // Adds runs: all of them, or none where one of them cannot be added. Waits for another writer, at most a minute. Returns
-  // AlreadyExists where the store has a run of the same name with other contents, as of a sweep that was
-  // resumed after it had been added.
+  // Adds runs: all of them, or none where one of them cannot be added. Waits for another writer, at
+  // most a minute. Returns AlreadyExists where the store has a run of the same name with other
+  // contents, as of a sweep that was resumed after it had been added.
   absl::StatusOr<Additions> Add(const std::vector<HistoryRun>& runs) const;
 
   // Reads all runs. With Damage::kPassOver a run that is cut or damaged gives a note instead of an

@@ -23,8 +23,8 @@ namespace {
 constexpr double kUndisturbedShare = 0.1;
 
 // Returns the time that a tenth of the samples stay below, interpolated between samples, or nothing
-// where there is none or one is no positive time. Load of the machine only adds to a time, so that this
-// differs less from run to run than the median does.
+// where there is none or one is no positive time. Load of the machine only adds to a time, so that
+// this differs less from run to run than the median does.
 std::optional<double> UndisturbedTime(std::vector<double> samples) {
   const bool are_times = std::all_of(samples.begin(), samples.end(),
                                      [](double ns) { return std::isfinite(ns) && ns > 0; });
@@ -48,8 +48,8 @@ std::optional<double> UndisturbedRunTime(const Case& result) {
   return UndisturbedTimeOf(result.outcome().timing().run_ns());
 }
 
-// Returns the run time over that of the fixed arithmetic beside it on a CPU, and over the time at the
-// measured peak on a GPU, so that the values of one series have one divisor.
+// Returns the run time over that of the fixed arithmetic beside it on a CPU, and over the time at
+// the measured peak on a GPU, so that the values of one series have one divisor.
 std::optional<double> TimeOverMachine(const Case& result, const Environment& environment) {
   if (result.key().device() == DEVICE_TYPE_CUDA) {
     const std::optional<double> share = ShareOfComputePeak(result, environment);

@@ -10,9 +10,10 @@
 
 namespace tfb {
 
-// Returns the run of a result file; `path` stands in messages. Of several cases with one key on one machine the last counts;
-// cases that a stopped sweep had not finished are left out. Returns FailedPrecondition where there is no case, or one whose
-// machine does not name its processor, by which machines are told apart.
+// Returns the run of a result file; `path` stands in messages. Of several cases with one key on one
+// machine the last counts; cases that a stopped sweep had not finished are left out. Returns
+// FailedPrecondition where there is no case, or one whose machine does not name its processor, by
+// which machines are told apart.
 absl::StatusOr<HistoryRun> SummarizeRun(const ResultSet& results, const std::string& path);
 
 }  // namespace tfb

@@ -14,8 +14,8 @@ namespace tfb {
 // Returns a hash of 40 digits that is different for different numbers and begins with them.
 std::string CommitOfNumber(int number);
 
-// Returns the `number`-th run, of its own commit, an hour after the one before, on a machine that MachineSignature tells from
-// others by `processor`. It has no cases.
+// Returns the `number`-th run, of its own commit, an hour after the one before, on a machine that
+// MachineSignature tells from others by `processor`. It has no cases.
 HistoryRun MakeHistoryRun(int number, absl::string_view processor = "Imaginary CPU 9000");
 
 // Adds a case that is OK to the run, and returns it. Its key is "technique=NAME tokens=TOKENS".
