@@ -1,25 +1,26 @@
 // Keeps the results of many runs, and finds what changed in them and when.
 
+#include <errno.h>
 #include <unistd.h>
 
-#include <filesystem>
+#include <algorithm>
 #include <fstream>
 #include <iostream>
 #include <map>
-#include <memory>
-#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "absl/flags/declare.h"
 #include "absl/flags/flag.h"
+#include "absl/flags/reflection.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/time/time.h"
 #include "core/command_line.h"
@@ -278,31 +279,69 @@ absl::StatusOr<int> List(const std::vector<std::string>&) {
 struct Command {
   absl::StatusOr<int> (*run)(const std::vector<std::string>& arguments);
   bool takes_arguments;
+  std::vector<std::string> flags;
 };
 
-absl::StatusOr<int> RunCommand(const CommandLine& line) {
+// Returns the names of the flags among the words of a command line.
+std::vector<std::string> FlagsIn(const std::vector<std::string>& words) {
+  std::vector<std::string> names;
+  for (size_t i = 1; i < words.size() && words[i] != "--"; ++i) {
+    absl::string_view word = words[i];
+    if (!absl::ConsumePrefix(&word, "-")) continue;
+    absl::ConsumePrefix(&word, "-");
+    std::string name(word.substr(0, word.find('=')));
+    if (absl::FindCommandLineFlag(name) == nullptr)
+      name = std::string(absl::StripPrefix(name, "no"));
+    if (absl::FindCommandLineFlag(name) != nullptr) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+// Returns an error for a flag of another command, which would do nothing.
+absl::Status CheckFlags(const std::string& command, const std::vector<std::string>& known,
+                        const std::vector<std::string>& words) {
+  for (const std::string& name : FlagsIn(words)) {
+    if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(command, ": --", name, " is a flag of another command; this one takes --",
+                     absl::StrJoin(known, ", --")));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int> RunCommand(const CommandLine& line, const std::vector<std::string>& words) {
   if (!line.arguments.empty() && line.arguments[0] == "bisect") {
+    TFB_RETURN_IF_ERROR(CheckFlags("bisect", BisectFlags(), words));
     CommandLine rest = line;
     rest.arguments.erase(rest.arguments.begin());
     return RunBisect(rest);
   }
-  static const auto* const commands =
-      new std::map<std::string, Command>{{"add", {Add, true}},
-                                         {"check", {Check, false}},
-                                         {"list", {List, false}},
-                                         {"merge", {Merge, true}},
-                                         {"page", {WritePage, false}}};
+  const std::vector<std::string> judging = {
+      "store",       "repository",       "salvage",     "across_machines",
+      "metrics",     "false_alarm_rate", "threshold",   "memory_threshold",
+      "error_floor", "error_threshold",  "acknowledged"};
+  const auto and_also = [](std::vector<std::string> flags, const std::vector<std::string>& more) {
+    flags.insert(flags.end(), more.begin(), more.end());
+    return flags;
+  };
+  const std::map<std::string, Command> commands = {
+      {"add", {Add, true, {"store", "repository", "salvage"}}},
+      {"check", {Check, false, and_also(judging, {"all", "format"})}},
+      {"list", {List, false, {"store", "repository", "salvage", "across_machines"}}},
+      {"merge", {Merge, true, {"store", "repository", "salvage"}}},
+      {"page", {WritePage, false, and_also(judging, {"output", "title", "commit_url"})}}};
   std::vector<std::string> names = {"bisect"};
-  for (const auto& [name, command] : *commands) names.push_back(name);
+  for (const auto& [name, command] : commands) names.push_back(name);
   const std::string known = absl::StrJoin(names, ", ");
   if (line.arguments.empty()) {
     return absl::InvalidArgumentError(absl::StrCat("name a command: ", known, "; see --help"));
   }
-  const auto command = commands->find(line.arguments[0]);
-  if (command == commands->end()) {
+  const auto command = commands.find(line.arguments[0]);
+  if (command == commands.end()) {
     return absl::InvalidArgumentError(
         absl::StrCat("\"", Printable(line.arguments[0]), "\" is none of ", known));
   }
+  TFB_RETURN_IF_ERROR(CheckFlags(command->first, command->second.flags, words));
   const std::vector<std::string> arguments(line.arguments.begin() + 1, line.arguments.end());
   if (!arguments.empty() && !command->second.takes_arguments) {
     return absl::InvalidArgumentError(
@@ -315,7 +354,8 @@ absl::StatusOr<int> RunCommand(const CommandLine& line) {
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  const bool is_bisect = argc > 1 && absl::string_view(argv[1]) == "bisect";
-  return tfb::RunMain(tfb::kProgram, is_bisect ? tfb::kBisectUsage : tfb::kUsage,
-                      {argv, argv + argc}, tfb::RunCommand);
+  const std::vector<std::string> words(argv, argv + argc);
+  const bool is_bisect = argc > 1 && words[1] == "bisect";
+  return tfb::RunMain(tfb::kProgram, is_bisect ? tfb::kBisectUsage : tfb::kUsage, words,
+                      [&](const tfb::CommandLine& line) { return tfb::RunCommand(line, words); });
 }

@@ -4,6 +4,7 @@
 
 #include <iostream>
 #include <string>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/status/status.h"
@@ -116,6 +117,12 @@ const char kBisectUsage[] =
     "Exit status: 0 one commit was found, 1 good and bad do not differ clearly, or several "
     "commits\n"
     "are left, 2 bad usage, or good or bad cannot be built or measured, 130 stopped by Ctrl-C.";
+
+std::vector<std::string> BisectFlags() {
+  return {"case",   "good",    "bad",         "repository", "metric",      "least_change",
+          "build",  "program", "sweep_flags", "clean",      "repetitions", "looks",
+          "budget", "folder",  "restart",     "keep"};
+}
 
 absl::StatusOr<int> RunBisect(const CommandLine& line) {
   if (!line.arguments.empty()) {

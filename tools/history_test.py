@@ -145,6 +145,10 @@ class HistoryTest(unittest.TestCase):
                 (['page'], '--output=FILE.html'),
                 (['page', '--output=none/page.html'], 'none/page.html'),
                 (['page', '--output=p.html', '--commit_url=example.org'], '--commit_url'),
+                (['add', 'run1.pb', '--threshold=2'], 'add: --threshold is a flag of another command; this one takes --store'),
+                (['check', '--output', 'x'], 'check: --output is a flag of another command'),
+                (['list', '--nosalvage', '--all'], 'list: --all is'),
+                (['bisect', '--case=near'], 'bisect: --store is'),
                 (['delete'], '"delete" is none of bisect, add, '),
                 ([], 'name a command'),
         ]:

@@ -49,8 +49,7 @@ struct ChangePoints {
   double critical = 0;        // c; 0 where no series is long enough
 };
 
-// The fewest values with which a series is searched: 8! / (2 x 2!) permutations tell it apart at
-// any rate that is allowed.
+// The fewest values with which a series is searched: two levels of three, and two to tell the noise.
 inline constexpr int kFewestForChangePoints = 8;
 
 // Finds the changes of all series. Equal arguments give equal results.

@@ -1,15 +1,13 @@
-#!/usr/bin/env python3
-"""Writes results/history/testdata/ruptures.txt: the change points that ruptures finds in made-up series.
+"""Writes results/history/testdata/ruptures.txt: the change points that ruptures finds in made-up series; see golden.py.
 
 ruptures (Truong, Oudre & Vayatis, Signal Processing 167 (2020) 107299) is another implementation of offline change point
 detection. Its PELT (Killick, Fearnhead & Eckley, JASA 107 (2012) 1590-1598) minimises the squares about the segments' means,
 with segments of at least three values and a penalty of `PENALTY` variances of the noise for each change.
 
-    pip install numpy==2.4.6 ruptures==1.1.10 && tools/capture/golden_change_points.py
-
 Each line of the file is a series: the indices that begin a new level, a colon, and the values in units of 1e-5.
 """
 
+import argparse
 import pathlib
 
 import numpy as np
@@ -19,6 +17,9 @@ SERIES, RUNS, SIGMA, PENALTY = 40, 120, 0.005, 30
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--output', type=pathlib.Path, required=True, help='top of the source tree')
+    output = parser.parse_args().output
     generator = np.random.default_rng(20261123)
     lines = []
     for _ in range(SERIES):
@@ -30,9 +31,7 @@ def main():
         scaled = np.round(values * 1e5).astype(int)
         found = ruptures.Pelt(model='l2', min_size=3, jump=1).fit(scaled * 1e-5).predict(pen=PENALTY * SIGMA**2)
         lines.append(' '.join(map(str, found[:-1])) + ': ' + ' '.join(map(str, scaled)))
-    path = pathlib.Path(__file__).resolve().parents[2] / 'results/history/testdata/ruptures.txt'
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('\n'.join(lines) + '\n')
+    (output / 'results/history/testdata/ruptures.txt').write_text('\n'.join(lines) + '\n')
 
 
 if __name__ == '__main__':
