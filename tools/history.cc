@@ -58,7 +58,7 @@ ABSL_FLAG(
     std::string, metrics, "",
     "What to judge, of time (over dense), machine_time (of dense, over fixed arithmetic), setup, "
     "memory, error, error_against_dense, status, absolute_time. Empty: all but the last.");
-ABSL_FLAG(double, false_alarm_rate, 0.001,
+ABSL_FLAG(double, false_alarm_rate, 0.003,
           "The probability that a check reports any time as changed on a machine where none has, "
           "whatever the number of cases.");
 ABSL_FLAG(double, threshold, 1.02,

@@ -124,29 +124,49 @@ class Checker {
     return metric == HISTORY_METRIC_MEMORY ? options_.memory_threshold : options_.error_threshold;
   }
 
+  // Series whose noise is alike, and which are searched together: each group has its own threshold.
+  enum TimeGroup { kMeans, kCases, kSetups, kTimeGroups };
+  static TimeGroup GroupOf(const HistorySeries& series) {
+    if (series.metric == HISTORY_METRIC_SETUP) return kSetups;
+    return series.tokens == 0 ? kMeans : kCases;
+  }
+
   void CheckTimes(int machine) {
-    std::vector<int> judged;
-    std::vector<NoisySeries> noisy;
-    std::vector<std::vector<int>> places;  // of the noisy series' values in the series
     int too_short = 0;
-    for (size_t i = 0; i < history_.series.size(); ++i) {
-      const HistorySeries& series = history_.series[i];
-      if (series.machine != machine || !IsNoisy(series.metric) || !IsJudged(static_cast<int>(i))) {
-        continue;
+    for (int group = 0; group < kTimeGroups; ++group) {
+      std::vector<int> judged;
+      for (size_t i = 0; i < history_.series.size(); ++i) {
+        const HistorySeries& series = history_.series[i];
+        const bool is_of_group = series.machine == machine && IsNoisy(series.metric) &&
+                                 GroupOf(series) == group && IsJudged(static_cast<int>(i));
+        if (is_of_group) judged.push_back(static_cast<int>(i));
       }
-      judged.push_back(static_cast<int>(i));
-      noisy.emplace_back();
-      places.emplace_back();
-      for (size_t k = 0; k < series.values.size(); ++k) {
-        if (!IsTime(series.values[k])) continue;
-        noisy.back().runs.push_back(series.runs[k]);
-        noisy.back().values.push_back(std::log(series.values[k]));
-        places.back().push_back(static_cast<int>(k));
+      too_short += CheckTimesTogether(judged);
+    }
+    if (too_short > 0) {
+      check_.notes.push_back(absl::StrCat(
+          too_short, " series of times on ", history_.machines[machine].signature,
+          " have fewer than ", kFewestForChangePoints, " runs: they are judged from then on"));
+    }
+  }
+
+  // Returns the number of series that are too short.
+  int CheckTimesTogether(const std::vector<int>& judged) {
+    std::vector<NoisySeries> noisy(judged.size());
+    std::vector<std::vector<int>> places(judged.size());  // of the noisy values in the series
+    int too_short = 0;
+    for (size_t k = 0; k < judged.size(); ++k) {
+      const HistorySeries& series = SeriesAt(judged[k]);
+      for (size_t place = 0; place < series.values.size(); ++place) {
+        if (!IsTime(series.values[place])) continue;
+        noisy[k].runs.push_back(series.runs[place]);
+        noisy[k].values.push_back(std::log(series.values[place]));
+        places[k].push_back(static_cast<int>(place));
       }
-      if (places.back().size() < kFewestForChangePoints) ++too_short;
+      if (places[k].size() < kFewestForChangePoints) ++too_short;
     }
     ChangePointOptions options;
-    options.false_alarm_rate = options_.false_alarm_rate;
+    options.false_alarm_rate = options_.false_alarm_rate / kTimeGroups;
     const ChangePoints points = FindChangePoints(noisy, options);
     for (size_t k = 0; k < judged.size(); ++k) {
       const double scale = points.scale[k];
@@ -157,11 +177,7 @@ class Checker {
       }
       AddTimeChanges(judged[k], noisy[k].values, places[k], points.at[k], scale);
     }
-    if (too_short > 0) {
-      check_.notes.push_back(absl::StrCat(
-          too_short, " series of times on ", history_.machines[machine].signature,
-          " have fewer than ", kFewestForChangePoints, " runs: they are judged from then on"));
-    }
+    return too_short;
   }
 
   // Adds the changes of a series of logarithms, whose k-th value is that at places[k].
@@ -447,9 +463,9 @@ absl::StatusOr<HistoryCheck> CheckHistory(const History& history, const CheckOpt
     return absl::InvalidArgumentError(
         absl::StrCat("--error_floor=", options.error_floor, ": more than 0 is wanted"));
   }
-  if (!(options.false_alarm_rate >= 0.0005 && options.false_alarm_rate <= 0.5)) {
+  if (!(options.false_alarm_rate >= 0.0015 && options.false_alarm_rate <= 0.5)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("--false_alarm_rate=", options.false_alarm_rate, ": 0.0005 to 0.5 is wanted"));
+        absl::StrCat("--false_alarm_rate=", options.false_alarm_rate, ": 0.0015 to 0.5 is wanted"));
   }
   return Checker(history, options, acknowledgements).Run();
 }

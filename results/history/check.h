@@ -15,7 +15,7 @@ namespace tfb {
 struct CheckOptions {
   // The probability that a check reports a change of any time of a machine on which none has
   // changed (results/history/change_points.h).
-  double false_alarm_rate = 0.001;
+  double false_alarm_rate = 0.003;
   // Changes by less than these factors are no regressions: of times, memory, and errors against
   // dense or without a bound.
   double threshold = 1.02;
@@ -85,11 +85,12 @@ absl::StatusOr<std::vector<Acknowledgement>> ParseAcknowledgements(absl::string_
 std::string AcknowledgementLine(const History& history, const Change& change);
 
 // Finds the changes of all series and judges them:
-//   times           the change points of results/history/change_points.h. A time over dense is a
-//                   regression only where the time over fixed arithmetic in the same runs confirms
-//                   at least half of it; else dense became faster. The time over fixed arithmetic
-//                   is judged of cases without a time over dense; setup where it is at least 5 % of
-//                   a run.
+//   times           The change points of results/history/change_points.h, of technique means, cases
+//                   and setups each on their own at a third of the rate, since their noise differs.
+//                   A time over dense is a regression only where the time over fixed arithmetic in
+//                   the same runs confirms at least half of it; else dense became faster. The time
+//                   over fixed arithmetic is judged of cases without a time over dense; setup where
+//                   it is at least 5 % of a run.
 //   memory, errors  each value that is beyond the threshold from the first one of its level begins
 //                   a new level. They have no noise.
 //   status          a case that fails, exceeds its time or memory, and did not before

@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/time.h"
 #include "nlohmann/json.hpp"
 
@@ -133,7 +134,7 @@ std::map<Section, int> Count(const HistoryCheck& check) {
 }
 
 std::string Counted(size_t count, absl::string_view noun) {
-  return absl::StrCat(count, " ", noun, count == 1 || noun.back() == 's' ? "" : "s");
+  return absl::StrCat(count, " ", noun, count == 1 ? "" : "s");
 }
 
 // Returns the flag of `history bisect` for a metric, or "" for its default.
@@ -173,20 +174,28 @@ std::string BisectAdvice(const History& history, const HistoryCheck& check, bool
 
 // Says how small a change of a time is found, or nothing where no series is long enough.
 std::string SmallestSteps(const History& history, const HistoryCheck& check) {
-  std::vector<std::pair<double, size_t>> steps;
-  for (size_t i = 0; i < check.smallest_step.size(); ++i) {
-    if (check.smallest_step[i] > 1) steps.emplace_back(check.smallest_step[i] - 1, i);
+  std::vector<double> means, cases, setups;
+  for (size_t i = 0; i < history.series.size(); ++i) {
+    if (!(check.smallest_step[i] > 1)) continue;
+    const HistorySeries& series = history.series[i];
+    (series.metric == HISTORY_METRIC_SETUP ? setups
+     : series.tokens == 0                  ? means
+                                           : cases)
+        .push_back(check.smallest_step[i] - 1);
   }
-  if (steps.empty()) return "";
-  std::sort(steps.begin(), steps.end());
-  const HistorySeries& worst = history.series[steps.back().second];
-  const auto percent = [](double step) {
-    return absl::StrCat(FormatSignificant(100 * step, 2), " %");
+  std::vector<std::string> parts;
+  const auto add = [&parts](std::vector<double> steps, absl::string_view noun) {
+    if (steps.empty()) return;
+    std::nth_element(steps.begin(), steps.begin() + steps.size() / 2, steps.end());
+    parts.push_back(absl::StrCat(FormatSignificant(100 * steps[steps.size() / 2], 2), " % in ",
+                                 steps.size(), " ", noun));
   };
-  return absl::StrCat("Three runs show a step of ", percent(steps[steps.size() / 2].first),
-                      " in the median of ", Counted(steps.size(), "series"), " of times, of ",
-                      percent(steps.back().first), " in the noisiest (", worst.name, ", ",
-                      worst.problem, ")\n");
+  add(means, "means over lengths");
+  add(cases, "cases");
+  add(setups, "setups");
+  if (parts.empty()) return "";
+  return absl::StrCat(
+      "The smallest steps that three runs show, as medians: ", absl::StrJoin(parts, ", "), "\n");
 }
 
 std::string Text(const History& history, const HistoryCheck& check, bool markdown, bool all,
