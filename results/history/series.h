@@ -37,7 +37,7 @@ struct Machine {
 };
 
 // The values of one metric of a case; of times also those of a technique at all its lengths, as
-// geometric means, which have less noise. A mean's key is the case's without tokens, and its
+// geometric means, which have less noise. A mean's key is the case's with 0 tokens, and its
 // `tokens` are 0. It has the runs that have all lengths of the latest one.
 struct HistorySeries {
   int machine = 0;  // index into History::machines
