@@ -159,13 +159,13 @@ TEST(ComparisonComment, TextFromFilesIsNeitherMarkupNorAMention) {
 TEST(ComparisonComment, ALongTextLacksItsMiddle) {
   Comparison comparison;
   comparison.findings = {
-      FindingOf(Verdict::kRegressed, absl::StrCat("begin ", std::string(5000, 'x'), " end"))};
+      FindingOf(Verdict::kRegressed, absl::StrCat("begin ", std::string(5000, 'n'), " end"))};
   const std::string comment = RenderComment(comparison);
   EXPECT_EQ(ProblemOf(comment), "");
   EXPECT_LT(comment.size(), 3000u);
-  EXPECT_TRUE(absl::StrContains(comment, "| `begin xxx")) << comment;
-  EXPECT_TRUE(absl::StrContains(comment, "xxx…xxx")) << comment;
-  EXPECT_TRUE(absl::StrContains(comment, "xxx end` |")) << comment;
+  EXPECT_TRUE(absl::StrContains(comment, "| `begin nnn")) << comment;
+  EXPECT_TRUE(absl::StrContains(comment, "nnn…nnn")) << comment;
+  EXPECT_TRUE(absl::StrContains(comment, "nnn end` |")) << comment;
 }
 
 // Makes a text of pieces that have a meaning somewhere.
@@ -317,7 +317,7 @@ TEST(ComparisonComment, SaysWhichCommitsWereBuiltAndHowToMeasureThemAgain) {
       comment,
       "\n    tools/ci/compare_builds --base=0123456789abcdef0123456789abcdef01234567 --output="))
       << comment;
-  // What is no hash is no part of a command.
+  // A commit that is no hash does not become part of a command.
   Comparison other = *comparison;
   other.base_environments[0].set_git_commit("$(reboot)");
   EXPECT_TRUE(absl::StrContains(RenderComment(other), "--base=BASE_COMMIT --output="));

@@ -16,7 +16,7 @@
 
 namespace tfb {
 
-// What of a case is compared; each as results/comparison.h compares it.
+// The quantity of a case that is compared, as results/comparison.h compares it.
 enum class BisectMetric {
   kTime,          // of a run, over dense attention's in the same process
   kAbsoluteTime,  // of a run
@@ -35,8 +35,8 @@ bool IsNoisy(BisectMetric metric);
 
 // One technique at one problem.
 struct BisectCase {
-  std::string technique;                      // "longformer"
-  std::string spec;                           // as --techniques takes it: "longformer:window=256"
+  std::string technique;                      // its name, as in the registry
+  std::string spec;                           // as --techniques takes it: "NAME:option=value"
   std::map<std::string, std::string> fields;  // of the key, as far as they are given
 };
 
@@ -61,7 +61,7 @@ std::vector<std::string> SweepFlags(const BisectCase& wanted);
 // that there are, and FailedPrecondition where there are several.
 absl::StatusOr<const Case*> FindCase(const ResultSet& results, const BisectCase& wanted);
 
-// What the results of two builds that took turns say of a case.
+// The change of a case between two builds that took turns, read from their results.
 struct PairReading {
   Reading reading;  // of the new build over the base
   Verdict verdict = Verdict::kSame;

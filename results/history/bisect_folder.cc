@@ -36,7 +36,7 @@ constexpr char kState[] = "bisect.json", kLock[] = "lock", kKeep[] = "keep";
 constexpr char kRunfiles[] = ".runfiles", kRunfilesManifest[] = ".runfiles_manifest";
 constexpr int kShortHash = 12;
 
-// Of a sweep: done, and a case failed, whose record says so.
+// Tells whether a sweep left results: it ended with 0, or with 1 where a case failed.
 bool HasResults(int exit_status) { return exit_status == 0 || exit_status == 1; }
 
 class Stopwatch {

@@ -1,4 +1,4 @@
-// What a bisection has done so far, in a file, so that one that was killed goes on.
+// Keeps in a file what a bisection has done so far, so that one that was killed goes on.
 #ifndef TFB_RESULTS_HISTORY_BISECT_STATE_H_
 #define TFB_RESULTS_HISTORY_BISECT_STATE_H_
 
@@ -28,7 +28,7 @@ struct MeasurementRecord {
 };
 
 struct BisectState {
-  // What is sought, by the names of the flags. A file with other values belongs to another
+  // The flags that say what is sought, by their names. A file with other values belongs to another
   // bisection.
   std::map<std::string, std::string> question;
   std::map<std::string, BuildRecord> builds;  // by the hash of the commit

@@ -47,7 +47,7 @@ class BisectTest : public ::testing::Test {
     options_.wanted = "near:window=256 tokens=2048";
     options_.build = "sh ./build.sh";
     options_.program = "out/sweep";
-    options_.folder = absl::StrCat(repository_.folder(), "/work");
+    options_.folder = absl::StrCat(repository_.folder(), "/bisection");
   }
 
   // Makes c0 to c19, those from `commit` on with another behaviour.
@@ -150,8 +150,8 @@ TEST_F(BisectTest, KeepLeavesTheWorktreeAndTheNextCallUsesIt) {
   options_.folder = absl::StrCat(repository_.folder(), "/other");
   options_.keep = false;
   ASSERT_TRUE(Run().ok());
-  EXPECT_TRUE(fs::exists(fs::path(repository_.folder()) / "work/tfb_bisect_worktree/build.sh"));
-  options_.folder = absl::StrCat(repository_.folder(), "/work");
+  EXPECT_TRUE(fs::exists(fs::path(repository_.folder()) / "bisection/tfb_bisect_worktree/build.sh"));
+  options_.folder = absl::StrCat(repository_.folder(), "/bisection");
   ASSERT_TRUE(Run().ok());
   EXPECT_FALSE(fs::exists(Folder() / "tfb_bisect_worktree"));
 }
@@ -539,7 +539,7 @@ TEST_F(BisectTest, TheCleanCommandRunsInTheWorktreeBeforeItGoes) {
   std::ifstream file(absl::StrCat(repository_.folder(), "/cleaned"));
   std::string line;
   std::getline(file, line);
-  EXPECT_TRUE(absl::EndsWith(line, "/work/tfb_bisect_worktree")) << line;
+  EXPECT_TRUE(absl::EndsWith(line, "/bisection/tfb_bisect_worktree")) << line;
 }
 
 TEST_F(BisectTest, IgnoredFilesThatBuildsReadAreCarried) {
@@ -651,7 +651,7 @@ TEST_F(BisectTest, GoodOrBadThatDoesNotBuildIsAnErrorAndIsTriedAgain) {
   options_.build = "no-such-command";
   EXPECT_THAT(Error(), AllOf(HasSubstr("cannot be compared: its build ends with exit status 127; "
                                        "its log is "),
-                             HasSubstr("/work/logs/build-")));
+                             HasSubstr("/bisection/logs/build-")));
   EXPECT_FALSE(fs::exists(Folder() / "tfb_bisect_worktree"));
   options_.build = "test -e '" + repository_.folder() + "/ready' && sh ./build.sh";
   options_.restart = true;

@@ -43,7 +43,7 @@ struct ChangePointOptions {
 };
 
 struct ChangePoints {
-  // Of each series, the indices of the values that begin a new level, ascending.
+  // The indices of the values that begin a new level, ascending, for each series.
   std::vector<std::vector<int>> at;
   std::vector<double> scale;  // s of each series; 0 where it has too few values
   double critical = 0;        // c; 0 where no series is long enough

@@ -184,8 +184,8 @@ TEST(ChangePoints, EveryStepOfALongSeriesIsFoundAtItsRun) {
   EXPECT_NEAR(found.scale[3], 0.005, 0.002);
 }
 
-// What was recorded (testdata/README.md): times over dense of techniques, at three lengths each and
-// as means over the lengths, in the order of the runs.
+// The recorded times over dense of techniques (testdata/README.md), at three lengths each and as
+// means over the lengths, in the order of the runs.
 struct Recorded {
   std::vector<NoisySeries> series;
   std::vector<size_t> means, cases;  // places in `series`
