@@ -47,6 +47,18 @@ absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>&
   }
   return absl::OkStatus();
 }
+
+absl::Status CheckMemory(absl::string_view what, absl::Span<std::byte> memory, size_t needed) {
+  if (memory.size() < needed) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " has ", memory.size(), " bytes; the layer needs ", needed));
+  }
+  if (reinterpret_cast<uintptr_t>(memory.data()) % 64 != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(what, " is not aligned to 64 bytes"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::string_view Name(InputKind kind) {
@@ -135,21 +147,60 @@ double Layer::TensorBytes() const {
 
 absl::Status Layer::CheckCall(const Execution& execution) const {
   if (execution.pool == nullptr) return absl::InvalidArgumentError("execution has no thread pool");
-  const size_t needed = workspace_bytes(execution.pool->threads());
-  if (execution.workspace.size() < needed) {
-    return absl::InvalidArgumentError(absl::StrCat("workspace has ", execution.workspace.size(),
-                                                   " bytes; the layer needs ", needed));
+  return CheckMemory("workspace", execution.workspace, workspace_bytes(execution.pool->threads()));
+}
+
+absl::Status Layer::CheckBackwardCall(const Execution& execution) const {
+  if (execution.pool == nullptr) return absl::InvalidArgumentError("execution has no thread pool");
+  return CheckMemory("workspace", execution.workspace,
+                     backward_workspace_bytes(execution.pool->threads()));
+}
+
+absl::Status Layer::CheckKept(const Execution& execution) const {
+  return CheckMemory("kept memory", execution.kept, kept_bytes());
+}
+
+absl::Status Layer::CheckBackward() const {
+  return absl::UnimplementedError("the layer has no backward pass");
+}
+
+absl::Status Layer::DoBackward(const BackwardCall&, const Execution&) { return CheckBackward(); }
+
+std::vector<TensorSpec> Layer::output_gradients() const {
+  std::vector<TensorSpec> specs;
+  for (const std::string& name : differentiable_outputs()) {
+    for (const TensorSpec& output : outputs_) {
+      if (output.name == name) specs.push_back({name, output.shape, output.dtype, true});
+    }
   }
-  if (reinterpret_cast<uintptr_t>(execution.workspace.data()) % 64 != 0) {
-    return absl::InvalidArgumentError("workspace is not aligned to 64 bytes");
+  return specs;
+}
+
+std::vector<TensorSpec> Layer::input_gradients() const {
+  const std::map<std::string, std::string> stopped = stopped_gradients();
+  std::vector<TensorSpec> specs;
+  for (const TensorSpec& input : inputs_) {
+    if (!IsFloating(input.dtype) || stopped.count(input.name) > 0) continue;
+    specs.push_back({input.name, input.shape, input.dtype, true});
   }
-  return absl::OkStatus();
+  return specs;
+}
+
+std::vector<TensorSpec> Layer::parameter_gradients() const {
+  const std::map<std::string, std::string> stopped = stopped_gradients();
+  std::vector<TensorSpec> specs;
+  for (const auto& [name, parameter] : parameters_) {
+    if (!IsFloating(parameter.dtype()) || stopped.count(name) > 0) continue;
+    specs.push_back({name, parameter.shape(), DType::kF32, true});
+  }
+  return specs;
 }
 
 absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckCall(execution));
   TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
   const ScopedFlushDenormals flush;
+  backward_ready_ = false;
   TFB_RETURN_IF_ERROR(DoSetup(inputs, execution));
   ready_ = true;
   return absl::OkStatus();
@@ -160,8 +211,43 @@ absl::Status Layer::Run(const Inputs& inputs, const Outputs& outputs, const Exec
   TFB_RETURN_IF_ERROR(CheckCall(execution));
   TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
   TFB_RETURN_IF_ERROR(CheckOutputs(outputs_, outputs));
+  if (!execution.kept.empty()) {
+    TFB_RETURN_IF_ERROR(CheckBackward());
+    TFB_RETURN_IF_ERROR(CheckKept(execution));
+  }
   const ScopedFlushDenormals flush;
   return DoRun(inputs, outputs, execution);
+}
+
+absl::Status Layer::SetUpBackward(const Inputs& inputs, const Execution& execution) {
+  if (!ready_) return absl::FailedPreconditionError("Setup must be called before SetUpBackward");
+  TFB_RETURN_IF_ERROR(CheckBackward());
+  TFB_RETURN_IF_ERROR(CheckBackwardCall(execution));
+  TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
+  backward_ = {outputs_, output_gradients(), input_gradients(), parameter_gradients()};
+  for (TensorSpec& output : backward_.outputs) output.optional = output.name != "out";
+  const ScopedFlushDenormals flush;
+  TFB_RETURN_IF_ERROR(DoSetUpBackward(inputs, execution));
+  backward_ready_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status Layer::Backward(const BackwardCall& call, const Execution& execution) {
+  if (!ready_ || !backward_ready_) {
+    return absl::FailedPreconditionError("SetUpBackward must be called before Backward");
+  }
+  TFB_RETURN_IF_ERROR(CheckBackwardCall(execution));
+  TFB_RETURN_IF_ERROR(CheckKept(execution));
+  TFB_RETURN_IF_ERROR(CheckInputs(inputs_, call.inputs));
+  TFB_RETURN_IF_ERROR(CheckTensors("output", backward_.outputs, call.outputs));
+  TFB_RETURN_IF_ERROR(
+      CheckTensors("output gradient", backward_.output_gradients, call.output_gradients));
+  TFB_RETURN_IF_ERROR(
+      CheckTensors("input gradient", backward_.input_gradients, call.input_gradients));
+  TFB_RETURN_IF_ERROR(
+      CheckTensors("parameter gradient", backward_.parameter_gradients, call.parameter_gradients));
+  const ScopedFlushDenormals flush;
+  return DoBackward(call, execution);
 }
 
 absl::Status StreamingLayer::Append(const Inputs& segment, const Outputs& outputs,

@@ -75,6 +75,22 @@ struct Execution {
   ThreadPool* pool = nullptr;
   absl::Span<std::byte> workspace;
   void* stream = nullptr;  // CUDA: the cudaStream_t to enqueue on; null is the default stream
+  // Memory between a Run and its Backward, of at least Layer::kept_bytes() bytes, aligned to 64. A
+  // Run writes there what Backward needs besides the tensors of BackwardCall. Empty: the Run has no
+  // Backward.
+  absl::Span<std::byte> kept = {};
+};
+
+// The tensors of a backward pass, by name. With the loss L as a function of the outputs, it computes
+// dL/d(input) and dL/d(parameter) from dL/d(output).
+struct BackwardCall {
+  Inputs inputs;            // as the Run read them
+  Inputs outputs;           // as the Run wrote them: "out", and others may be there
+  Inputs output_gradients;  // by the outputs' names; one that is left out is 0
+  // Written, by the names of inputs and parameters. One that is left out is not computed. They
+  // overlap no other tensor.
+  Outputs input_gradients;
+  Outputs parameter_gradients;
 };
 
 // One technique on one problem and one device. A layer is not thread-safe: make one call at a time.
@@ -116,6 +132,39 @@ class Layer {
   // outputs may be left out.
   absl::Status Run(const Inputs& inputs, const Outputs& outputs, const Execution& execution);
 
+  // ---- The backward pass ----
+  //
+  // A Run with `kept` memory, then any number of others, then Backward with the same memory: so the
+  // layers of a network, or the micro-batches of a step, may run in any order. Gradients are sums in
+  // fp32, whose bits do not depend on the number of threads. Choices that the forward pass made, such
+  // as buckets, stay as they were found.
+
+  // Returns OK where the layer has a backward pass; otherwise Unimplemented with the reason.
+  virtual absl::Status CheckBackward() const;
+  // Return the bytes that a Run keeps for Backward, beside inputs and outputs, and the workspace of
+  // SetUpBackward and Backward.
+  virtual size_t kept_bytes() const { return 0; }
+  virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+  // Returns the work of one Backward that writes all gradients.
+  virtual Cost backward_cost() const { return {}; }
+  // Returns why Backward does not differentiate through some inputs and parameters of floating
+  // dtype, by their names: a memory at which the paper stops the gradient, say.
+  virtual std::map<std::string, std::string> stopped_gradients() const { return {}; }
+  // Returns the outputs whose gradients Backward takes: "out" and, of attention, "log_sum_exp".
+  virtual std::vector<std::string> differentiable_outputs() const { return {"out"}; }
+  // Return the specs of the tensors of BackwardCall, of which all are optional but the output "out".
+  // Gradients have the dtypes of the inputs; those of parameters are f32.
+  std::vector<TensorSpec> output_gradients() const;
+  std::vector<TensorSpec> input_gradients() const;
+  std::vector<TensorSpec> parameter_gradients() const;
+
+  // Does the work of Backward that need not be repeated while the inputs' sizes and the parameters
+  // stay. It may allocate. It must be called behind Setup, before the first Backward.
+  absl::Status SetUpBackward(const Inputs& inputs, const Execution& execution);
+  // Writes the gradients, from execution.kept as a Run of these inputs filled it. It allocates
+  // nothing and, on a GPU, does not synchronise.
+  absl::Status Backward(const BackwardCall& call, const Execution& execution);
+
  protected:
   Layer(const Problem& problem, std::vector<TensorSpec> inputs, std::vector<TensorSpec> outputs)
       : problem_(problem), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
@@ -124,12 +173,16 @@ class Layer {
   virtual absl::Status DoSetup(const Inputs&, const Execution&) { return absl::OkStatus(); }
   virtual absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                              const Execution& execution) = 0;
+  virtual absl::Status DoSetUpBackward(const Inputs&, const Execution&) { return absl::OkStatus(); }
+  virtual absl::Status DoBackward(const BackwardCall& call, const Execution& execution);
 
   // Returns the bytes that a Run must move: inputs and outputs, without optional ones, and
   // parameters once.
   double TensorBytes() const;
 
   absl::Status CheckCall(const Execution& execution) const;
+  absl::Status CheckBackwardCall(const Execution& execution) const;
+  absl::Status CheckKept(const Execution& execution) const;
   absl::Status CheckParameters(const NamedTensors& parameters) const;
   bool ready() const { return ready_; }
 
@@ -139,7 +192,16 @@ class Layer {
   Problem problem_;
   std::vector<TensorSpec> inputs_;
   std::vector<TensorSpec> outputs_;
+  // The specs of a backward pass, which SetUpBackward makes.
+  struct BackwardSpecs {
+    std::vector<TensorSpec> outputs;
+    std::vector<TensorSpec> output_gradients;
+    std::vector<TensorSpec> input_gradients;
+    std::vector<TensorSpec> parameter_gradients;
+  };
+  BackwardSpecs backward_;
   bool ready_ = false;
+  bool backward_ready_ = false;
 };
 
 // A layer that reads its input in segments and keeps state between them: memory techniques and
