@@ -407,14 +407,126 @@ void ReluMultiply(const ScoreRows& rows, const float* table, int64_t table_row) 
   });
 }
 
-void Mask(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit) {
+// Returns all ones in the lanes whose bit of `bits` is set.
+inline Ints LanesOf(uint64_t bits) {
   Ints lane_bit = {};
   for (int i = 0; i < kLanes; ++i) lane_bit[i] = 1 << i;
+  return ((static_cast<int32_t>(bits & 0xFFFF) - Ints{}) & lane_bit) != 0;
+}
+
+void Mask(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
-    const Ints bits =
-        (static_cast<int32_t>(masks[r] >> (first_bit + c) & 0xFFFF) - Ints{}) & lane_bit;
-    return bits == 0 ? Broadcast(-kInfinity) : s;
+    return LanesOf(masks[r] >> (first_bit + c)) ? s : Broadcast(-kInfinity);
   });
+}
+
+template <bool kMasks, bool kRamp>
+void SoftmaxBackwardRow(float* scores, float* gradients, int64_t columns, int64_t r,
+                        const SoftmaxGradient& softmax) {
+  const Floats lane = Lane();
+  // A row that sees no key has a shift of -inf.
+  const float shift = softmax.shift[r] == -kInfinity ? kInfinity : softmax.shift[r];
+  const float delta = softmax.delta[r];
+  Floats span = {};
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const Floats e = Exp(Load(scores + c) - shift);
+    const Floats difference = Load(gradients + c) - delta;
+    Floats p = e;
+    if (kRamp) {
+      const Floats weight = RampWeight(softmax.ramp->limit[r], softmax.ramp->slope, c, lane);
+      p *= Max(Min(weight, Broadcast(1.0f)), Floats{});
+      const Floats slanted = weight > 0.0f ? (weight < 1.0f ? e * difference : Floats{}) : Floats{};
+      span += e == 0.0f ? Floats{} : slanted;
+    }
+    Floats gradient = p == 0.0f ? Floats{} : p * difference;
+    if (kMasks) {
+      const Ints seen = LanesOf(softmax.masks[r] >> (softmax.first_bit + c));
+      p = seen ? p : Floats{};
+      gradient = seen ? gradient : Floats{};
+    }
+    Store(scores + c, p);
+    Store(gradients + c, gradient);
+  }
+  if (kRamp) softmax.span_gradient[r] += softmax.ramp->slope * HorizontalSum(span);
+}
+
+void SoftmaxBackward(const ScoreRows& rows, float* gradients, const SoftmaxGradient& softmax) {
+  const auto row = softmax.ramp != nullptr
+                       ? (softmax.masks != nullptr ? SoftmaxBackwardRow<true, true>
+                                                   : SoftmaxBackwardRow<false, true>)
+                       : (softmax.masks != nullptr ? SoftmaxBackwardRow<true, false>
+                                                   : SoftmaxBackwardRow<false, false>);
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    row(rows.scores + r * rows.stride, gradients + r * rows.stride, rows.columns, r, softmax);
+  }
+}
+
+// Sums a diagonal after the other, 16 of them at a time where all lie within the columns.
+void AddDiagonals(const ScoreRows& rows, float* sums) {
+  const int64_t diagonals = rows.rows + rows.columns - 1;
+  for (int64_t first = 0; first < diagonals; first += kLanes) {
+    // Diagonal d has column d - (rows - 1) + r in row r.
+    const int64_t column = first - (rows.rows - 1);
+    const int64_t begin = column < 0 ? -column : 0;
+    const int64_t last = rows.columns - kLanes - column;  // the last row with a whole vector
+    const int64_t end = last + 1 < rows.rows ? last + 1 : rows.rows;
+    Floats sum[2] = {};
+    for (int64_t r = begin; r < end; ++r) {
+      sum[r % 2] += Load(rows.scores + r * rows.stride + column + r);
+    }
+    float part[kLanes];
+    Store(part, sum[0] + sum[1]);
+    const int64_t count = diagonals - first < kLanes ? diagonals - first : kLanes;
+    for (int64_t d = 0; d < count; ++d) {
+      float rest = begin < end ? part[d] : 0.0f;
+      for (int64_t r = column + d < 0 ? -(column + d) : 0; r < begin && r < rows.rows; ++r) {
+        if (column + d + r < rows.columns) rest += rows.scores[r * rows.stride + column + d + r];
+      }
+      for (int64_t r = end > begin ? end : begin; r < rows.rows && column + d + r < rows.columns;
+           ++r) {
+        rest += rows.scores[r * rows.stride + column + d + r];
+      }
+      sums[first + d] += rest;
+    }
+  }
+}
+
+void AddColumnSums(const ScoreRows& rows, float* sums) {
+  for (int64_t c = 0; c < rows.columns; c += kLanes) {
+    Floats sum[2] = {};
+    for (int64_t r = 0; r < rows.rows; ++r) sum[r % 2] += Load(rows.scores + r * rows.stride + c);
+    Store(sums + c, Load(sums + c) + (sum[0] + sum[1]));
+  }
+}
+
+void AddSumsByLabel(const ScoreRows& rows, const int32_t* row_ids, const int32_t* column_ids,
+                    float (*sums)[2]) {
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    Floats same = {}, other = {};
+    for (int64_t c = 0; c < rows.columns; c += kLanes) {
+      const Floats score = Load(rows.scores + r * rows.stride + c);
+      const Ints is_same = *reinterpret_cast<const UnalignedInts*>(column_ids + c) == row_ids[r];
+      same += is_same ? score : Floats{};
+      other += is_same ? Floats{} : score;
+    }
+    sums[r][0] += HorizontalSum(other);
+    sums[r][1] += HorizontalSum(same);
+  }
+}
+
+void ReluMultiplyBackward(const ScoreRows& rows, float* products, const float* table,
+                          int64_t table_row) {
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    float* row = rows.scores + r * rows.stride;
+    float* of_row = products + r * rows.stride;
+    for (int64_t c = 0; c < rows.columns; c += kLanes) {
+      const Floats gradient = Load(row + c), product = Load(of_row + c);
+      const Floats factor = Load(table + r * table_row + c);
+      const Ints passes = (gradient != 0.0f) & (product > 0.0f);
+      Store(row + c, passes ? gradient * factor : Floats{});
+      Store(of_row + c, passes ? gradient * product : Floats{});
+    }
+  }
 }
 
 // Bit i says whether lane i of `mask`, all ones or zeros, is set.
@@ -868,6 +980,11 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                Gemm,
                                                                GemmPlus,
                                                                Softmax,
+                                                               SoftmaxBackward,
+                                                               AddDiagonals,
+                                                               AddColumnSums,
+                                                               AddSumsByLabel,
+                                                               ReluMultiplyBackward,
                                                                Add,
                                                                AddByLabel,
                                                                ReluMultiply,

@@ -41,6 +41,21 @@ struct Ramp {
   float slope;
 };
 
+// What a backward pass of a softmax reads of its rows. With e = exp(score - shift[r]), where shift is
+// the row's log-sum-exp, and the ramp m, or m = 1 without one,
+//   p = m e,   the gradient of the score is p (g - delta[r])   with the gradient g of p,
+//   span_gradient[r] += slope sum_{c: 0 < m < 1} e (g - delta[r])
+// Hidden columns, those where bit first_bit + c of masks[r] is 0, and those where e is 0 have p = 0 and
+// a gradient of 0, whatever g is. first_bit + columns is 64 at most where there are masks.
+struct SoftmaxGradient {
+  const float* shift;
+  const float* delta;
+  const uint64_t* masks;  // null: no column is hidden
+  int64_t first_bit;
+  const Ramp* ramp;      // null: m = 1
+  float* span_gradient;  // with a ramp
+};
+
 // The random features of `columns` tokens from their projections. Column c of `values`
 // [projections][stride] holds the projections p_r of token c, and is overwritten by its features;
 // `max` receives the maximum that the exponents are relative to:
@@ -120,6 +135,22 @@ struct CpuKernels {
   // Replaces scores by softmax numerators in place, as SoftmaxState says. With a ramp, the weights
   // multiply the numerators and enter the sum.
   void (*softmax)(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp);
+
+  // Replaces scores by p, and in `gradients`, which has the scores' stride, the gradients of p by those
+  // of the scores: see SoftmaxGradient.
+  void (*softmax_backward)(const ScoreRows& rows, float* gradients, const SoftmaxGradient& softmax);
+  // sums[rows - 1 + c - r] += scores[r][c].
+  void (*add_diagonals)(const ScoreRows& rows, float* sums);
+  // sums[c] += sum_r scores[r][c].
+  void (*add_columns)(const ScoreRows& rows, float* sums);
+  // sums[r][row_ids[r] == column_ids[c]] += scores[r][c].
+  void (*add_sums_by_label)(const ScoreRows& rows, const int32_t* row_ids,
+                            const int32_t* column_ids, float (*sums)[2]);
+  // For relu_multiply, whose operands were `products`, of the scores' stride, and the table: scores
+  // are the gradients of its results and become those of the products; products[r][c] becomes the
+  // gradient of the factor, score times relu(product). Both are 0 where the score is 0.
+  void (*relu_multiply_backward)(const ScoreRows& rows, float* products, const float* table,
+                                 int64_t table_row);
 
   // scores[r][c] += table[r * table_row + c].
   void (*add)(const ScoreRows& rows, const float* table, int64_t table_row);

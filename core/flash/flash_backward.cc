@@ -1,0 +1,811 @@
+// Engine flash backward on the CPU.
+//
+// A task owns 256 keys of a key-value head: their packed transposes, for the scores and for g . v, the
+// keys as rows, and the sums of dk and dv. Per tile of 64 queries it computes, at D = Dv = 64:
+//
+//   five products of 64 x 256 x 64:  5.2 M FMA
+//   memory it needs:                 keys and values 3 x 64 KiB, dk and dv 2 x 64 KiB, scores and their
+//                                    gradients 2 x 64 KiB: 450 KiB, in L2; q, g and dq of the tile 48 KiB
+//
+// dk and dv stay where they are, and dq streams by: 32 KiB of it are read and written per 5.2 M FMA.
+#include "core/flash/flash_backward.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "core/flash/flash_scores.h"
+#include "core/flash/rows.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kTile = kFlashTile;
+constexpr int64_t kChunkKeys = kChunkKeyTiles * kTile;
+// The offsets of a tile of queries against a chunk, in whole vectors.
+constexpr int64_t kSkewed = kChunkKeys + kTile;
+
+using Turn = std::atomic<int32_t>;
+static_assert(sizeof(Turn) == 4 && Turn::is_always_lock_free);
+
+// Waits until it is this task's turn to add. The tasks before it have begun, since tasks are taken in
+// order, and wait for none behind them.
+void Await(const Turn& turn, int64_t value) {
+  while (turn.load(std::memory_order_acquire) != value) std::this_thread::yield();
+}
+void Pass(Turn& turn, int64_t value) {
+  turn.store(static_cast<int32_t>(value + 1), std::memory_order_release);
+}
+
+struct Layout {
+  Layout(const Problem& p, bool relative_keys) : has_positions(relative_keys) {
+    key_depth = PackedKeyDepth(p.head_dim);
+    value_depth = PackedKeyDepth(p.value_dim);
+    query_row = RoundUp(p.head_dim, kColumnQuantum);
+    value_row = PackedValueRow(p.value_dim);
+    query_tiles = RoundUp(p.query_tokens, kTile) / kTile;
+    offsets = query_tiles * kTile + RoundUp(p.kv_tokens, kChunkKeys);
+  }
+  FlashScores::Sizes scores() const { return {query_row, has_positions}; }
+
+  int64_t key_depth;
+  int64_t value_depth;
+  int64_t query_row;
+  int64_t value_row;
+  int64_t query_tiles;
+  int64_t offsets;  // of any query and key, tiles being whole
+  bool has_positions;
+};
+
+// The scratch memory of one thread for one task.
+struct Scratch : FlashScores::Scratch {
+  float* score_gradients;   // [64][kScoreRow]
+  float* output_gradients;  // [64][value_row]
+  float* label_query;       // [64][query_row]
+  float* shift;             // [64]
+  float* delta;             // [64]
+  float* span_gradient;     // [64]
+  float (*label_sums)[2];   // [64]
+  float* q_gradient;        // [64][query_row]
+  // Of the chunk:
+  float* keys;         // [4][key_depth][64]
+  float* values;       // [4][value_depth][64]
+  float* key_rows;     // [256][query_row], scaled
+  float* k_gradient;   // [256][query_row]
+  float* v_gradient;   // [256][value_row]
+  float* column_sums;  // [256], the score gradients of a head's pairs
+  // Sums by offset of a head's pairs, from the least offset that there is:
+  float* bias;           // [offsets]
+  float* factor;         // [offsets]
+  float* position_sums;  // [offsets]
+  float* relative_keys;  // [offsets][query_row], from the keys' least offset
+  float* label_keys;     // [2][query_row]
+  float* label_biases;   // [2]
+  float* position_bias;  // [query_row]
+  bool keys_finite[kChunkKeyTiles];
+};
+
+struct Memory {
+  Turn* tile_turns;   // [batch][query_heads][query_tiles]: the chunks that have added to a tile
+  Turn* head_turns;   // [query_heads]: the chunks of all batch rows that have added to the terms
+  Turn* chunk_turns;  // [batch * kv_heads]: the chunks that have added to keys and values
+  Scratch* scratch;   // [threads]
+};
+
+Memory LayOut(const Problem& p, const Layout& layout, int threads, Workspace& workspace) {
+  Memory memory;
+  memory.tile_turns = workspace.Take<Turn>(p.batch * p.query_heads * layout.query_tiles);
+  memory.head_turns = workspace.Take<Turn>(p.query_heads);
+  memory.chunk_turns = workspace.Take<Turn>(p.batch * p.kv_heads);
+  memory.scratch = workspace.Take<Scratch>(threads);
+  for (int t = 0; t < threads; ++t) {
+    Scratch s{};
+    static_cast<FlashScores::Scratch&>(s) = FlashScores::LayOut(layout.scores(), workspace);
+    const auto take = [&](int64_t floats) { return workspace.Take<float>(floats); };
+    s.products = take(kTile * FlashScores::kScoreRow);
+    s.score_gradients = take(kTile * FlashScores::kScoreRow);
+    s.output_gradients = take(kTile * layout.value_row);
+    s.label_query = take(kTile * layout.query_row);
+    s.shift = take(kTile);
+    s.delta = take(kTile);
+    s.span_gradient = take(kTile);
+    s.label_sums = workspace.Take<float[2]>(kTile);
+    s.q_gradient = take(kTile * layout.query_row);
+    s.keys = take(kChunkKeys * layout.key_depth);
+    s.values = take(kChunkKeys * layout.value_depth);
+    s.key_rows = take(kChunkKeys * layout.query_row);
+    s.k_gradient = take(kChunkKeys * layout.query_row);
+    s.v_gradient = take(kChunkKeys * layout.value_row);
+    s.column_sums = take(kChunkKeys);
+    s.bias = take(layout.offsets);
+    s.factor = take(layout.offsets);
+    s.position_sums = take(layout.offsets);
+    s.relative_keys = take(layout.has_positions ? layout.offsets * layout.query_row : 0);
+    s.label_keys = take(2 * layout.query_row);
+    s.label_biases = take(2);
+    s.position_bias = take(layout.query_row);
+    if (memory.scratch != nullptr) memory.scratch[t] = s;
+  }
+  return memory;
+}
+
+// One call; it does not change while its tasks run.
+class BackwardRun : public FlashScores {
+ public:
+  using Scratch = tfb::Scratch;
+
+  BackwardRun(const Problem& problem, const FlashBackwardCall& call, const Layout& layout,
+              const Memory& memory)
+      : FlashScores(problem, *call.forward, layout.scores()),
+        backward_(call),
+        terms_(call.terms),
+        layout_(layout),
+        memory_(memory),
+        has_labels_(call_.rule.label_keys.keys != nullptr),
+        least_offset_(1 - layout.query_tiles * kTile - call_.rule.query_position) {
+    const TensorView& q = call.q_gradient;
+    wants_q_ = !q.empty();
+    wants_terms_ = terms_.content_bias != nullptr || terms_.position_bias != nullptr ||
+                   terms_.relative_keys != nullptr || terms_.label_keys != nullptr ||
+                   terms_.label_biases != nullptr || terms_.relu_multiplier != nullptr ||
+                   terms_.bias != nullptr;
+    adds_in_place_ = problem.head_dim == layout.query_row && !layout.has_positions &&
+                     !has_labels_ && call_.query_order.tokens == nullptr;
+  }
+
+  int64_t tasks() const {
+    return problem_.batch * backward_.schedule->chunks() * problem_.kv_heads;
+  }
+
+  // Runs task n. Neighbouring tasks are of other heads, so that threads seldom wait for each other.
+  void Own(int64_t n, Scratch& scratch) const {
+    Chunk chunk;
+    chunk.head = n % problem_.kv_heads;
+    chunk.index = n / problem_.kv_heads % backward_.schedule->chunks();
+    chunk.batch = n / problem_.kv_heads / backward_.schedule->chunks();
+    chunk.first_key = chunk.index * kChunkKeys;
+    chunk.keys = std::min(kChunkKeys, problem_.kv_tokens - chunk.first_key);
+    Pack(chunk, scratch);
+    std::fill_n(scratch.k_gradient, kChunkKeys * layout_.query_row, 0.0f);
+    std::fill_n(scratch.v_gradient, kChunkKeys * layout_.value_row, 0.0f);
+    const int64_t group = problem_.group();
+    for (int64_t h = chunk.head * group; h < (chunk.head + 1) * group; ++h) {
+      const absl::Span<const QueryRun> runs = backward_.schedule->Chunk(h, chunk.index);
+      const Offsets offsets = OffsetsOf(chunk, runs);
+      ClearTerms(offsets, scratch);
+      for (const QueryRun& run : runs) {
+        for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
+          Attend(chunk, run, MakeTask(chunk.batch, h, t, 0), scratch);
+        }
+      }
+      if (wants_terms_) AddTerms(chunk, h, offsets, scratch);
+    }
+    AddKeysAndValues(chunk, scratch);
+  }
+
+ private:
+  // Keys that a task owns.
+  struct Chunk {
+    int64_t batch;
+    int64_t head;  // of keys and values
+    int64_t index;
+    int64_t first_key;
+    int64_t keys;
+  };
+  // The offsets j - i of a head's queries and a chunk's keys: low to high.
+  struct Offsets {
+    int64_t low;
+    int64_t high;  // below low: none
+    int64_t count() const { return std::max<int64_t>(high - low + 1, 0); }
+  };
+
+  Offsets OffsetsOf(const Chunk& chunk, absl::Span<const QueryRun> runs) const {
+    if (runs.empty()) return {0, -1};
+    const int64_t first = runs[0].first_tile, end = runs.back().first_tile + runs.back().tiles;
+    const int64_t first_key = chunk.first_key - call_.rule.query_position;
+    return {first_key - (end * kTile - 1), first_key + kChunkKeys - 1 - first * kTile};
+  }
+  // Returns those that have relative keys.
+  Offsets OfKeys(const Offsets& offsets) const {
+    const RelativeKeys& keys = *call_.rule.relative_keys;
+    return {std::max(offsets.low, keys.low()), std::min(offsets.high, keys.high())};
+  }
+  bool sums_positions() const { return terms_.position_bias != nullptr && layout_.has_positions; }
+
+  // ---- Keys and values ----
+
+  void Pack(const Chunk& chunk, Scratch& scratch) const {
+    Task task{};  // of the chunk's batch row and key-value head
+    task.batch = chunk.batch;
+    task.head = chunk.head * problem_.group();
+    for (int64_t t = 0; t < kChunkKeyTiles; ++t) {
+      const int64_t first = chunk.first_key + t * kTile;
+      float* rows = scratch.key_rows + t * kTile * layout_.query_row;
+      scratch.keys_finite[t] = LoadRows(task, call_.k, first, layout_.query_row, rows);
+      kernels_.transpose64(rows, layout_.query_row, layout_.key_depth,
+                           scratch.keys + t * kTile * layout_.key_depth);
+      for (int64_t n = 0; n < kTile * layout_.query_row; ++n) rows[n] *= scale_;
+      float* values = scratch.v_gradient;  // whose memory is free here
+      LoadRows(task, call_.v, first, layout_.value_row, values);
+      kernels_.transpose64(values, layout_.value_row, layout_.value_depth,
+                           scratch.values + t * kTile * layout_.value_depth);
+    }
+  }
+  // Loads 64 keys or values from key `first` on, zeros where there is no token. Returns whether all
+  // are finite.
+  bool LoadRows(const Task& task, const ConstTensorView& view, int64_t first, int64_t row,
+                float* to) const {
+    bool finite = true;
+    std::fill_n(to, kTile * row, 0.0f);
+    for (int64_t r = 0; r < kTile; ++r) {
+      LoadTokenRow(view, task, first + r, view.dim(3), to + r * row);
+      finite = finite && AllFinite(to + r * row, view.dim(3));
+    }
+    return finite;
+  }
+
+  void AddKeysAndValues(const Chunk& chunk, const Scratch& scratch) const {
+    // An order may name a token in several chunks, whose sums are added in the order of places.
+    const bool in_turn = call_.key_order.tokens != nullptr;
+    Turn& turn = memory_.chunk_turns[chunk.batch * problem_.kv_heads + chunk.head];
+    if (in_turn) Await(turn, chunk.index);
+    for (int64_t n = 0; n < chunk.keys; ++n) {
+      if (!IsToken(chunk.batch, chunk.head, chunk.first_key + n)) continue;
+      const int64_t token = call_.key_order(chunk.batch, chunk.head, chunk.first_key + n);
+      const auto add = [&](const float* row, int64_t channels, const TensorView& to) {
+        if (to.empty()) return;
+        float* sum = to.MutableAt<float>(chunk.batch, chunk.head, token);
+        for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
+      };
+      add(scratch.k_gradient + n * layout_.query_row, problem_.head_dim, backward_.k_gradient);
+      add(scratch.v_gradient + n * layout_.value_row, problem_.value_dim, backward_.v_gradient);
+    }
+    if (in_turn) Pass(turn, chunk.index);
+  }
+
+  // ---- Queries ----
+
+  int64_t OutRow(const Task& task, int64_t r) const {
+    return call_.out_by_row ? task.first_query + task.Place(r) : QueryToken(task, r);
+  }
+
+  // Adds what the queries of a task and the chunk's keys give to all gradients.
+  void Attend(const Chunk& chunk, const QueryRun& run, const Task& task, Scratch& scratch) const {
+    const int64_t place = (chunk.batch * problem_.query_heads + task.head) * layout_.query_tiles +
+                          task.first_query / kTile;
+    Turn& turn = memory_.tile_turns[place];
+    Tile tiles[kChunkKeyTiles];
+    TokenSide side;
+    scratch.queries = &side;
+    if (task.rows > 0) {
+      LoadQueries(task, scratch);
+      LoadSide(task, &side);
+    }
+    const Tiles seen = task.rows == 0 ? Tiles() : SeenTiles(chunk, run, task, tiles, scratch);
+    if (seen.empty()) {
+      Await(turn, run.rank);
+      return Pass(turn, run.rank);
+    }
+    LoadGradients(task, scratch);
+    const float* packed = scratch.keys;
+    ComputeScores(
+        task, seen,
+        [&](int64_t tile) {
+          return packed + (tile - chunk.index * kChunkKeyTiles) * kTile * layout_.key_depth;
+        },
+        scratch);
+    WeightGradients(chunk, task, seen, scratch);
+    ScoreGradientsOf(task, seen, scratch);
+    AddValueGradients(chunk, task, seen, scratch);
+    TermGradients(task, seen, scratch);
+    if (!backward_.k_gradient.empty()) AddKeyGradients(chunk, task, seen, scratch);
+    if (!adds_in_place_ && wants_q_) QueryGradients(chunk, task, seen, scratch);
+    Await(turn, run.rank);
+    if (wants_q_) AddQueryGradients(chunk, task, seen, scratch);
+    if (terms_.span != nullptr) AddSpanGradients(task, scratch);
+    Pass(turn, run.rank);
+  }
+
+  // Returns the tiles from the first that the task sees to the last; those between that it does not
+  // see have no extents.
+  Tiles SeenTiles(const Chunk& chunk, const QueryRun& run, const Task& task, Tile* tiles,
+                  const Scratch& scratch) const {
+    int64_t first = -1, end = 0;
+    for (int64_t n = 0; n < kChunkKeyTiles; ++n) {
+      const int64_t index = chunk.index * kChunkKeyTiles + n;
+      tiles[n] = {};
+      tiles[n].index = index;
+      const int32_t mask = run.masks[n];
+      if (mask == QueryRun::kNotSeen || !WithinSpan(task, index, scratch)) continue;
+      tiles[n] =
+          MakeTile(task, index, mask == TileRun::kFull ? nullptr : call_.schedule->Mask(mask),
+                   scratch.visible + n * kTile, scratch);
+      if (tiles[n].seen.end == 0) continue;
+      if (first < 0) first = n;
+      end = n + 1;
+    }
+    if (first < 0) return {};
+    for (int64_t n = first; n < end; ++n) tiles[n].column = (n - first) * kTile;
+    return {tiles + first, static_cast<size_t>(end - first)};
+  }
+
+  void LoadGradients(const Task& task, Scratch& scratch) const {
+    const int64_t row = layout_.value_row, channels = problem_.value_dim;
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t out = OutRow(task, r);
+      float* to = scratch.output_gradients + r * row;
+      LoadRow(backward_.out_gradient, backward_.out_gradient.Offset(task.batch, task.head, out),
+              backward_.out_gradient.stride(3), channels, to);
+      std::fill(to + channels, to + row, 0.0f);
+      scratch.shift[r] = *call_.log_sum_exp.At<float>(task.batch, task.head, out);
+      scratch.delta[r] = *backward_.delta.At<float>(task.batch, task.head, out);
+    }
+    if (call_.rule.soft_span.span != nullptr) std::fill_n(scratch.span_gradient, kTile, 0.0f);
+  }
+
+  // Computes g . v, the gradients of the weights.
+  void WeightGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch) const {
+    for (const Tile& tile : tiles) {
+      const float* values = scratch.values + InChunk(chunk, tile) * layout_.value_depth;
+      ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
+        kernels_.gemm(rows, extent.end - extent.begin, layout_.value_depth,
+                      scratch.output_gradients + row * layout_.value_row, layout_.value_row, 1,
+                      values + extent.begin, kTile,
+                      scratch.score_gradients + row * kScoreRow + tile.column + extent.begin,
+                      kScoreRow, false);
+      });
+    }
+  }
+  // Returns the tile's first key, counted from the chunk's.
+  static int64_t InChunk(const Chunk& chunk, const Tile& tile) {
+    return tile.index * kTile - chunk.first_key;
+  }
+
+  // Turns scores into weights, and the weights' gradients into the scores'.
+  void ScoreGradientsOf(const Task& task, Tiles tiles, Scratch& scratch) const {
+    if (AllWhole(tiles)) {
+      return Differentiate(task, tiles[0], WholeExtent(tiles), scratch);
+    }
+    for (const Tile& tile : tiles) {
+      if (tile.seen.end > 0) Differentiate(task, tile, tile.seen, scratch);
+    }
+  }
+  void Differentiate(const Task& task, const Tile& tile, const Extent& columns,
+                     Scratch& scratch) const {
+    const int64_t column = tile.column + columns.begin;
+    SoftmaxGradient softmax{scratch.shift, scratch.delta, tile.whole ? nullptr : tile.visible,
+                            columns.begin, nullptr,       scratch.span_gradient};
+    float limit[kTile];
+    Ramp ramp{limit, 0};
+    if (call_.rule.soft_span.span != nullptr) {
+      for (int64_t r = 0; r < task.rows; ++r) {
+        limit[r] = scratch.limit[r] + static_cast<float>(tile.index * kTile + columns.begin);
+      }
+      ramp.slope = 1 / call_.rule.soft_span.ramp;
+      softmax.ramp = &ramp;
+    }
+    kernels_.softmax_backward(
+        {scratch.scores + column, kScoreRow, task.rows, columns.end - columns.begin},
+        scratch.score_gradients + column, softmax);
+  }
+
+  // Queries first to end - 1 of a task.
+  struct Rows {
+    int64_t begin;
+    int64_t end;
+  };
+  // Calls body(first key of the tile, keys, rows) for all keys of a whole tile, or for each 16 keys
+  // that any row sees, with the rows from the first to the last that sees one of them.
+  template <class Body>
+  static void ForEachKeys(const Task& task, const Tile& tile, const Body& body) {
+    if (tile.whole) return body(int64_t{0}, kTile, Rows{0, task.rows});
+    for (int64_t first = tile.seen.begin; first < tile.seen.end; first += kGroupRows) {
+      const uint64_t keys = uint64_t{0xFFFF} << first;
+      Rows rows{0, task.rows};
+      while (rows.begin < rows.end && (tile.visible[rows.begin] & keys) == 0) ++rows.begin;
+      while (rows.begin < rows.end && (tile.visible[rows.end - 1] & keys) == 0) --rows.end;
+      if (rows.begin < rows.end) body(first, kGroupRows, rows);
+    }
+  }
+  // Calls body(r, key) for the pairs of a tile that count.
+  template <class Body>
+  static void ForEachPair(const Task& task, const Tile& tile, const Body& body) {
+    for (int64_t r = 0; r < task.rows; ++r) {
+      for (uint64_t rest = tile.visible[r]; rest != 0; rest &= rest - 1) {
+        body(r, static_cast<int64_t>(__builtin_ctzll(rest)));
+      }
+    }
+  }
+  static void AddScaled(float factor, const float* from, int64_t count, float* to) {
+    for (int64_t c = 0; c < count; ++c) to[c] += factor * from[c];
+  }
+  static bool AllRowsFinite(const Task& task, const float* rows, int64_t row) {
+    return AllFinite(rows, task.rows * row);
+  }
+
+  // Adds the product of the transposed pairs [keys][queries] with rows of the queries to sums of the
+  // keys. Rows that are not finite must not meet the zeros of pairs that do not count.
+  void AddTransposed(const Chunk& chunk, const Task& task, Tiles tiles, const float* pairs,
+                     const float* rows, int64_t row, float* sums) const {
+    if (AllWhole(tiles)) {
+      kernels_.gemm(WholeExtent(tiles).end, row, task.rows, pairs, 1, kScoreRow, rows, row,
+                    sums + InChunk(chunk, tiles[0]) * row, row, true);
+      return;
+    }
+    const bool finite = AllRowsFinite(task, rows, row);
+    for (const Tile& tile : tiles) {
+      if (tile.seen.end == 0) continue;
+      const float* of_tile = pairs + tile.column;
+      float* to = sums + InChunk(chunk, tile) * row;
+      if (!finite && !tile.whole) {
+        ForEachPair(task, tile, [&](int64_t r, int64_t key) {
+          AddScaled(of_tile[r * kScoreRow + key], rows + r * row, row, to + key * row);
+        });
+        continue;
+      }
+      ForEachKeys(task, tile, [&](int64_t first, int64_t keys, const Rows& seen) {
+        kernels_.gemm(keys, row, seen.end - seen.begin, of_tile + seen.begin * kScoreRow + first, 1,
+                      kScoreRow, rows + seen.begin * row, row, to + first * row, row, true);
+      });
+    }
+  }
+  void AddValueGradients(const Chunk& chunk, const Task& task, Tiles tiles,
+                         Scratch& scratch) const {
+    if (backward_.v_gradient.empty()) return;
+    AddTransposed(chunk, task, tiles, scratch.scores, scratch.output_gradients, layout_.value_row,
+                  scratch.v_gradient);
+  }
+  void AddKeyGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch) const {
+    AddTransposed(chunk, task, tiles, scratch.score_gradients, scratch.content_query,
+                  layout_.query_row, scratch.k_gradient);
+  }
+
+  // Adds the product of the score gradients with the keys to rows that lie `stride` apart.
+  void AddKeyProducts(const Chunk& chunk, const Task& task, Tiles tiles, const Scratch& scratch,
+                      float* to, int64_t stride) const {
+    const int64_t row = layout_.query_row;
+    if (AllWhole(tiles)) {
+      kernels_.gemm(task.rows, row, WholeExtent(tiles).end, scratch.score_gradients, kScoreRow, 1,
+                    scratch.key_rows + InChunk(chunk, tiles[0]) * row, row, to, stride, true);
+      return;
+    }
+    for (const Tile& tile : tiles) {
+      const float* pairs = scratch.score_gradients + tile.column;
+      const float* keys = scratch.key_rows + InChunk(chunk, tile) * row;
+      if (tile.seen.end > 0 && !tile.whole && !scratch.keys_finite[InChunk(chunk, tile) / kTile]) {
+        ForEachPair(task, tile, [&](int64_t r, int64_t key) {
+          AddScaled(pairs[r * kScoreRow + key], keys + key * row, row, to + r * stride);
+        });
+        continue;
+      }
+      ForEachPart(task, tile, [&](int64_t first, int64_t rows, const Extent& extent) {
+        kernels_.gemm(rows, row, extent.end - extent.begin,
+                      pairs + first * kScoreRow + extent.begin, kScoreRow, 1,
+                      keys + extent.begin * row, row, to + first * stride, stride, true);
+      });
+    }
+  }
+
+  // Computes the queries' gradients of the chunk.
+  void QueryGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch) const {
+    const int64_t row = layout_.query_row;
+    std::fill_n(scratch.q_gradient, task.rows * row, 0.0f);
+    AddKeyProducts(chunk, task, tiles, scratch, scratch.q_gradient, row);
+    if (layout_.has_positions) AddPositionProducts(task, tiles, scratch);
+    if (!has_labels_) return;
+    const LabelKeys& labels = call_.rule.label_keys;
+    for (int64_t r = 0; r < task.rows; ++r) {
+      for (int64_t label = 0; label < 2; ++label) {
+        const float* key = labels.keys + (task.head % labels.heads * 2 + label) * problem_.head_dim;
+        AddScaled(scale_ * scratch.label_sums[r][label], key, problem_.head_dim,
+                  scratch.q_gradient + r * row);
+      }
+    }
+  }
+  void AddQueryGradients(const Chunk& chunk, const Task& task, Tiles tiles,
+                         Scratch& scratch) const {
+    const TensorView& q = backward_.q_gradient;
+    if (adds_in_place_) {
+      AddKeyProducts(chunk, task, tiles, scratch,
+                     q.MutableAt<float>(task.batch, task.head, task.first_query), q.stride(2));
+      return;
+    }
+    for (int64_t r = 0; r < task.rows; ++r) {
+      AddScaled(1, scratch.q_gradient + r * layout_.query_row, problem_.head_dim,
+                q.MutableAt<float>(task.batch, task.head, QueryToken(task, r)));
+    }
+  }
+  void AddSpanGradients(const Task& task, const Scratch& scratch) const {
+    float* spans = terms_.span +
+                   (task.batch * problem_.query_heads + task.head) * problem_.query_tokens +
+                   task.first_query;
+    for (int64_t r = 0; r < task.rows; ++r) spans[task.Place(r)] += scratch.span_gradient[r];
+  }
+
+  // ---- Terms of the score ----
+
+  void ClearTerms(const Offsets& offsets, Scratch& scratch) const {
+    const auto clear = [&](float* sums) {
+      std::fill_n(sums + offsets.low - least_offset_, offsets.count(), 0.0f);
+    };
+    if (terms_.bias != nullptr) clear(scratch.bias);
+    if (terms_.relu_multiplier != nullptr) clear(scratch.factor);
+    if (sums_positions()) clear(scratch.position_sums);
+    if (terms_.relative_keys != nullptr) {
+      const Offsets keys = OfKeys(offsets);
+      std::fill_n(RelativeRow(keys.low, scratch), keys.count() * layout_.query_row, 0.0f);
+    }
+    std::fill_n(scratch.column_sums, kChunkKeys, 0.0f);
+    std::fill_n(scratch.label_keys, 2 * layout_.query_row, 0.0f);
+    std::fill_n(scratch.label_biases, 2, 0.0f);
+    std::fill_n(scratch.position_bias, layout_.query_row, 0.0f);
+  }
+  // Returns the sum of an offset that has a relative key.
+  float* RelativeRow(int64_t offset, const Scratch& scratch) const {
+    return scratch.relative_keys + (offset - call_.rule.relative_keys->low()) * layout_.query_row;
+  }
+
+  // Calls body(scores, first offset) for the columns of a chunk that hold scores: whole rows, or row
+  // by row where places lie apart; the first offset is that of row 0, column 0.
+  template <class Body>
+  void ForEachOffsetRows(const Task& task, Tiles tiles, float* scores, const Body& body) const {
+    const auto visit = [&](const Tile& tile, const Extent& columns) {
+      float* first = scores + tile.column + columns.begin;
+      const int64_t count = columns.end - columns.begin;
+      const int64_t offset =
+          tile.index * kTile + columns.begin - task.first_query - call_.rule.query_position;
+      if (!task.gaps) return body(ScoreRows{first, kScoreRow, task.rows, count}, offset);
+      for (int64_t r = 0; r < task.rows; ++r) {
+        body(ScoreRows{first + r * kScoreRow, kScoreRow, 1, count}, offset - task.Place(r));
+      }
+    };
+    if (AllWhole(tiles)) return visit(tiles[0], WholeExtent(tiles));
+    for (const Tile& tile : tiles) {
+      if (tile.seen.end > 0) visit(tile, tile.seen);
+    }
+  }
+  void AddDiagonals(const Task& task, Tiles tiles, float* scores, float* sums) const {
+    ForEachOffsetRows(task, tiles, scores, [&](const ScoreRows& rows, int64_t offset) {
+      kernels_.add_diagonals(rows, sums + offset - (rows.rows - 1) - least_offset_);
+    });
+  }
+
+  // Sums the gradients of the terms, and takes the scores' gradients through the ReLU.
+  void TermGradients(const Task& task, Tiles tiles, Scratch& scratch) const {
+    const ScoreRule& rule = call_.rule;
+    if (terms_.bias != nullptr) AddDiagonals(task, tiles, scratch.score_gradients, scratch.bias);
+    if (rule.relu_multiplier.values != nullptr) {
+      ForEachOffsetRows(task, tiles, scratch.score_gradients,
+                        [&](const ScoreRows& rows, int64_t offset) {
+                          kernels_.relu_multiply_backward(
+                              rows, scratch.products + (rows.scores - scratch.score_gradients),
+                              rule.relu_multiplier.Of(task.head) + offset, -1);
+                        });
+      if (terms_.relu_multiplier != nullptr) {
+        AddDiagonals(task, tiles, scratch.products, scratch.factor);
+      }
+    }
+    if (terms_.content_bias != nullptr) {
+      for (const Tile& tile : tiles) {
+        if (tile.seen.end == 0) continue;
+        const Extent columns = tile.seen;
+        kernels_.add_columns(
+            {scratch.score_gradients + tile.column + columns.begin, kScoreRow, task.rows,
+             columns.end - columns.begin},
+            scratch.column_sums + tile.index % kChunkKeyTiles * kTile + columns.begin);
+      }
+    }
+    if (sums_positions()) {
+      AddDiagonals(task, tiles, scratch.score_gradients, scratch.position_sums);
+    }
+    if (layout_.has_positions) AddRelativeKeys(task, tiles, scratch);
+    if (has_labels_) SumLabels(task, tiles, scratch);
+  }
+
+  // Sets positions[r][u] to the score gradient of row r at the offset FirstSkewed() + u, and sums the
+  // gradients of the relative keys.
+  void AddRelativeKeys(const Task& task, Tiles tiles, Scratch& scratch) const {
+    for (int64_t r = 0; r < task.rows; ++r) {
+      float* row = scratch.positions + r * kPositionRow;
+      std::fill_n(row, kSkewed, 0.0f);
+      for (const Tile& tile : tiles) {
+        if (tile.seen.end == 0) continue;
+        std::copy_n(scratch.score_gradients + r * kScoreRow + tile.column, kTile,
+                    row + kTile - 1 - task.Place(r) + tile.column);
+      }
+    }
+    if (terms_.relative_keys == nullptr) return;
+    const Offsets keys = SkewedKeys(task, tiles);
+    if (keys.count() == 0) return;
+    kernels_.gemm(keys.count(), layout_.query_row, task.rows,
+                  scratch.positions + (keys.low - FirstSkewed(task, tiles)), 1, kPositionRow,
+                  scratch.position_query, layout_.query_row, RelativeRow(keys.low, scratch),
+                  layout_.query_row, true);
+  }
+  int64_t FirstSkewed(const Task& task, Tiles tiles) const {
+    return tiles[0].index * kTile - task.first_query - call_.rule.query_position - (kTile - 1);
+  }
+  // Returns the offsets of the chunk's tiles that have relative keys.
+  Offsets SkewedKeys(const Task& task, Tiles tiles) const {
+    const int64_t first = FirstSkewed(task, tiles);
+    return OfKeys({first, first + WholeExtent(tiles).end + kTile - 2});
+  }
+  void AddPositionProducts(const Task& task, Tiles tiles, Scratch& scratch) const {
+    const Offsets keys = SkewedKeys(task, tiles);
+    if (keys.count() == 0) return;
+    const int64_t row = layout_.query_row;
+    kernels_.gemm(
+        task.rows, row, keys.count(), scratch.positions + (keys.low - FirstSkewed(task, tiles)),
+        kPositionRow, 1,
+        backward_.relative_keys->Of(task.head) + (keys.low - call_.rule.relative_keys->low()) * row,
+        row, scratch.q_gradient, row, true);
+  }
+
+  void SumLabels(const Task& task, Tiles tiles, Scratch& scratch) const {
+    const LabelKeys& labels = call_.rule.label_keys;
+    std::fill_n(scratch.label_sums[0], 2 * kTile, 0.0f);
+    for (const Tile& tile : tiles) {
+      if (tile.seen.end == 0) continue;
+      int32_t ids[kTile] = {};
+      LoadKeyIds(task, tile.index, ids);
+      kernels_.add_sums_by_label({scratch.score_gradients + tile.column + tile.seen.begin,
+                                  kScoreRow, task.rows, tile.seen.end - tile.seen.begin},
+                                 scratch.query_ids, ids + tile.seen.begin, scratch.label_sums);
+    }
+    if (!wants_terms_) return;
+    LoadQueryRows(task, call_.rule.position_bias, scratch.label_query);
+    for (int64_t label = 0; label < 2; ++label) {
+      const float* key = labels.keys + (task.head % labels.heads * 2 + label) * problem_.head_dim;
+      for (int64_t r = 0; r < task.rows; ++r) {
+        const float sum = scratch.label_sums[r][label];
+        AddScaled(sum, scratch.label_query + r * layout_.query_row, problem_.head_dim,
+                  scratch.label_keys + label * layout_.query_row);
+        AddScaled(scale_ * sum, key, problem_.head_dim, scratch.position_bias);
+        scratch.label_biases[label] += scale_ * sum;
+      }
+    }
+  }
+
+  // Adds a head's sums to the gradients of the terms, in the order of batch rows and chunks.
+  void AddTerms(const Chunk& chunk, int64_t h, const Offsets& offsets, Scratch& scratch) const {
+    const int64_t channels = problem_.head_dim, row = layout_.query_row;
+    if (sums_positions()) {
+      const Offsets keys = OfKeys(offsets);
+      const float* vectors = backward_.relative_keys->Of(h);
+      for (int64_t o = keys.low; o <= keys.high; ++o) {
+        AddScaled(scratch.position_sums[o - least_offset_],
+                  vectors + (o - call_.rule.relative_keys->low()) * row, channels,
+                  scratch.position_bias);
+      }
+    }
+    Turn& turn = memory_.head_turns[h];
+    const int64_t number = chunk.batch * backward_.schedule->chunks() + chunk.index;
+    Await(turn, number);
+    AddTable(call_.rule.bias, offsets, h, scratch.bias, terms_.bias);
+    AddTable(call_.rule.relu_multiplier, offsets, h, scratch.factor, terms_.relu_multiplier);
+    if (terms_.content_bias != nullptr) {
+      for (int64_t n = 0; n < chunk.keys; ++n) {
+        if (scratch.column_sums[n] == 0) continue;  // a hidden key may be NaN
+        AddScaled(scratch.column_sums[n], scratch.key_rows + n * row, channels,
+                  terms_.content_bias + h * channels);
+      }
+    }
+    if (terms_.position_bias != nullptr) {
+      AddScaled(1, scratch.position_bias, channels, terms_.position_bias + h * channels);
+    }
+    if (terms_.relative_keys != nullptr) {
+      const RelativeKeys& all = *call_.rule.relative_keys;
+      const Offsets keys = OfKeys(offsets);
+      AddScaled(
+          1, RelativeRow(keys.low, scratch), keys.count() * row,
+          terms_.relative_keys + (h * (all.high() - all.low() + 1) + keys.low - all.low()) * row);
+    }
+    for (int64_t label = 0; label < 2; ++label) {
+      if (terms_.label_keys != nullptr) {
+        AddScaled(1, scratch.label_keys + label * row, channels,
+                  terms_.label_keys + (h * 2 + label) * channels);
+      }
+      if (terms_.label_biases != nullptr) {
+        terms_.label_biases[h * 2 + label] += scratch.label_biases[label];
+      }
+    }
+    Pass(turn, number);
+  }
+  // Adds sums to a head's row of a table; offsets of padding, which the table lacks, have none.
+  void AddTable(const DistanceEntries& entries, const Offsets& offsets, int64_t h,
+                const float* sums, float* table) const {
+    if (table == nullptr || offsets.count() == 0) return;
+    const int64_t low = std::max(offsets.low, -entries.zero);
+    const int64_t high = std::min(offsets.high, entries.row - 1 - entries.zero);
+    if (low > high) return;
+    AddScaled(1, sums + low - least_offset_, high - low + 1,
+              table + h * entries.row + entries.zero + low);
+  }
+
+  const FlashBackwardCall& backward_;
+  const ScoreGradients& terms_;
+  const Layout& layout_;
+  const Memory& memory_;
+  const bool has_labels_;
+  const int64_t least_offset_;  // the index of an offset in sums by offset is offset - this
+  bool wants_q_;
+  bool wants_terms_;
+  bool adds_in_place_;  // queries' gradients are products that are added where they lie
+};
+
+}  // namespace
+
+RelativeKeyVectors::RelativeKeyVectors(const RelativeKeys& keys, int64_t head_dim, double scale)
+    : heads_(keys.heads()),
+      offsets_(std::max<int64_t>(keys.high() - keys.low() + 1, 0)),
+      row_(RoundUp(head_dim, kColumnQuantum)) {
+  values_.assign(heads_ * offsets_ * row_, 0.0f);
+  for (int64_t h = 0; h < heads_; ++h) {
+    for (int64_t n = 0; n < offsets_; ++n) {
+      const int64_t offset = keys.low() + n;
+      const int64_t panel = offset >= 0 ? offset / kTile : (offset - kTile + 1) / kTile;
+      const float* from = keys.Panel(h, panel) + (offset - panel * kTile);
+      float* to = values_.data() + (h * offsets_ + n) * row_;
+      for (int64_t c = 0; c < head_dim; ++c) to[c] = static_cast<float>(scale) * from[c * kTile];
+    }
+  }
+}
+
+void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_gradient,
+                const ConstTensorView& log_sum_exp_gradient, const TensorView& delta,
+                ThreadPool* pool) {
+  constexpr int64_t kRows = 64;
+  const int64_t heads = out.dim(1), tokens = out.dim(2), channels = out.dim(3);
+  const int64_t blocks = (tokens + kRows - 1) / kRows;
+  pool->ParallelFor(out.dim(0) * heads * blocks, [&](int64_t task, int) {
+    const int64_t b = task / blocks / heads, h = task / blocks % heads;
+    const int64_t end = std::min(tokens, (task % blocks + 1) * kRows);
+    float y[kMaxHeadDim], g[kMaxHeadDim];
+    for (int64_t i = task % blocks * kRows; i < end; ++i) {
+      LoadRow(out, out.Offset(b, h, i), out.stride(3), channels, y);
+      LoadRow(out_gradient, out_gradient.Offset(b, h, i), out_gradient.stride(3), channels, g);
+      double sum = 0;
+      for (int64_t c = 0; c < channels; ++c) sum += static_cast<double>(y[c]) * g[c];
+      if (!log_sum_exp_gradient.empty()) sum -= *log_sum_exp_gradient.At<float>(b, h, i);
+      *delta.MutableAt<float>(b, h, i) = static_cast<float>(sum);
+    }
+  });
+}
+
+size_t FlashBackwardWorkspaceBytes(const Problem& problem, bool relative_keys, int threads) {
+  const Layout layout(problem, relative_keys);
+  return Workspace::Measure(
+      [&](Workspace& workspace) { LayOut(problem, layout, threads, workspace); });
+}
+
+absl::Status FlashBackwardCpu(const Problem& problem, const FlashBackwardCall& call,
+                              const Execution& execution) {
+  const FlashCall& forward = *call.forward;
+  if (forward.schedule == nullptr || forward.schedule->query_tile != kTile) {
+    return absl::InternalError("a backward call has no schedule of tiles of 64");
+  }
+  if (forward.log_sum_exp.empty()) {
+    return absl::InternalError("a backward call has no log-sum-exp of the forward pass");
+  }
+  if (forward.rule.label_keys.keys != nullptr) TFB_RETURN_IF_ERROR(CheckIds(forward));
+  TFB_RETURN_IF_ERROR(CheckTokenRule(forward.rule.tokens));
+  const Layout layout(problem, forward.rule.relative_keys != nullptr);
+  Workspace workspace(execution.workspace);
+  const Memory memory = LayOut(problem, layout, execution.pool->threads(), workspace);
+  std::uninitialized_value_construct_n(memory.tile_turns,
+                                       problem.batch * problem.query_heads * layout.query_tiles);
+  std::uninitialized_value_construct_n(memory.head_turns, problem.query_heads);
+  std::uninitialized_value_construct_n(memory.chunk_turns, problem.batch * problem.kv_heads);
+  const BackwardRun run(problem, call, layout, memory);
+  execution.pool->ParallelFor(
+      run.tasks(), [&](int64_t task, int worker) { run.Own(task, memory.scratch[worker]); });
+  return absl::OkStatus();
+}
+
+}  // namespace tfb
