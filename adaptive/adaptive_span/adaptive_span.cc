@@ -50,8 +50,8 @@ int64_t Reach(const AdaptiveSpanOptions& options, double z) {
                              options.max_span);
 }
 
-double Clamp(const AdaptiveSpanOptions& options, double z) {
-  return std::clamp(z, 0.0, static_cast<double>(options.max_span));
+Traced Clamp(const AdaptiveSpanOptions& options, const Traced& z) {
+  return tfb::Clamp(z, 0, static_cast<double>(options.max_span));
 }
 
 // Returns the mean and the largest of spans, by name.
@@ -234,7 +234,7 @@ class AdaptiveSpan : public FlashTechnique<AdaptiveSpanOptions> {
     std::vector<double> spans;
     const RandomStream stream(job.seed, "span");
     for (int64_t h = 0; h < p.query_heads; ++h) {
-      spans.push_back(Clamp(options, -options.span * std::log(stream.Uniform(h))));
+      spans.push_back(Clamp(options, -options.span * std::log(stream.Uniform(h))).value());
     }
     parameters["span"] = TensorOf(spans);
     return parameters;
@@ -249,13 +249,15 @@ class AdaptiveSpan : public FlashTechnique<AdaptiveSpanOptions> {
       plan.ShareStep(spans);
       plan.Add<SpanTerm>("spans", options.ramp, [spans] { return spans->KeptPairs(); });
     } else {
-      std::vector<float> spans;
+      std::vector<Traced> spans;
+      std::vector<float> values;
       reach.clear();
-      for (const float span : job.parameters.at("span").span<float>()) {
-        spans.push_back(static_cast<float>(Clamp(options, span)));
-        reach.push_back(Reach(options, spans.back()));
+      for (const float& span : job.parameters.at("span").span<float>()) {
+        spans.push_back(Clamp(options, Trace(span)));
+        values.push_back(static_cast<float>(spans.back().value()));
+        reach.push_back(Reach(options, values.back()));
       }
-      plan.AddStep<FixedSpans>(spans);
+      plan.AddStep<FixedSpans>(values);
       plan.Add<SpanTerm>(std::move(spans), options.ramp);
     }
     if (options.positions) plan.Add<RelativeKeyTerm>(Positions(job, reach));

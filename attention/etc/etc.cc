@@ -131,10 +131,10 @@ class EtcPlan {
     }
     if (HasBiases(options_)) {
       const double scale = 1 / std::sqrt(static_cast<double>(problem_.head_dim));
-      const auto bias = [=, biases = parameters_.at(piece + "_bias").view()](int64_t head,
-                                                                             int64_t distance) {
+      const auto bias = [=, biases = parameters_.at(piece + "_bias").view()](
+                            int64_t head, int64_t distance) -> Traced {
         if (std::abs(distance) > reach) return 0.0;
-        return scale * *biases.At<float>(head, std::clamp(-distance, -m, m) + m);
+        return scale * Trace(*biases.At<float>(head, std::clamp(-distance, -m, m) + m));
       };
       terms.push_back(std::make_shared<DistanceBias>(bias));
     }

@@ -15,8 +15,8 @@ double ProductScale(const Problem& problem, double scale) {
 DistanceTable::DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
                              const std::function<float(int64_t, int64_t)>& value)
     : heads_(heads), zero_(std::max<int64_t>(query_tokens - 1, 0)) {
-  const int64_t offsets = std::max<int64_t>(query_tokens + kv_tokens - 1, 0);
-  row_ = offsets + kFlashTile;
+  row_ = Row(query_tokens, kv_tokens);
+  const int64_t offsets = row_ - kFlashTile;
   values_.assign(heads * row_, 0.0f);
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t n = 0; n < offsets; ++n) values_[h * row_ + n] = value(h, n - zero_);
@@ -25,8 +25,17 @@ DistanceTable::DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tok
 
 RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t high,
                            const std::function<int64_t(int64_t)>& row)
-    : heads_(table.dim(0)), low_(low), high_(high), head_dim_(table.dim(2)) {
+    : heads_(table.dim(0)),
+      low_(low),
+      high_(high),
+      head_dim_(table.dim(2)),
+      table_(table.data),
+      element_size_(SizeOf(table.dtype)),
+      head_stride_(table.stride(0)),
+      row_stride_(table.stride(1)),
+      channel_stride_(table.stride(2)) {
   if (high < low) return;
+  for (int64_t offset = low; offset <= high; ++offset) rows_.push_back(row(offset));
   const auto floor_panel = [](int64_t offset) {
     return (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;
   };
@@ -36,7 +45,8 @@ RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t hi
   std::vector<float> values(head_dim_);
   for (int64_t h = 0; h < heads_; ++h) {
     for (int64_t offset = low; offset <= high; ++offset) {
-      LoadRow(table, table.Offset(h, row(offset)), table.stride(2), head_dim_, values.data());
+      LoadRow(table, table.Offset(h, rows_[offset - low]), table.stride(2), head_dim_,
+              values.data());
       const int64_t index = offset - first_panel_ * kFlashTile;
       float* panel = panels_.data() +
                      (h * panel_count_ + index / kFlashTile) * head_dim_ * kFlashTile +

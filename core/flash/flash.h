@@ -17,6 +17,8 @@
 #ifndef TFB_CORE_FLASH_FLASH_H_
 #define TFB_CORE_FLASH_FLASH_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -43,6 +45,10 @@ class DistanceTable {
   DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
                 const std::function<float(int64_t head, int64_t offset)>& value);
 
+  // Returns the floats of a row.
+  static int64_t Row(int64_t query_tokens, int64_t kv_tokens) {
+    return std::max<int64_t>(query_tokens + kv_tokens - 1, 0) + kFlashTile;
+  }
   // Returns the entries, which are valid while the table lives unchanged.
   DistanceEntries entries() const { return {values_.data(), heads_, row_, zero_}; }
 
@@ -81,6 +87,13 @@ class RelativeKeys {
     return repeats_[(head % heads_ * panel_count_ - first_panel_) * kOfPanel + n];
   }
   static constexpr int64_t kBlock = 16;
+  // Returns the address of the first channel of an offset's vector in the table that it was copied
+  // from, whose other channels are channel_stride() elements apart.
+  const void* ElementOf(int64_t head, int64_t offset) const {
+    const int64_t element = head % heads_ * head_stride_ + rows_[offset - low_] * row_stride_;
+    return static_cast<const std::byte*>(table_) + element * element_size_;
+  }
+  int64_t channel_stride() const { return channel_stride_; }
   size_t bytes() const { return panels_.size() * sizeof(float); }
 
  private:
@@ -94,6 +107,13 @@ class RelativeKeys {
   int64_t panel_count_ = 0;
   std::vector<float> panels_;
   std::vector<bool> repeats_;  // [heads][panels][kFlashTile / kBlock]
+  // The table, and the row of each offset.
+  const void* table_ = nullptr;
+  int64_t element_size_ = 0;
+  int64_t head_stride_ = 0;
+  int64_t row_stride_ = 0;
+  int64_t channel_stride_ = 0;
+  std::vector<int64_t> rows_;
 };
 
 // Keys and values in the layout that the CPU engine computes with (see KeyValueCache), a ring of

@@ -65,6 +65,7 @@ struct Layout {
 
 // The scratch memory of one thread for one task.
 struct Scratch : FlashScores::Scratch {
+  float* products;          // [64][kScoreRow], the scores before a ReLU
   float* score_gradients;   // [64][kScoreRow]
   float* output_gradients;  // [64][value_row]
   float* label_query;       // [64][query_row]
@@ -156,7 +157,8 @@ class BackwardRun : public FlashScores {
                    terms_.label_biases != nullptr || terms_.relu_multiplier != nullptr ||
                    terms_.bias != nullptr;
     adds_in_place_ = problem.head_dim == layout.query_row && !layout.has_positions &&
-                     !has_labels_ && call_.query_order.tokens == nullptr;
+                     !has_labels_ && call_.query_order.tokens == nullptr && wants_q_ &&
+                     q.stride(3) == 1;
   }
 
   int64_t tasks() const {
@@ -260,8 +262,7 @@ class BackwardRun : public FlashScores {
       const int64_t token = call_.key_order(chunk.batch, chunk.head, chunk.first_key + n);
       const auto add = [&](const float* row, int64_t channels, const TensorView& to) {
         if (to.empty()) return;
-        float* sum = to.MutableAt<float>(chunk.batch, chunk.head, token);
-        for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
+        AddRow(row, channels, to.MutableAt<float>(chunk.batch, chunk.head, token), to.stride(3));
       };
       add(scratch.k_gradient + n * layout_.query_row, problem_.head_dim, backward_.k_gradient);
       add(scratch.v_gradient + n * layout_.value_row, problem_.value_dim, backward_.v_gradient);
@@ -299,7 +300,7 @@ class BackwardRun : public FlashScores {
         [&](int64_t tile) {
           return packed + (tile - chunk.index * kChunkKeyTiles) * kTile * layout_.key_depth;
         },
-        scratch);
+        scratch, scratch.products);
     WeightGradients(chunk, task, seen, scratch);
     ScoreGradientsOf(task, seen, scratch);
     AddValueGradients(chunk, task, seen, scratch);
@@ -344,6 +345,10 @@ class BackwardRun : public FlashScores {
               backward_.out_gradient.stride(3), channels, to);
       std::fill(to + channels, to + row, 0.0f);
       scratch.shift[r] = *call_.log_sum_exp.At<float>(task.batch, task.head, out);
+      if (!backward_.overwritten.empty() &&
+          *backward_.overwritten.At<uint8_t>(task.batch, QueryToken(task, r)) != 0) {
+        scratch.shift[r] = std::numeric_limits<float>::infinity();
+      }
       scratch.delta[r] = *backward_.delta.At<float>(task.batch, task.head, out);
     }
     if (call_.rule.soft_span.span != nullptr) std::fill_n(scratch.span_gradient, kTile, 0.0f);
@@ -424,6 +429,10 @@ class BackwardRun : public FlashScores {
   }
   static void AddScaled(float factor, const float* from, int64_t count, float* to) {
     for (int64_t c = 0; c < count; ++c) to[c] += factor * from[c];
+  }
+  static void AddRow(const float* from, int64_t count, float* to, int64_t stride) {
+    if (stride == 1) return AddScaled(1, from, count, to);
+    for (int64_t c = 0; c < count; ++c) to[c * stride] += from[c];
   }
   static bool AllRowsFinite(const Task& task, const float* rows, int64_t row) {
     return AllFinite(rows, task.rows * row);
@@ -517,8 +526,8 @@ class BackwardRun : public FlashScores {
       return;
     }
     for (int64_t r = 0; r < task.rows; ++r) {
-      AddScaled(1, scratch.q_gradient + r * layout_.query_row, problem_.head_dim,
-                q.MutableAt<float>(task.batch, task.head, QueryToken(task, r)));
+      AddRow(scratch.q_gradient + r * layout_.query_row, problem_.head_dim,
+             q.MutableAt<float>(task.batch, task.head, QueryToken(task, r)), q.stride(3));
     }
   }
   void AddSpanGradients(const Task& task, const Scratch& scratch) const {

@@ -67,7 +67,7 @@ struct ScoreGradients {
   float* span = nullptr;  // [batch][query_heads][query_tokens]
 };
 
-// Gradients of q, k and v are f32 with adjacent channels, of the shapes of the call's tensors, and are
+// Gradients of q, k and v are f32, of the shapes of the call's tensors, and are
 // added to; an empty one is not computed.
 struct FlashBackwardCall {
   const FlashCall* forward;  // with log_sum_exp as it was written; `out` is not read
@@ -75,6 +75,9 @@ struct FlashBackwardCall {
   const RelativeKeyVectors* relative_keys = nullptr;  // where the rule has relative keys
   ConstTensorView out_gradient;  // g, of the shape of out, of any dtype and strides
   ConstTensorView delta;         // D, f32, of the shape of log_sum_exp
+  // u8 [batch, query_tokens], 1 for rows that another call writes and this one's do not count; or
+  // empty.
+  ConstTensorView overwritten;
   TensorView q_gradient;
   TensorView k_gradient;
   TensorView v_gradient;

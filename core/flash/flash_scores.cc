@@ -64,14 +64,6 @@ void FlashScores::LoadSide(const Task& task, TokenSide* queries) const {
   LoadCodes(task, task.head, task.rows, rule.query_codes, {0, rule.slots}, queries);
 }
 
-void FlashScores::KeepScores(const Task& task, Tiles chunk, Scratch& scratch) const {
-  if (scratch.products == nullptr) return;
-  for (int64_t r = 0; r < task.rows; ++r) {
-    std::copy_n(scratch.scores + r * kScoreRow, WholeExtent(chunk).end,
-                scratch.products + r * kScoreRow);
-  }
-}
-
 void FlashScores::LeaveOut(Task* task) const {
   int64_t rows = 0;
   for (int64_t place = 0; place < task->rows; ++place) {
@@ -313,7 +305,7 @@ FlashScores::Extent FlashScores::ExtentOf(Tiles chunk, int64_t group) {
 
 void FlashScores::ComputeScores(const Task& task, Tiles chunk,
                                 absl::FunctionRef<const float*(int64_t tile)> keys_of,
-                                Scratch& scratch) const {
+                                Scratch& scratch, float* products) const {
   const ScoreRule& rule = call_.rule;
   const ScoreRows scores{scratch.scores, kScoreRow, task.rows, WholeExtent(chunk).end};
   // Place 0 of the tile at column 0 has the offset `first`; one place further down it is one
@@ -346,7 +338,9 @@ void FlashScores::ComputeScores(const Task& task, Tiles chunk,
     for (const Tile& tile : chunk) AddLabels(task, tile, scratch);
   }
   if (rule.relu_multiplier.values != nullptr) {
-    KeepScores(task, chunk, scratch);
+    for (int64_t r = 0; products != nullptr && r < task.rows; ++r) {
+      std::copy_n(scores.scores + r * kScoreRow, scores.columns, products + r * kScoreRow);
+    }
     ApplyTable(task, scores, rule.relu_multiplier.Of(task.head) + first, kernels_.relu_multiply);
   }
   if (adds_bias) ApplyTable(task, scores, rule.bias.Of(task.head) + first, kernels_.add);

@@ -63,8 +63,6 @@ class FlashScores {
     float* limit;              // [64]
     uint64_t* visible;         // [kChunkTiles][64]: the mask words of the tiles that are not whole
     TokenSide* queries = nullptr;  // set where the call has a token rule
-    // [64][kScoreRow], or null: ComputeScores writes there the scores before a ReLU.
-    float* products = nullptr;
   };
   static Scratch LayOut(const Sizes& sizes, Workspace& workspace);
 
@@ -110,9 +108,11 @@ class FlashScores {
   Tile MakeTile(const Task& task, int64_t index, const uint64_t* mask, uint64_t* visible,
                 const Scratch& scratch) const;
   // Computes the scores of a chunk. keys_of(tile) are the keys of a tile, [key_depth][64]. Scores of
-  // hidden pairs are -inf in the columns that tiles see; other columns hold anything.
+  // hidden pairs are -inf in the columns that tiles see; other columns hold anything. Where the rule
+  // has a ReLU, the scores before it are copied to `products`, [64][kScoreRow], unless that is null.
   void ComputeScores(const Task& task, Tiles chunk,
-                     absl::FunctionRef<const float*(int64_t tile)> keys_of, Scratch& scratch) const;
+                     absl::FunctionRef<const float*(int64_t tile)> keys_of, Scratch& scratch,
+                     float* products = nullptr) const;
 
   // Calls body(first_row, rows, extent) once for the whole tile, or for each group of rows that
   // sees any of it.
@@ -201,7 +201,6 @@ class FlashScores {
   // beyond the sequence.
   uint64_t TokensOf(const Task& task, int64_t tile) const;
 
-  void KeepScores(const Task& task, Tiles chunk, Scratch& scratch) const;
   // Hides keys where not all rows see every column that the tile has in the chunk's scores.
   void Hide(const Task& task, const Tile& tile, Scratch& scratch) const;
   void AddLabels(const Task& task, const Tile& tile, Scratch& scratch) const;

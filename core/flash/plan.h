@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "core/flash/parameter_gradients.h"
 #include "core/flash/score_terms.h"
 #include "core/problem.h"
 #include "core/schedule/pattern.h"
@@ -75,6 +76,22 @@ class FlashStep {
 
   virtual double flops() const { return 0; }
   virtual std::map<std::string, double> statistics() const { return {}; }
+
+  // ---- The backward pass, on the CPU ----
+
+  // Returns OK where the step's tensors are no functions of floating inputs or parameters, or where
+  // Backward takes their gradients on to these; otherwise Unimplemented with the reason.
+  virtual absl::Status CheckBackward() const {
+    return absl::UnimplementedError("a step of the technique has no backward pass");
+  }
+  virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+  // Run has made the step's tensors again. `gradients` has, f32 and by name, those of the floating
+  // tensors of this and later steps, and of the layer's inputs, to which it adds; one of these that is
+  // empty is not wanted. Called behind the softmaxes' backward passes, for the last step first.
+  virtual absl::Status Backward(const Inputs& /*tensors*/, const Outputs& /*gradients*/,
+                                const ParameterGradients&, const Execution&) {
+    return absl::OkStatus();
+  }
 };
 
 // An input u8 that hides pairs where it is 0: [batch, queries, keys] of the part, or a band of it,

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <limits>
-#include <set>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "core/flash/crop.h"
 #include "core/schedule/long_rows.h"
 #include "core/status.h"
 
@@ -15,6 +15,10 @@ namespace {
 std::shared_ptr<const Pattern> PatternOf(const FlashPart& part) {
   return part.pattern != nullptr ? part.pattern : std::make_shared<FullPattern>();
 }
+
+// What is computed once in a Run is computed again in Backward, with the gradients of both operands.
+constexpr double kBackwardFactor = 3;
+constexpr absl::string_view kLogSumExp = "log_sum_exp";
 
 bool SeeNothing(const Pattern& pattern, const std::vector<int32_t>& places) {
   KeyList keys;
@@ -77,20 +81,6 @@ TokenOrder OrderOf(const PlaceOrder& order, const DeviceArray<int32_t>& tokens,
   return {tokens.data(), 0, order.orders > 1 ? order.places() : 0, group};
 }
 
-template <class View>
-View Crop(const View& view, int axis, const TokenRange& range) {
-  if (view.empty() || (range.begin == 0 && range.end == view.dim(axis))) return view;
-  return Slice(view, axis, range.begin, range.size());
-}
-
-// Returns some heads and tokens of a view, which may have these heads alone.
-template <class View>
-View Crop(const View& view, const TokenRange& heads, const TokenRange& tokens) {
-  if (view.empty()) return view;
-  const bool has_others = view.dim(1) > heads.size();
-  return Crop(has_others ? Slice(view, 1, heads.begin, heads.size()) : view, 2, tokens);
-}
-
 PairMask MaskOf(const MaskInput& mask, const ConstTensorView& view) {
   if (view.empty()) return {};
   const uint8_t* data = static_cast<const uint8_t*>(view.data);
@@ -130,6 +120,9 @@ absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& probl
       Workspace::Measure([&](Workspace& workspace) { layer->LayOut(Inputs(), &workspace); });
   layer->parameters_ = std::move(parameters);
   layer->fit_ = std::move(fit);
+  layer->parameter_gradients_ = ParameterGradients(layer->parameters_);
+  layer->backward_bytes_ = Workspace::Measure(
+      [&](Workspace& workspace) { layer->LayOutBackward(BackwardCall(), &workspace); });
   return layer;
 }
 
@@ -173,51 +166,65 @@ std::vector<PlannedLayer::Sizes> PlannedLayer::SizesOf(const FlashPlan& plan) co
   return all;
 }
 
-Cost PlannedLayer::cost() const {
+Cost PlannedLayer::cost() const { return CostOf(Pass::kForward); }
+Cost PlannedLayer::backward_cost() const { return CostOf(Pass::kBackward); }
+
+Cost PlannedLayer::CostOf(Pass pass) const {
+  // Backward reads what a Run reads and writes, the gradient of the output, and writes the others.
+  const double times = pass == Pass::kForward ? 1 : 2;
   Cost cost;
   cost.bytes = 0;
   for (const TensorSpec& input : inputs()) {
     if (input.optional) continue;
-    *cost.bytes += ShareRead(input) * static_cast<double>(NumElements(input.shape)) *
+    *cost.bytes += times * ShareRead(input) * static_cast<double>(NumElements(input.shape)) *
                    static_cast<double>(SizeOf(input.dtype));
   }
   for (const TensorSpec& output : outputs()) {
     if (!output.optional) {
-      *cost.bytes += static_cast<double>(NumElements(output.shape) * SizeOf(output.dtype));
+      *cost.bytes += times * static_cast<double>(NumElements(output.shape) * SizeOf(output.dtype));
     }
   }
   for (const auto& [name, parameter] : parameters()) {
-    *cost.bytes += static_cast<double>(parameter.bytes());
+    *cost.bytes += times * static_cast<double>(parameter.bytes());
   }
   if (!is_set_up_ || hides_pairs_) return cost;
   double flops = 0;
   for (const Softmax& softmax : softmaxes_) {
     for (size_t n = 0; n < softmax.parts.size(); ++n) {
       const std::optional<double> of_part =
-          FlopsOf(*softmax.parts[n].part, softmax.engines.engines()[n]);
+          FlopsOf(*softmax.parts[n].part, softmax.engines.engines()[n], pass);
       if (!of_part.has_value()) return cost;
       flops += *of_part;
     }
   }
   cost.flops = flops;
-  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) *cost.flops += step->flops();
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    *cost.flops += (pass == Pass::kForward ? 1 : kBackwardFactor) * step->flops();
+  }
   return cost;
 }
 
-std::optional<double> PlannedLayer::FlopsOf(const FlashPart& part,
-                                            const FlashEngine& engine) const {
+std::optional<double> PlannedLayer::FlopsOf(const FlashPart& part, const FlashEngine& engine,
+                                            Pass pass) const {
   const Problem& p = problem();
   const int64_t heads = engine.problem().query_heads;
   const double queries = static_cast<double>(p.batch * heads * engine.problem().query_tokens);
   std::optional<double> pairs = static_cast<double>(p.batch) * engine.schedule().KeptPairs(heads);
-  double of_pair = 2.0 * static_cast<double>(p.head_dim + p.value_dim), of_query = 0;
+  double terms_of_pair = 0, of_query = 0;
   for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
-    of_pair += term->FlopsPerPair(p);
+    terms_of_pair += term->FlopsPerPair(p);
     of_query += term->FlopsPerQuery(p);
     if (term->decides_pairs()) pairs = term->KeptPairs();
   }
   if (!pairs.has_value()) return std::nullopt;
-  return *pairs * of_pair + queries * of_query;
+  if (pass == Pass::kForward) {
+    const double products = 2.0 * static_cast<double>(p.head_dim + p.value_dim);
+    return *pairs * (products + terms_of_pair) + queries * of_query;
+  }
+  // The scores again, the gradients of queries and keys; those of weights and values.
+  const double products = 2.0 * static_cast<double>(3 * p.head_dim + 2 * p.value_dim);
+  return *pairs * (products + kBackwardFactor * terms_of_pair) +
+         queries * kBackwardFactor * of_query;
 }
 
 std::map<std::string, double> PlannedLayer::statistics() const {
@@ -271,15 +278,22 @@ absl::Status PlannedLayer::DoSetup(const Inputs& inputs, const Execution& execut
   return absl::OkStatus();
 }
 
-absl::Status PlannedLayer::BuildTerms(ThreadPool* pool) {
-  std::set<ScoreTerm*> terms;
+std::vector<ScoreTerm*> PlannedLayer::Terms() const {
+  std::vector<ScoreTerm*> terms;
   for (const FlashRows& rows : plan_.rows()) {
     for (const FlashPart& part : rows.parts) {
       for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
-        if (terms.insert(term.get()).second) TFB_RETURN_IF_ERROR(term->Build(problem(), pool));
+        if (std::find(terms.begin(), terms.end(), term.get()) == terms.end()) {
+          terms.push_back(term.get());
+        }
       }
     }
   }
+  return terms;
+}
+
+absl::Status PlannedLayer::BuildTerms(ThreadPool* pool) {
+  for (ScoreTerm* term : Terms()) TFB_RETURN_IF_ERROR(term->Build(problem(), pool));
   return absl::OkStatus();
 }
 
@@ -330,7 +344,7 @@ absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows)
 // A step's tensor is in the layer's workspace, so that it may be written.
 TensorView PlannedLayer::Written(const std::string& name, const FlashRows& rows,
                                  const Outputs& outputs) const {
-  TensorView view = outputs.Get(name);
+  TensorView view = name == kLogSumExp && !kept_.empty() ? kept_ : outputs.Get(name);
   if (view.empty()) static_cast<ConstTensorView&>(view) = tensors_.Get(name);
   return rows.out_by_place ? view : Crop(view, rows.heads, rows.queries);
 }
@@ -360,36 +374,52 @@ FlashCall PlannedLayer::CallOf(const Softmax& softmax, size_t n, const Outputs& 
   return call;
 }
 
+FlashCall PlannedLayer::MarkedCallOf(const Softmax& softmax, const Outputs& outputs) const {
+  const MarkedQueries& marked = softmax.rows->marked;
+  const MarkedList& list = marked_[softmax.rows - plan_.rows().data()];
+  const int64_t tokens = problem().query_tokens;
+  const auto* marks = static_cast<const uint8_t*>(tensors_.Get(marked.tensor).data);
+  for (int64_t b = 0; b < problem().batch; ++b) {
+    ListMarked(marks + b * tokens, tokens,
+               {list.queries + b * marked.most, static_cast<size_t>(marked.most)});
+  }
+  FlashCall call = CallOf(softmax, 0, outputs);
+  call.query_order = {list.queries, marked.most, 0};
+  call.rule.tokens.causal = softmax.parts[0].part->causal;
+  return call;
+}
+
 absl::Status PlannedLayer::RunMarked(const Softmax& softmax, const Outputs& outputs,
                                      const Execution& execution) const {
+  const FlashEngine& engine = softmax.engines.engines()[0];
+  if (device_ == Device::kCpu) return engine.Run(MarkedCallOf(softmax, outputs), execution);
   const MarkedQueries& marked = softmax.rows->marked;
   MarkedList list = marked_[softmax.rows - plan_.rows().data()];
   const int64_t batch = problem().batch, tokens = problem().query_tokens;
   const auto* marks = static_cast<const uint8_t*>(tensors_.Get(marked.tensor).data);
   FlashCall call = CallOf(softmax, 0, outputs);
-  const bool causal = softmax.parts[0].part->causal;
-  if (device_ == Device::kCpu) {
-    for (int64_t b = 0; b < batch; ++b) {
-      ListMarked(marks + b * tokens, tokens,
-                 {list.queries + b * marked.most, static_cast<size_t>(marked.most)});
-    }
-    call.query_order = {list.queries, marked.most, 0};
-    call.rule.tokens.causal = causal;
-    return softmax.engines.engines()[0].Run(call, execution);
-  }
   list.rows.is_listed = const_cast<uint8_t*>(marks);  // which ListRows reads
   TFB_RETURN_IF_ERROR(ListRows(device_, list.rows, batch, tokens, execution));
   Band band;
-  band.high = causal ? 0 : std::numeric_limits<int64_t>::max() / 2;
+  band.high = softmax.parts[0].part->causal ? 0 : std::numeric_limits<int64_t>::max() / 2;
   call.band = &band;
   call.asked = list.rows.list(batch);
-  return softmax.engines.engines()[0].Run(call, execution);
+  return engine.Run(call, execution);
+}
+
+TensorView PlannedLayer::Kept(const Execution& execution) const {
+  if (execution.kept.empty()) return {};
+  const Problem& p = problem();
+  Workspace kept(execution.kept);
+  return TensorView(kept.Take<float>(p.batch * p.query_heads * p.query_tokens), DType::kF32,
+                    {p.batch, p.query_heads, p.query_tokens});
 }
 
 absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                  const Execution& execution) {
   Workspace workspace(execution.workspace);
   LayOut(inputs, &workspace);
+  kept_ = Kept(execution);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
@@ -408,6 +438,8 @@ absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Finish(tensors_, outputs, rest));
   }
+  const TensorView log_sum_exp = outputs.Get(kLogSumExp);
+  if (!kept_.empty() && !log_sum_exp.empty()) CopyElements(kept_, log_sum_exp);
   return absl::OkStatus();
 }
 

@@ -23,7 +23,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/cuda/device_array.h"
+#include "core/flash/flash_backward.h"
 #include "core/flash/flash_parts.h"
+#include "core/flash/parameter_gradients.h"
 #include "core/flash/plan.h"
 #include "core/layers/list_rows.h"
 #include "core/technique.h"
@@ -48,10 +50,20 @@ class PlannedLayer : public Layer {
   Cost cost() const override;
   std::map<std::string, double> statistics() const override;
 
+  // The backward pass is on the CPU. A Run keeps the log-sum-exp of every row; Backward runs the
+  // steps again.
+  absl::Status CheckBackward() const override;
+  size_t kept_bytes() const override;
+  size_t backward_workspace_bytes(int threads) const override;
+  Cost backward_cost() const override;
+  std::vector<std::string> differentiable_outputs() const override;
+
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override;
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override;
 
  private:
   // The sizes of a softmax, which decide its workspace.
@@ -92,14 +104,39 @@ class PlannedLayer : public Layer {
   // lists.
   void LayOut(const Inputs& inputs, Workspace* workspace);
   std::vector<Sizes> SizesOf(const FlashPlan& plan) const;
+  std::vector<ScoreTerm*> Terms() const;  // each once
   absl::Status BuildTerms(ThreadPool* pool);
   absl::StatusOr<Softmax> Build(const FlashRows& rows) const;
   TensorView Written(const std::string& name, const FlashRows& rows, const Outputs& outputs) const;
   FlashCall CallOf(const Softmax& softmax, size_t part, const Outputs& outputs) const;
+  // Lists a softmax's marked queries, on the CPU, and returns the call over them.
+  FlashCall MarkedCallOf(const Softmax& softmax, const Outputs& outputs) const;
   absl::Status RunMarked(const Softmax& softmax, const Outputs& outputs,
                          const Execution& execution) const;
-  // Returns the FLOPs of a part, where its pairs are known.
-  std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine) const;
+  // Returns the FLOPs of a part, where its pairs are known: those of a Run, or of Backward.
+  enum class Pass { kForward, kBackward };
+  std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine, Pass pass) const;
+  Cost CostOf(Pass pass) const;
+  // Returns the log-sum-exp that a Run keeps, or an empty view.
+  TensorView Kept(const Execution& execution) const;
+
+  // What a part has beside its forward call.
+  struct PartBackward {
+    TransposedSchedule schedule;
+    RelativeKeyVectors relative_keys;
+  };
+  // The tensors of a Backward, in its workspace.
+  struct BackwardMemory {
+    TensorView delta;       // [batch, query_heads, query_tokens]
+    size_t sums_begin = 0;  // where in the workspace the sums are that are 0 at first
+    size_t sums_end = 0;
+  };
+  // Lays out the workspace of a Backward, without the engines' scratch, and names the gradients of
+  // floating tensors: those of f32 inputs are the caller's, others are in the workspace.
+  BackwardMemory LayOutBackward(const BackwardCall& call, Workspace* workspace);
+  size_t BackwardScratchBytes(int threads) const;
+  absl::Status BackwardOf(size_t softmax, const ConstTensorView& out_gradient,
+                          const TensorView& delta, const Execution& execution);
   // Returns the share of an input's rows that a Run reads.
   double ShareRead(const TensorSpec& input) const;
 
@@ -110,8 +147,13 @@ class PlannedLayer : public Layer {
   std::vector<Sizes> sizes_;        // of the softmaxes, before long rows are cut
   size_t step_bytes_ = 0;           // of what LayOut takes
   Inputs tensors_;                  // of a Run: the inputs, and the tensors of the steps
+  TensorView kept_;                 // of a Run: the log-sum-exp
   std::vector<MarkedList> marked_;  // of the plan's softmaxes
   std::vector<Softmax> softmaxes_;
+  std::vector<std::vector<PartBackward>> backward_parts_;  // of softmaxes_
+  Outputs gradients_;                                      // of a Backward, f32, by tensor
+  ParameterGradients parameter_gradients_;
+  size_t backward_bytes_ = 0;  // of what LayOutBackward takes
   bool is_set_up_ = false;
   bool hides_pairs_ = false;  // Setup had an input that hides pairs, or a Run marks queries
 };

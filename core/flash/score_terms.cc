@@ -3,29 +3,49 @@
 #include <algorithm>
 #include <limits>
 
+#include "core/cpu/kernels.h"
+#include "core/flash/rows.h"
 #include "core/status.h"
 
 namespace tfb {
-namespace {
 
-DistanceTable TableOf(const Problem& problem, const OfDistance& value) {
+void TracedTable::Build(const Problem& problem) {
   constexpr double kLargest = std::numeric_limits<float>::max();
-  return DistanceTable(problem.query_heads, problem.query_tokens, problem.kv_tokens,
-                       [&](int64_t head, int64_t offset) {
-                         return static_cast<float>(
-                             std::min(kLargest, value(head, problem.causal_offset() - offset)));
-                       });
+  problem_ = problem;
+  table_ = DistanceTable(problem.query_heads, problem.query_tokens, problem.kv_tokens,
+                         [&](int64_t head, int64_t offset) {
+                           return static_cast<float>(std::min(
+                               kLargest, value_(head, problem.causal_offset() - offset).value()));
+                         });
 }
 
-}  // namespace
+void TracedTable::LayOutGradients(const Problem& problem, Workspace* workspace) {
+  sums_ = workspace->Take<float>(problem.query_heads *
+                                 DistanceTable::Row(problem.query_tokens, problem.kv_tokens));
+}
+
+void TracedTable::AddGradients(const ParameterGradients& gradients) const {
+  const DistanceEntries entries = table_.entries();
+  for (int64_t h = 0; h < problem_.query_heads; ++h) {
+    const float* of_zero = sums_ + h * entries.row + entries.zero;
+    for (int64_t offset = 1 - problem_.query_tokens; offset < problem_.kv_tokens; ++offset) {
+      if (of_zero[offset] == 0) continue;
+      const Traced value = value_(h, problem_.causal_offset() - offset);
+      for (const Traced::Derivative& d : value.derivatives()) {
+        double* sum = gradients.Of(d.element);
+        if (sum != nullptr) *sum += d.value * of_zero[offset];
+      }
+    }
+  }
+}
 
 absl::Status DistanceBias::Build(const Problem& problem, ThreadPool*) {
-  table_ = TableOf(problem, bias_);
+  table_.Build(problem);
   return absl::OkStatus();
 }
 
 absl::Status ReluMultiplier::Build(const Problem& problem, ThreadPool*) {
-  table_ = TableOf(problem, factor_);
+  table_.Build(problem);
   return absl::OkStatus();
 }
 
@@ -34,9 +54,30 @@ absl::Status RelativeKeyTerm::Build(const Problem&, ThreadPool* pool) {
   return absl::OkStatus();
 }
 
+void RelativeKeySums::LayOut(const Problem& problem, Workspace* workspace) {
+  query_heads_ = problem.query_heads;
+  head_dim_ = problem.head_dim;
+  row_ = RoundUp(problem.head_dim, kColumnQuantum);
+  const int64_t offsets = std::max<int64_t>(problem.query_tokens + problem.kv_tokens - 1, 0);
+  data_ = workspace->Take<float>(query_heads_ * offsets * row_);
+}
+
+void RelativeKeyTerm::AddGradients(const ParameterGradients& gradients, ThreadPool*) const {
+  for (int64_t h = 0; h < sums_.query_heads(); ++h) {
+    for (int64_t offset = keys_.low(); offset <= keys_.high(); ++offset) {
+      double* vector = gradients.Of(keys_.ElementOf(h, offset));
+      if (vector == nullptr) continue;
+      const float* sums = sums_.Of(keys_, h, offset);
+      for (int64_t c = 0; c < sums_.head_dim(); ++c) vector[c * keys_.channel_stride()] += sums[c];
+    }
+  }
+}
+
 LabelTerm::LabelTerm(const Tensor& vectors, const Tensor* biases, std::string ids)
     : has_vectors_(!vectors.empty()), biases_(biases), ids_(std::move(ids)) {
-  if (has_vectors_) vectors_ = vectors.CloneAs(DType::kF32);
+  if (!has_vectors_) return;
+  parameter_ = vectors.view();
+  vectors_ = vectors.CloneAs(DType::kF32);
 }
 
 absl::Status LabelTerm::Build(const Problem& problem, ThreadPool*) {
@@ -59,6 +100,34 @@ void LabelTerm::Bind(const Inputs& inputs, const TokenRange& queries, const Toke
   call->key_ids = Slice(ids, 1, keys.begin, keys.size());
 }
 
+void LabelTerm::LayOutGradients(const Problem& problem, Workspace* workspace) {
+  of_sums_ = {problem.query_heads, 2, problem.head_dim};
+  vector_sums_ = workspace->Take<float>(NumElements(of_sums_));
+  bias_sums_ = workspace->Take<float>(problem.query_heads * 2);
+}
+
+void LabelTerm::AddGradients(const ParameterGradients& gradients, ThreadPool*) const {
+  for (int64_t n = 0; n < of_sums_[0] * 2; ++n) {
+    const int64_t h = n / 2, label = n % 2;
+    if (has_vectors_) {
+      const int64_t element = parameter_.Offset(h % parameter_.dim(0), label);
+      double* vector = gradients.Of(static_cast<const std::byte*>(parameter_.data) +
+                                    element * SizeOf(parameter_.dtype));
+      for (int64_t c = 0; vector != nullptr && c < of_sums_[2]; ++c) {
+        vector[c] += vector_sums_[n * of_sums_[2] + c];
+      }
+    }
+    if (biases_ == nullptr) continue;
+    double* bias = gradients.Of(biases_->view().At<float>(h % biases_->dim(0), label));
+    if (bias != nullptr) *bias += bias_sums_[n];
+  }
+}
+
+SpanTerm::SpanTerm(std::vector<Traced> spans, double ramp)
+    : traced_(std::move(spans)), ramp_(static_cast<float>(ramp)) {
+  for (const Traced& span : traced_) spans_.push_back(static_cast<float>(span.value()));
+}
+
 void SpanTerm::AddTo(ScoreRule* rule) const {
   if (!name_.empty()) return;
   rule->soft_span.span = spans_.data();
@@ -77,6 +146,28 @@ void SpanTerm::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
                           spans.stride(1),
                           spans.stride(2),
                           ramp_};
+}
+
+void SpanTerm::LayOutGradients(const Problem& problem, Workspace* workspace) {
+  if (!name_.empty()) return;
+  of_sums_ = {problem.batch, problem.query_heads, problem.query_tokens};
+  sums_ = workspace->Take<float>(NumElements(of_sums_));
+}
+
+void SpanTerm::BindGradients(const Outputs& tensors, ScoreGradients* gradients) const {
+  gradients->span = name_.empty() ? sums_ : static_cast<float*>(tensors.Get(name_).mutable_data());
+}
+
+void SpanTerm::AddGradients(const ParameterGradients& gradients, ThreadPool*) const {
+  if (!name_.empty()) return;
+  for (int64_t row = 0; row < of_sums_[0] * of_sums_[1]; ++row) {
+    double sum = 0;
+    for (int64_t i = 0; i < of_sums_[2]; ++i) sum += sums_[row * of_sums_[2] + i];
+    for (const Traced::Derivative& d : traced_[row % of_sums_[1]].derivatives()) {
+      double* of_parameter = gradients.Of(d.element);
+      if (of_parameter != nullptr) *of_parameter += d.value * sum;
+    }
+  }
 }
 
 void TokenSlots::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,

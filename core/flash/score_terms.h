@@ -13,9 +13,13 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/flash/flash.h"
+#include "core/flash/flash_backward.h"
+#include "core/flash/parameter_gradients.h"
 #include "core/problem.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "core/traced.h"
+#include "core/workspace.h"
 
 namespace tfb {
 
@@ -48,40 +52,108 @@ class ScoreTerm {
   // Run, where the schedule does not tell; on a GPU that Run must be done. Absent before a Run.
   virtual bool decides_pairs() const { return false; }
   virtual std::optional<double> KeptPairs() const { return std::nullopt; }
+
+  // ---- The backward pass, on the CPU ----
+
+  // Takes memory for the sums that the engine makes of the gradients of what the term adds, which are
+  // 0 at first. The sizes are those of the problem, whatever Build made.
+  virtual void LayOutGradients(const Problem&, Workspace*) {}
+  // Lets a call add to these sums, and to the gradients of tensors that the term reads, f32, by name.
+  virtual void BindGradients(const Outputs& /*tensors*/, ScoreGradients*) const {}
+  // Takes the sums on to the parameters.
+  virtual void AddGradients(const ParameterGradients&, ThreadPool*) const {}
 };
 
 // A number for each head and distance p_i - j, which is positive for keys before the query. Here
-// p_i = i + kv_tokens - query_tokens is the position of query i among the keys.
-using OfDistance = std::function<double(int64_t head, int64_t distance)>;
+// p_i = i + kv_tokens - query_tokens is the position of query i among the keys. Where it depends on
+// parameters, these are traced (core/traced.h), for the sake of their gradients.
+using OfDistance = std::function<Traced(int64_t head, int64_t distance)>;
+
+// A number for each head and distance, as a table that an engine reads, and the sums of its gradients.
+class TracedTable {
+ public:
+  explicit TracedTable(OfDistance value) : value_(std::move(value)) {}
+  void Build(const Problem& problem);
+  DistanceEntries entries() const { return table_.entries(); }
+
+  // Takes memory for the sums, one for each head of the queries and offset.
+  void LayOutGradients(const Problem& problem, Workspace* workspace);
+  float* sums() const { return sums_; }
+  void AddGradients(const ParameterGradients& gradients) const;
+
+ private:
+  OfDistance value_;
+  Problem problem_;
+  DistanceTable table_;
+  float* sums_ = nullptr;  // [query_heads][row]
+};
 
 // Adds b_h(p_i - j) to the scores.
 class DistanceBias : public ScoreTerm {
  public:
-  explicit DistanceBias(OfDistance bias) : bias_(std::move(bias)) {}
+  explicit DistanceBias(OfDistance bias) : table_(std::move(bias)) {}
   absl::Status Build(const Problem& problem, ThreadPool*) override;
   void AddTo(ScoreRule* rule) const override { rule->bias = table_.entries(); }
   double FlopsPerPair(const Problem&) const override { return 1; }
 
+  void LayOutGradients(const Problem& problem, Workspace* workspace) override {
+    table_.LayOutGradients(problem, workspace);
+  }
+  void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
+    gradients->bias = table_.sums();
+  }
+  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override {
+    table_.AddGradients(gradients);
+  }
+
  private:
-  OfDistance bias_;
-  DistanceTable table_;
+  TracedTable table_;
 };
 
 // Replaces the score s_ij by relu(s_ij) f_h(p_i - j). A factor beyond fp32 counts as the largest
 // float, so that a product with 0 stays 0.
 class ReluMultiplier : public ScoreTerm {
  public:
-  explicit ReluMultiplier(OfDistance factor) : factor_(std::move(factor)) {}
+  explicit ReluMultiplier(OfDistance factor) : table_(std::move(factor)) {}
   absl::Status Build(const Problem& problem, ThreadPool*) override;
   void AddTo(ScoreRule* rule) const override { rule->relu_multiplier = table_.entries(); }
   double FlopsPerPair(const Problem&) const override { return 2; }
 
+  void LayOutGradients(const Problem& problem, Workspace* workspace) override {
+    table_.LayOutGradients(problem, workspace);
+  }
+  void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
+    gradients->relu_multiplier = table_.sums();
+  }
+  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override {
+    table_.AddGradients(gradients);
+  }
+
  private:
-  OfDistance factor_;
-  DistanceTable table_;
+  TracedTable table_;
 };
 
-// Adds scale q_i . r_(j-i) to the scores.
+// The sums of the gradients of relative keys.
+class RelativeKeySums {
+ public:
+  void LayOut(const Problem& problem, Workspace* workspace);
+  float* data() const { return data_; }  // as ScoreGradients::relative_keys
+  // Returns the sums of a query head and offset, head_dim floats.
+  const float* Of(const RelativeKeys& keys, int64_t head, int64_t offset) const {
+    return data_ + (head * (keys.high() - keys.low() + 1) + offset - keys.low()) * row_;
+  }
+  int64_t query_heads() const { return query_heads_; }
+  int64_t head_dim() const { return head_dim_; }
+
+ private:
+  int64_t query_heads_ = 0;
+  int64_t head_dim_ = 0;
+  int64_t row_ = 0;
+  float* data_ = nullptr;
+};
+
+// Adds scale q_i . r_(j-i) to the scores. The keys' gradients are those of the table that they are
+// made of, where it is a parameter.
 class RelativeKeyTerm : public ScoreTerm {
  public:
   using Make = std::function<absl::StatusOr<RelativeKeys>(ThreadPool*)>;
@@ -99,10 +171,19 @@ class RelativeKeyTerm : public ScoreTerm {
   }
   bool has_relative_keys() const override { return true; }
 
+  void LayOutGradients(const Problem& problem, Workspace* workspace) override {
+    sums_.LayOut(problem, workspace);
+  }
+  void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
+    gradients->relative_keys = sums_.data();
+  }
+  void AddGradients(const ParameterGradients& gradients, ThreadPool* pool) const override;
+
  private:
   Make make_;
   int64_t vectors_ = 0;
   RelativeKeys keys_;
+  RelativeKeySums sums_;
 };
 
 // Adds scale (q_i + w) . l + c, with the vector l and the number c of pairs whose tokens have the
@@ -122,19 +203,29 @@ class LabelTerm : public ScoreTerm {
     return has_vectors_ ? 2.0 * static_cast<double>(2 * problem.head_dim) : 0.0;
   }
 
+  void LayOutGradients(const Problem& problem, Workspace* workspace) override;
+  void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
+    gradients->label_keys = has_vectors_ ? vector_sums_ : nullptr;
+    gradients->label_biases = biases_ != nullptr ? bias_sums_ : nullptr;
+  }
+  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override;
+
  private:
   bool has_vectors_;
-  Tensor vectors_;  // f32
+  ConstTensorView parameter_;  // the vectors as they were given
+  Tensor vectors_;             // f32
   const Tensor* biases_;
   std::string ids_;
+  Shape of_sums_;  // [query_heads, 2, head_dim]
+  float* vector_sums_ = nullptr;
+  float* bias_sums_ = nullptr;  // [query_heads][2]
 };
 
 // Multiplies the weight of key j by clip((ramp + z - (p_i - j)) / ramp, 0, 1), with the span z of a
 // head, or of a head and query. The pattern leaves out keys of weight 0, or the engine does.
 class SpanTerm : public ScoreTerm {
  public:
-  SpanTerm(std::vector<float> spans, double ramp)  // of the heads
-      : spans_(std::move(spans)), ramp_(static_cast<float>(ramp)) {}
+  SpanTerm(std::vector<Traced> spans, double ramp);  // of the heads
   // The spans are the tensor `name`, f32 [batch, query_heads, query_tokens]; `kept_pairs` is KeptPairs.
   SpanTerm(std::string name, double ramp, std::function<std::optional<double>()> kept_pairs)
       : name_(std::move(name)),
@@ -148,9 +239,16 @@ class SpanTerm : public ScoreTerm {
   bool decides_pairs() const override { return kept_pairs_ != nullptr; }
   std::optional<double> KeptPairs() const override { return kept_pairs_(); }
 
+  void LayOutGradients(const Problem& problem, Workspace* workspace) override;
+  void BindGradients(const Outputs& tensors, ScoreGradients* gradients) const override;
+  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override;
+
  private:
+  std::vector<Traced> traced_;
   std::vector<float> spans_;
   std::string name_;  // empty: spans_
+  Shape of_sums_;     // [batch, query_heads, query_tokens]
+  float* sums_ = nullptr;
   float ramp_;
   std::function<std::optional<double>()> kept_pairs_;
 };

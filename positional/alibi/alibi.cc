@@ -38,7 +38,7 @@ class Alibi : public FlashTechnique<NoOptions> {
   }
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
     const auto bias = [m = job.parameters.at("slopes").span<float>()](int64_t h, int64_t distance) {
-      return -m[h] * static_cast<double>(std::abs(distance));
+      return -Trace(m[h]) * static_cast<double>(std::abs(distance));
     };
     return FlashPlan(job.problem).Add<DistanceBias>(bias);
   }

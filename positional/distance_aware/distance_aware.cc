@@ -1,6 +1,5 @@
 #include "positional/distance_aware/distance_aware.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
@@ -8,9 +7,6 @@
 
 namespace tfb::distance_aware {
 namespace {
-
-// Returns log(1 + exp(x)) without overflow.
-double Softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
 
 class DistanceAware : public FlashTechnique<NoOptions> {
  public:
@@ -28,7 +24,7 @@ class DistanceAware : public FlashTechnique<NoOptions> {
   absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
     const auto factor = [alpha = job.parameters.at("alpha").span<float>(),
                          beta = job.parameters.at("beta").span<float>()](int64_t h, int64_t d) {
-      return DistanceAwareFactor(alpha[h], beta[h], std::abs(d));
+      return DistanceAwareFactor(Trace(alpha[h]), Trace(beta[h]), std::abs(d));
     };
     return FlashPlan(job.problem).Add<ReluMultiplier>(factor);
   }
@@ -53,8 +49,8 @@ const bool registered = RegisterTechnique<DistanceAware>();
 
 }  // namespace
 
-double DistanceAwareFactor(double alpha, double beta, int64_t distance) {
-  return std::exp(Softplus(beta) - Softplus(beta - alpha * static_cast<double>(distance)));
+Traced DistanceAwareFactor(const Traced& alpha, const Traced& beta, int64_t distance) {
+  return exp(Softplus(beta) - Softplus(beta - alpha * static_cast<double>(distance)));
 }
 
 }  // namespace tfb::distance_aware

@@ -23,10 +23,12 @@
 
 #include <cstdint>
 
+#include "core/traced.h"
+
 namespace tfb::distance_aware {
 
 // Returns f(distance) by the stable form.
-double DistanceAwareFactor(double alpha, double beta, int64_t distance);
+Traced DistanceAwareFactor(const Traced& alpha, const Traced& beta, int64_t distance);
 
 }  // namespace tfb::distance_aware
 

@@ -83,7 +83,7 @@ class T5Bias : public FlashTechnique<T5BiasOptions> {
       const int64_t distance = causal ? std::max<int64_t>(behind, 0) : std::abs(behind);
       const int64_t bucket =
           std::upper_bound(starts.begin(), starts.end(), distance) - starts.begin() - 1;
-      return *beta.At<float>(!causal && behind < 0 ? side + bucket : bucket, h);
+      return Trace(*beta.At<float>(!causal && behind < 0 ? side + bucket : bucket, h));
     };
     return FlashPlan(job.problem, job.options.scale).Add<DistanceBias>(bias);
   }

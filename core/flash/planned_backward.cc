@@ -1,0 +1,220 @@
+// The backward pass of PlannedLayer.
+#include <algorithm>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "core/flash/crop.h"
+#include "core/flash/planned_layer.h"
+#include "core/flash/rows.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+// Sets memory to 0, a piece a task.
+void Clear(absl::Span<std::byte> memory, ThreadPool* pool) {
+  constexpr int64_t kPiece = int64_t{1} << 18;
+  pool->ParallelForRanges(
+      static_cast<int64_t>(memory.size()), kPiece,
+      [&](int64_t begin, int64_t end, int) { std::memset(memory.data() + begin, 0, end - begin); });
+}
+
+void Clear(const TensorView& view, ThreadPool* pool) {
+  if (!view.is_contiguous()) return Fill(view, 0);
+  Clear({static_cast<std::byte*>(view.mutable_data()),
+         static_cast<size_t>(view.num_elements() * SizeOf(view.dtype))},
+        pool);
+}
+
+// Copies contiguous rows of f32 to a view of another dtype.
+void RoundTo(const ConstTensorView& from, const TensorView& to, ThreadPool* pool) {
+  constexpr int64_t kRows = 256;
+  const int64_t channels = from.dim(from.rank - 1);
+  const int64_t rows = channels == 0 ? 0 : from.num_elements() / channels;
+  pool->ParallelForRanges(rows, kRows, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      int64_t offset = 0, rest = row;
+      for (int axis = to.rank - 2; axis >= 0; --axis) {
+        offset += rest % to.dim(axis) * to.stride(axis);
+        rest /= to.dim(axis);
+      }
+      StoreRow(static_cast<const float*>(from.data) + row * channels, channels, to, offset,
+               to.stride(to.rank - 1));
+    }
+  });
+}
+
+// Returns a gradient of zeros where the caller gives none.
+ConstTensorView OrZeros(const ConstTensorView& gradient, const ConstTensorView& like) {
+  static constexpr float kZero = 0;
+  if (!gradient.empty()) return gradient;
+  return ConstTensorView(&kZero, DType::kF32, like.shape(), Shape(like.rank, 0));
+}
+
+}  // namespace
+
+absl::Status PlannedLayer::CheckBackward() const {
+  if (device_ != Device::kCpu) {
+    return absl::UnimplementedError(absl::StrCat(
+        "the backward pass of engine flash is on the CPU alone, not on ", Name(device_)));
+  }
+  for (const FlashRows& rows : plan_.rows()) {
+    if (rows.out != "out" || rows.log_sum_exp != "log_sum_exp") {
+      return absl::UnimplementedError(
+          absl::StrCat("there is no backward pass through the tensor ", rows.out));
+    }
+  }
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    TFB_RETURN_IF_ERROR(step->CheckBackward());
+  }
+  return absl::OkStatus();
+}
+
+std::vector<std::string> PlannedLayer::differentiable_outputs() const {
+  return {"out", "log_sum_exp"};
+}
+
+size_t PlannedLayer::kept_bytes() const {
+  const Problem& p = problem();
+  return Workspace::Measure([&](Workspace& workspace) {
+    workspace.Take<float>(p.batch * p.query_heads * p.query_tokens);
+  });
+}
+
+size_t PlannedLayer::BackwardScratchBytes(int threads) const {
+  size_t bytes = 0;
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    bytes = std::max(
+        {bytes, step->workspace_bytes(device_, threads), step->backward_workspace_bytes(threads)});
+  }
+  for (const Sizes& sizes : sizes_) {
+    for (const Problem& part : sizes.parts) {
+      bytes = std::max(bytes, FlashBackwardWorkspaceBytes(part, sizes.has_relative_keys, threads));
+    }
+  }
+  return bytes;
+}
+
+size_t PlannedLayer::backward_workspace_bytes(int threads) const {
+  return backward_bytes_ + BackwardScratchBytes(threads);
+}
+
+PlannedLayer::BackwardMemory PlannedLayer::LayOutBackward(const BackwardCall& call,
+                                                          Workspace* workspace) {
+  const Problem& p = problem();
+  LayOut(call.inputs, workspace);
+  BackwardMemory memory;
+  memory.delta = TensorView(workspace->Take<float>(p.batch * p.query_heads * p.query_tokens),
+                            DType::kF32, {p.batch, p.query_heads, p.query_tokens});
+  memory.sums_begin = workspace->used();
+  const auto take = [&](const Shape& shape) {
+    return TensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape);
+  };
+  const bool is_measured = call.inputs.size() == 0;
+  for (const TensorSpec& input : inputs()) {
+    if (!IsFloating(input.dtype)) continue;
+    const TensorView wanted = call.input_gradients.Get(input.name);
+    if (input.dtype == DType::kF32) {
+      gradients_.Set(input.name, wanted);
+    } else {
+      gradients_.Set(input.name, is_measured || !wanted.empty() ? take(input.shape) : TensorView());
+    }
+  }
+  for (const auto& [name, tensor] : tensors_) {
+    const bool is_input =
+        std::any_of(inputs().begin(), inputs().end(),
+                    [&, &name = name](const TensorSpec& i) { return i.name == name; });
+    if (!is_input && IsFloating(tensor.dtype)) gradients_.Set(name, take(tensor.shape()));
+  }
+  for (ScoreTerm* term : Terms()) term->LayOutGradients(p, workspace);
+  parameter_gradients_.LayOut(workspace);
+  memory.sums_end = workspace->used();
+  return memory;
+}
+
+absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
+  backward_parts_.clear();
+  for (const Softmax& softmax : softmaxes_) {
+    std::vector<PartBackward>& parts = backward_parts_.emplace_back();
+    for (const FlashEngine& engine : softmax.engines.engines()) {
+      PartBackward& part = parts.emplace_back();
+      part.schedule = TransposedSchedule(engine.schedule());
+      const RelativeKeys* keys = engine.NewCall().rule.relative_keys;
+      if (keys == nullptr) continue;
+      part.relative_keys = RelativeKeyVectors(*keys, problem().head_dim,
+                                              ProductScale(engine.problem(), softmax.rows->scale));
+    }
+  }
+  parameter_gradients_ = ParameterGradients(parameters());
+  return absl::OkStatus();
+}
+
+absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& out_gradient,
+                                      const TensorView& delta, const Execution& execution) {
+  const Softmax& softmax = softmaxes_[index];
+  const FlashRows& rows = *softmax.rows;
+  const bool is_marked = !rows.marked.tensor.empty();
+  const int64_t group = problem().group();
+  const TokenRange kv_heads = {rows.heads.begin / group, rows.heads.end / group};
+  for (size_t n = 0; n < softmax.parts.size(); ++n) {
+    const FlashPart& part = *softmax.parts[n].part;
+    const FlashCall forward =
+        is_marked ? MarkedCallOf(softmax, Outputs()) : CallOf(softmax, n, Outputs());
+    FlashBackwardCall backward;
+    backward.forward = &forward;
+    backward.schedule = &backward_parts_[index][n].schedule;
+    backward.relative_keys = &backward_parts_[index][n].relative_keys;
+    backward.out_gradient = Crop(out_gradient, rows.heads, rows.queries);
+    backward.delta = Crop(delta, rows.heads, rows.queries);
+    // What a softmax over marked queries writes is not another's.
+    for (const FlashRows& other : plan_.rows()) {
+      if (is_marked || other.marked.tensor.empty()) continue;
+      backward.overwritten = Crop(tensors_.Get(other.marked.tensor), 1, rows.queries);
+    }
+    backward.q_gradient = Crop(gradients_.Get(part.q), rows.heads, rows.queries);
+    backward.k_gradient = Crop(gradients_.Get(part.k), kv_heads, part.keys);
+    backward.v_gradient = Crop(gradients_.Get(part.v), kv_heads, part.keys);
+    for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
+      term->BindGradients(gradients_, &backward.terms);
+    }
+    TFB_RETURN_IF_ERROR(
+        FlashBackwardCpu(softmax.engines.engines()[n].problem(), backward, execution));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const BackwardMemory memory = LayOutBackward(call, &workspace);
+  const ConstTensorView out = call.outputs.Get("out");
+  const ConstTensorView out_gradient = OrZeros(call.output_gradients.Get("out"), out);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  kept_ = Kept(execution);
+  Clear(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
+        execution.pool);
+  for (const auto& [name, gradient] : call.input_gradients) {
+    if (!gradient.empty()) Clear(gradient, execution.pool);
+  }
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    TFB_RETURN_IF_ERROR(step->Run(tensors_, Outputs(), rest));
+  }
+  FlashDelta(out, out_gradient, call.output_gradients.Get("log_sum_exp"), memory.delta,
+             execution.pool);
+  for (size_t n = 0; n < softmaxes_.size(); ++n) {
+    TFB_RETURN_IF_ERROR(BackwardOf(n, out_gradient, memory.delta, rest));
+  }
+  for (const ScoreTerm* term : Terms()) term->AddGradients(parameter_gradients_, execution.pool);
+  for (auto step = plan_.steps().rbegin(); step != plan_.steps().rend(); ++step) {
+    TFB_RETURN_IF_ERROR((*step)->Backward(tensors_, gradients_, parameter_gradients_, rest));
+  }
+  for (const TensorSpec& input : inputs()) {
+    const TensorView wanted = call.input_gradients.Get(input.name);
+    if (wanted.empty() || input.dtype == DType::kF32) continue;
+    RoundTo(gradients_.Get(input.name), wanted, execution.pool);
+  }
+  parameter_gradients_.Write(call.parameter_gradients);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb
