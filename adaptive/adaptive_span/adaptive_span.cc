@@ -13,8 +13,10 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/flash/flash_technique.h"
+#include "core/flash/rows.h"
 #include "core/layers/matmul.h"
 #include "core/random.h"
+#include "core/workspace.h"
 
 namespace tfb::adaptive_span {
 namespace {
@@ -73,6 +75,7 @@ class FixedSpans : public FlashStep {
     return absl::OkStatus();
   }
   std::map<std::string, double> statistics() const override { return StatisticsOf(spans_); }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
 
  private:
   std::vector<float> spans_;
@@ -107,6 +110,25 @@ class DynamicSpans : public FlashStep {
     has_run_ = true;
     return device_ == Device::kCpu ? ComputeSpansOnCpu(x, execution)
                                    : ComputeSpansOnCuda(x, execution);
+  }
+
+  // With a = w . x + b, z = max_span sigmoid(a) and da = dz z (1 - z / max_span): dw = sum da x, db =
+  // sum da, and dx = sum over heads of da w.
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    return Workspace::Measure([&](Workspace& workspace) { TakeRows(threads, &workspace); });
+  }
+  absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
+                        const ParameterGradients& parameters, const Execution& execution) override {
+    const ConstTensorView x = tensors.Get("x");
+    Workspace workspace(execution.workspace);
+    float* rows = TakeRows(execution.pool->threads(), &workspace);
+    const float* of_spans = gradients.Get("spans").At<float>(0);
+    execution.pool->ParallelFor(problem_.query_heads, [&](int64_t h, int worker) {
+      AddToGate(x, of_spans, h, rows + worker * problem_.model_dim(), parameters);
+    });
+    if (!gradients.Get("x").empty()) AddToHidden(of_spans, gradients.Get("x"), execution.pool);
+    return absl::OkStatus();
   }
 
   double flops() const override {
@@ -147,6 +169,46 @@ class DynamicSpans : public FlashStep {
       TFB_ASSIGN_OR_RETURN(gate_bias_, CopyFloats(device_, bias));
     }
     return absl::OkStatus();
+  }
+
+  // Takes a row of x for each thread.
+  float* TakeRows(int threads, Workspace* workspace) const {
+    return workspace->Take<float>(threads * problem_.model_dim());
+  }
+  // Returns da of a row, counted over batch, heads and queries.
+  double GateGradient(const float* of_spans, int64_t row) const {
+    const double z = spans_.data()[row];
+    return of_spans[row] * z * (1 - z / static_cast<double>(options_.max_span));
+  }
+  // Adds the gradients of a head's weight and bias.
+  void AddToGate(const ConstTensorView& x, const float* of_spans, int64_t h, float* row,
+                 const ParameterGradients& parameters) const {
+    const Problem& p = problem_;
+    double* weight = parameters.Of(parameters_.at("span_weight").view().At<float>(h));
+    double* bias = parameters.Of(parameters_.at("span_bias").view().At<float>(h));
+    for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t i = 0; i < p.query_tokens; ++i) {
+        const double da = GateGradient(of_spans, (b * p.query_heads + h) * p.query_tokens + i);
+        LoadRow(x, x.Offset(b, i), x.stride(2), p.model_dim(), row);
+        for (int64_t c = 0; c < p.model_dim(); ++c) weight[c] += da * row[c];
+        *bias += da;
+      }
+    }
+  }
+  void AddToHidden(const float* of_spans, const TensorView& to, ThreadPool* pool) const {
+    const Problem& p = problem_;
+    const float* weight = parameters_.at("span_weight").span<float>().data();
+    pool->ParallelFor(p.batch * p.query_tokens, [&](int64_t n, int) {
+      const int64_t b = n / p.query_tokens, i = n % p.query_tokens;
+      float* row = to.MutableAt<float>(b, i);
+      for (int64_t h = 0; h < p.query_heads; ++h) {
+        const auto da = static_cast<float>(
+            GateGradient(of_spans, (b * p.query_heads + h) * p.query_tokens + i));
+        for (int64_t c = 0; c < p.model_dim(); ++c) {
+          row[c * to.stride(2)] += da * weight[h * p.model_dim() + c];
+        }
+      }
+    });
   }
 
   absl::Status ComputeSpansOnCpu(const ConstTensorView& x, const Execution& execution) {

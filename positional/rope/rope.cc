@@ -79,6 +79,15 @@ class Rotation : public FlashStep {
     return absl::OkStatus();
   }
 
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  // The gradient of a rotation's argument is the result's gradient, rotated back.
+  absl::Status Backward(const Inputs&, const Outputs& gradients, const ParameterGradients&,
+                        const Execution& execution) override {
+    TurnBack(gradients.Get("q_rotated"), problem_.causal_offset(), gradients.Get("q"), execution);
+    TurnBack(gradients.Get("k_rotated"), 0, gradients.Get("k"), execution);
+    return absl::OkStatus();
+  }
+
  private:
   absl::Status TurnOnCuda(const ConstTensorView& q, const TensorView& turned_q,
                           const ConstTensorView& k, const TensorView& turned_k,
@@ -100,9 +109,11 @@ class Rotation : public FlashStep {
         KernelsOn<RopeKernels<Real>>(runtime->target()).turn(arguments, execution.stream));
   }
 
-  // Row n of `from` has the position n + offset.
-  void Turn(const ConstTensorView& from, int64_t offset, const TensorView& to,
-            const Execution& execution) const {
+  // Calls body(b, h, n, row) for each row of a tensor, loaded and turned by the position n + offset,
+  // forth or back.
+  template <class Body>
+  void ForEachTurned(const ConstTensorView& from, int64_t offset, bool back,
+                     const Execution& execution, const Body& body) const {
     constexpr int64_t kRows =
         64;  // rows of a task: 64 rows x 64 channels x 4 B = 16 KiB, enough to outweigh its start
     const int64_t heads = from.dim(1), tokens = from.dim(2), channels = from.dim(3);
@@ -113,20 +124,39 @@ class Rotation : public FlashStep {
       float row[kMaxHeadDim];
       for (int64_t n = task % blocks * kRows; n < end; ++n) {
         LoadRow(from, from.Offset(b, h, n), from.stride(3), channels, row);
-        TurnRow(n + offset - first_, row);
-        StoreRow(row, channels, to, to.Offset(b, h, n), to.stride(3));
+        TurnRow(n + offset - first_, back, row);
+        body(b, h, n, row);
       }
     });
   }
+  void Turn(const ConstTensorView& from, int64_t offset, const TensorView& to,
+            const Execution& execution) const {
+    ForEachTurned(from, offset, /*back=*/false, execution,
+                  [&](int64_t b, int64_t h, int64_t n, const float* row) {
+                    StoreRow(row, from.dim(3), to, to.Offset(b, h, n), to.stride(3));
+                  });
+  }
+  // Adds the rows of `from`, turned back, to those of `to`, f32 or empty.
+  void TurnBack(const ConstTensorView& from, int64_t offset, const TensorView& to,
+                const Execution& execution) const {
+    if (to.empty()) return;
+    ForEachTurned(from, offset, /*back=*/true, execution,
+                  [&](int64_t b, int64_t h, int64_t n, const float* row) {
+                    float* sum = to.MutableAt<float>(b, h, n);
+                    for (int64_t c = 0; c < to.dim(3); ++c) sum[c * to.stride(3)] += row[c];
+                  });
+  }
 
-  void TurnRow(int64_t index, float* row) const {
+  void TurnRow(int64_t index, bool back, float* row) const {
     const Real* c = cos_.data() + index * pairs_;
     const Real* s = sin_.data() + index * pairs_;
     const bool half = options_.layout == RopeOptions::Layout::kHalf;
-    if (half) {
-      TurnPairs(c, s, row, row + pairs_, 1);
+    float* second = row + (half ? pairs_ : 1);
+    // To turn back is to exchange the two channels of a pair.
+    if (back) {
+      TurnPairs(c, s, second, row, half ? 1 : 2);
     } else {
-      TurnPairs(c, s, row, row + 1, 2);
+      TurnPairs(c, s, row, second, half ? 1 : 2);
     }
   }
   void TurnPairs(const Real* c, const Real* s, float* first, float* second, int64_t step) const {

@@ -21,16 +21,11 @@ class PositionTerm : public ScoreTerm {
       : parameters_(parameters), max_distance_(max_distance) {}
 
   absl::Status Build(const Problem& p, ThreadPool* pool) override {
-    layers::DistanceRange range;
-    range.first = p.causal ? std::max<int64_t>(0, 1 - p.query_tokens) : 1 - p.query_tokens;
-    range.last = p.kv_tokens - 1;
-    range.clamp = max_distance_;
-    const Tensor sinusoids = layers::SinusoidsOf(range, p.model_dim());
+    here_ = p.causal_offset();
+    sinusoids_ = layers::SinusoidsOf(RangeOf(p), p.model_dim());
     TFB_ASSIGN_OR_RETURN(
-        positions_,
-        layers::RelativePositions::Create(
-            {parameters_.at("w_r").view(), parameters_.at("u").view(), parameters_.at("v").view()},
-            range, sinusoids.view(), p.causal_offset(), p.dtype, pool));
+        positions_, layers::RelativePositions::Create(Parameters(), RangeOf(p), sinusoids_.view(),
+                                                      here_, p.dtype, pool));
     return absl::OkStatus();
   }
   void AddTo(ScoreRule* rule) const override { positions_.AddTo(rule); }
@@ -39,10 +34,34 @@ class PositionTerm : public ScoreTerm {
   }
   bool has_relative_keys() const override { return true; }
 
+  void LayOutGradients(const Problem& p, Workspace* workspace) override {
+    gradients_.LayOut(p, RangeOf(p), p.model_dim(), workspace);
+  }
+  void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
+    gradients_.Bind(gradients);
+  }
+  void AddGradients(const ParameterGradients& gradients, ThreadPool* pool) const override {
+    gradients_.AddTo(Parameters(), positions_, sinusoids_.view(), here_, gradients, pool);
+  }
+
  private:
+  layers::DistanceRange RangeOf(const Problem& p) const {
+    layers::DistanceRange range;
+    range.first = p.causal ? std::max<int64_t>(0, 1 - p.query_tokens) : 1 - p.query_tokens;
+    range.last = p.kv_tokens - 1;
+    range.clamp = max_distance_;
+    return range;
+  }
+  layers::RelativePositions::Parameters Parameters() const {
+    return {parameters_.at("w_r").view(), parameters_.at("u").view(), parameters_.at("v").view()};
+  }
+
   const NamedTensors& parameters_;
   int64_t max_distance_;
+  int64_t here_ = 0;
+  Tensor sinusoids_;
   layers::RelativePositions positions_;
+  layers::RelativePositionGradients gradients_;
 };
 
 // Returns r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. In 16-bit

@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "Eigen/Core"
+#include "core/cpu/kernels.h"
+#include "core/flash/rows.h"
 #include "core/layers/matmul.h"
 #include "core/layers/sinusoid.h"
 #include "core/status.h"
@@ -97,6 +99,55 @@ void RelativePositions::AddTo(ScoreRule* rule) const {
   rule->content_bias = u_;
   rule->position_bias = v_;
   rule->relative_keys = distances_.get();
+}
+
+void RelativePositionGradients::LayOut(const Problem& problem, const DistanceRange& range,
+                                       int64_t channels, Workspace* workspace) {
+  range_ = range;
+  heads_ = problem.query_heads;
+  head_dim_ = problem.head_dim;
+  channels_ = channels;
+  keys_.LayOut(problem, workspace);
+  u_ = workspace->Take<float>(heads_ * head_dim_);
+  v_ = workspace->Take<float>(heads_ * head_dim_);
+  const int64_t row = RoundUp(heads_ * head_dim_, kColumnQuantum);
+  by_distance_ = workspace->Take<float>(range.rows() * row);
+  product_ = workspace->Take<float>(channels * row);
+}
+
+void RelativePositionGradients::Bind(ScoreGradients* gradients) const {
+  gradients->content_bias = u_;
+  gradients->position_bias = v_;
+  gradients->relative_keys = keys_.data();
+}
+
+void RelativePositionGradients::AddTo(const RelativePositions::Parameters& parameters,
+                                      const RelativePositions& positions,
+                                      const ConstTensorView& sinusoids, int64_t here,
+                                      const ParameterGradients& gradients, ThreadPool* pool) const {
+  const int64_t width = heads_ * head_dim_, row = RoundUp(width, kColumnQuantum);
+  const auto add = [](const float* from, int64_t count, double* to) {
+    for (int64_t n = 0; to != nullptr && n < count; ++n) to[n] += from[n];
+  };
+  add(u_, width, gradients.Of(parameters.u.data));
+  add(v_, width, gradients.Of(parameters.v.data));
+  const RelativeKeys* keys = positions.distances();
+  double* of_matrix = gradients.Of(parameters.w_r.data);
+  if (keys == nullptr || of_matrix == nullptr) return;
+  for (int64_t h = 0; h < heads_; ++h) {
+    for (int64_t offset = keys->low(); offset <= keys->high(); ++offset) {
+      const float* from = keys_.Of(*keys, h, offset);
+      float* to = by_distance_ + range_.Row(here - offset) * row + h * head_dim_;
+      for (int64_t c = 0; c < head_dim_; ++c) to[c] += from[c];
+    }
+  }
+  constexpr int64_t kChannels = 16;
+  const CpuKernels& kernels = BestCpuKernels();
+  pool->ParallelForRanges(channels_, kChannels, [&](int64_t begin, int64_t end, int) {
+    kernels.gemm(end - begin, row, range_.rows(), sinusoids.At<float>(0, begin), 1,
+                 sinusoids.stride(0), by_distance_, row, product_ + begin * row, row, false);
+    for (int64_t c = begin; c < end; ++c) add(product_ + c * row, width, of_matrix + c * width);
+  });
 }
 
 }  // namespace tfb::layers

@@ -14,8 +14,12 @@
 
 #include "absl/status/statusor.h"
 #include "core/flash/flash.h"
+#include "core/flash/flash_backward.h"
+#include "core/flash/parameter_gradients.h"
+#include "core/flash/score_terms.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "core/workspace.h"
 
 namespace tfb::layers {
 
@@ -65,10 +69,38 @@ class RelativePositions {
   // Makes the rule point to u, v and the tables of this object, which may be moved.
   void AddTo(ScoreRule* rule) const;
 
+  // The vectors of the distances, or null where there are none.
+  const RelativeKeys* distances() const { return distances_.get(); }
+
  private:
   const float* u_ = nullptr;
   const float* v_ = nullptr;
   std::unique_ptr<RelativeKeys> distances_;
+};
+
+// The gradients of what a RelativePositions was created from, on the CPU: with the sums T_d of the
+// gradients of r_d W_r, dW_r = sum_d r_d^T T_d.
+class RelativePositionGradients {
+ public:
+  // Takes memory for the engine's sums, which are 0 at first, and for T.
+  void LayOut(const Problem& problem, const DistanceRange& range, int64_t channels,
+              Workspace* workspace);
+  void Bind(ScoreGradients* gradients) const;
+  // Adds the sums that the engine made to the gradients of W_r, u and v.
+  void AddTo(const RelativePositions::Parameters& parameters, const RelativePositions& positions,
+             const ConstTensorView& sinusoids, int64_t here, const ParameterGradients& gradients,
+             ThreadPool* pool) const;
+
+ private:
+  DistanceRange range_;
+  int64_t heads_ = 0;
+  int64_t head_dim_ = 0;
+  RelativeKeySums keys_;
+  float* u_ = nullptr;
+  float* v_ = nullptr;
+  float* by_distance_ = nullptr;  // T, [range.rows()][row of heads * head_dim]
+  float* product_ = nullptr;      // dW_r, [channels][row]
+  int64_t channels_ = 0;
 };
 
 }  // namespace tfb::layers
