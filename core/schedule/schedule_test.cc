@@ -12,6 +12,7 @@
 #include "core/schedule/long_rows.h"
 #include "core/schedule/pattern.h"
 #include "core/schedule/residue_order.h"
+#include "core/schedule/transposed_schedule.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -46,10 +47,48 @@ std::vector<bool> SeenKeys(const Pattern& pattern, int64_t head, int64_t i, int6
   return seen;
 }
 
+// Checks that the transposed schedule has each tile of the schedule once, with its mask, in runs that
+// are ascending and as few as they can be, and how many chunks its queries have seen before.
+void ExpectTransposes(const BlockSchedule& schedule) {
+  const TransposedSchedule transposed(schedule);
+  ASSERT_EQ(transposed.chunks(), (schedule.key_tiles() + kChunkKeyTiles - 1) / kChunkKeyTiles);
+  for (int64_t head = 0; head < schedule.heads; ++head) {
+    std::map<std::pair<int64_t, int64_t>, int32_t> expected, found;  // masks by query and key tile
+    for (int64_t query = 0; query < schedule.query_tiles(); ++query) {
+      for (const TileRun& run : schedule.Row(head, query)) {
+        for (int64_t n = 0; n < run.tiles; ++n) expected[{query, run.first_tile + n}] = run.mask;
+      }
+    }
+    std::map<int64_t, int32_t> chunks_before;  // by query tile
+    for (int64_t chunk = 0; chunk < transposed.chunks(); ++chunk) {
+      int64_t end = 0;
+      const QueryRun* last = nullptr;
+      for (const QueryRun& run : transposed.Chunk(head, chunk)) {
+        ASSERT_GE(run.first_tile, end);
+        if (last != nullptr && run.first_tile == end) {
+          EXPECT_TRUE(run.masks != last->masks || run.rank != last->rank);
+        }
+        end = run.first_tile + run.tiles;
+        last = &run;
+        for (int64_t query = run.first_tile; query < end; ++query) {
+          EXPECT_EQ(run.rank, chunks_before[query]++);
+          for (int64_t n = 0; n < kChunkKeyTiles; ++n) {
+            if (run.masks[n] != QueryRun::kNotSeen) {
+              found[{query, chunk * kChunkKeyTiles + n}] = run.masks[n];
+            }
+          }
+        }
+      }
+    }
+    EXPECT_EQ(found, expected);
+  }
+}
+
 // Checks the property that every schedule must have: it agrees with the predicate, pair by pair,
 // and counts the pairs; its runs are ascending and as few as they can be, and no mask is there twice.
 void ExpectMatches(const Problem& problem, const Pattern& pattern, int64_t query_tile = 64) {
   const BlockSchedule schedule = BuildSchedule(problem, pattern, query_tile);
+  ExpectTransposes(schedule);
   ASSERT_EQ(schedule.query_tiles(), (problem.query_tokens + query_tile - 1) / query_tile);
   int64_t all_pairs = 0, all_visited = 0;
   for (int64_t head = 0; head < pattern.heads(); ++head) {
@@ -340,6 +379,16 @@ TEST(ResidueOrder, TokensAreSortedByTheirResidueAndThenByPlace) {
         EXPECT_EQ(end - begin, std::count_if(expected.begin(), expected.end(), same));
       }
     }
+  }
+}
+
+TEST(TransposedSchedule, OfDenseAttentionHasARunForEachChunk) {
+  const TransposedSchedule full(BuildSchedule(Sizes(6400, 6400), FullPattern()));
+  ASSERT_EQ(full.chunks(), 25);
+  for (int64_t chunk = 0; chunk < 25; ++chunk) EXPECT_EQ(full.Chunk(0, chunk).size(), 1u);
+  const TransposedSchedule causal(BuildSchedule(Sizes(6400, 6400, true), FullPattern()));
+  for (int64_t chunk = 0; chunk < 24; ++chunk) {  // four on the diagonal, one below
+    EXPECT_EQ(causal.Chunk(0, chunk).size(), 5u);
   }
 }
 
