@@ -12,6 +12,14 @@
 
 namespace tfb {
 
+GuardedMemory::GuardedMemory(size_t bytes)
+    : bytes_(bytes), tensor_(DType::kU8, {static_cast<int64_t>(bytes) + kGuard}) {
+  std::memset(tensor_.raw(), 0xFF, bytes + kGuard);
+}
+GuardedMemory::~GuardedMemory() {
+  for (int64_t n = 0; n < kGuard; ++n) EXPECT_EQ(tensor_.span<uint8_t>()[bytes_ + n], 0xFF);
+}
+
 Problem LinearProblem(int64_t query_tokens, int64_t kv_tokens, bool causal, int64_t heads,
                       int64_t head_dim) {
   Problem problem = Problem::SelfAttention(1, heads, query_tokens, head_dim, causal);

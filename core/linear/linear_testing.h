@@ -3,10 +3,12 @@
 #ifndef TFB_CORE_LINEAR_LINEAR_TESTING_H_
 #define TFB_CORE_LINEAR_LINEAR_TESTING_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
 
+#include "absl/types/span.h"
 #include "core/linear/linear.h"
 #include "core/problem.h"
 #include "core/tensor.h"
@@ -32,6 +34,21 @@ FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, dou
 // Returns a map of unit vectors, for kSinCos and kRelu.
 FeatureMap DirectionMap(Feature feature, int64_t projections, bool gated);
 std::string Describe(const LinearCase& c);
+
+// Memory full of NaN with a guard behind it.
+class GuardedMemory {
+ public:
+  explicit GuardedMemory(size_t bytes);
+  ~GuardedMemory();  // expects the guard as it was
+  absl::Span<std::byte> span() {
+    return absl::MakeSpan(static_cast<std::byte*>(tensor_.raw()), bytes_);
+  }
+
+ private:
+  static constexpr int64_t kGuard = 256;
+  size_t bytes_;
+  Tensor tensor_;
+};
 
 // Tensors drawn from the case's seed.
 struct LinearTensors {
