@@ -11,7 +11,9 @@
 #include "absl/types/span.h"
 #include "core/linear/linear.h"
 #include "core/problem.h"
+#include "core/technique.h"
 #include "core/tensor.h"
+#include "core/testing.h"
 
 namespace tfb {
 
@@ -79,6 +81,13 @@ bool SameBits(const Tensor& a, const Tensor& b);
 // where that is not fp32's.
 void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
                  double unit = 0);
+
+// Runs a layer of a technique on this engine, and its Backward with gradients of the outputs that are
+// drawn, and expects the derivatives along a random direction of each input and parameter to be
+// those of the technique's definition, by central differences. Expects also the same bits with
+// another number of threads.
+void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
+                                 const NamedTensors& inputs, const RunRequest& request);
 
 }  // namespace tfb
 
