@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/definition.h"
+#include "core/linear/linear_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
@@ -117,6 +118,23 @@ TEST(Performer, LayerEqualsDefinitionUnderEveryOption) {
           << ToString(options);
       EXPECT_LE(MaxDifference(run.at("log_sum_exp").view(), defined.at("log_sum_exp").view()), 2e-5)
           << ToString(options);
+    }
+  }
+}
+
+TEST(Performer, GradientsAreThoseOfTheDefinitionUnderEveryOption) {
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(2, 4, 40, 8, causal);
+    problem.kv_heads = 2;
+    problem.kv_tokens = 70;
+    problem.value_dim = 12;
+    NamedTensors inputs = Random(problem);
+    Tensor& mask = inputs["key_mask"] = Tensor(DType::kU8, {2, 70});
+    for (int64_t n = 0; n < 140; ++n) mask.span<uint8_t>()[n] = n % 7 != 3;
+    for (const Options& options : ManyOptions()) {
+      RunRequest request;
+      request.options = options;
+      ExpectGradientsOfDefinition(Performer(), problem, inputs, request);
     }
   }
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/definition.h"
+#include "core/linear/linear_testing.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -192,6 +193,30 @@ TEST(Rfa, LayersEqualTheDefinitionUnderEveryOption) {
                   Fp32Bound(inputs["v"].view()))
             << ToString(options) << " on " << Name(device);
       }
+    }
+  }
+}
+
+TEST(Rfa, GradientsAreThoseOfTheDefinitionUnderEveryOption) {
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(2, 4, 40, 8, causal);
+    problem.kv_heads = 2;
+    problem.kv_tokens = 70;
+    problem.value_dim = 12;
+    NamedTensors inputs = Random(problem);
+    Tensor& mask = inputs["key_mask"] = Tensor(DType::kU8, {2, 70});
+    for (int64_t n = 0; n < 140; ++n) mask.span<uint8_t>()[n] = n % 7 != 3;
+    for (const Options& options : ManyOptions()) {
+      if (!causal && options.at("gate") == "key") continue;
+      NamedTensors parameters;
+      if (options.count("channel_scale") > 0) {
+        Tensor& scale = parameters["channel_scale"] = Tensor(DType::kF32, {2, 8});
+        for (int64_t n = 0; n < 16; ++n) scale.span<float>()[n] = 0.5f + 0.06f * n;
+      }
+      RunRequest request;
+      request.options = options;
+      request.parameters = &parameters;
+      ExpectGradientsOfDefinition(Rfa(), problem, inputs, request);
     }
   }
 }

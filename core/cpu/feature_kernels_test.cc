@@ -116,6 +116,56 @@ TEST_P(FeatureKernels, ANaNProjectionMakesItsTokensFeatureNaN) {
   }
 }
 
+TEST_P(FeatureKernels, GradientsOfProjectionsAreThoseOfEachColumn) {
+  constexpr int64_t kStride = 80, kProjections = 7;
+  for (const Feature feature :
+       {Feature::kExp, Feature::kExpPair, Feature::kRelu, Feature::kSinCos}) {
+    for (const int64_t columns : {16, 48, 64}) {
+      const bool pair = feature == Feature::kExpPair || feature == Feature::kSinCos;
+      const int64_t features = pair ? 2 * kProjections : kProjections;
+      std::vector<float> f = Normal(features * kStride, "f");
+      if (feature == Feature::kRelu) {
+        for (float& x : f) x = std::max(x, 0.0f);
+      }
+      const std::vector<float> d = Normal(features * kStride, "d"),
+                               weights = Normal(features, "weights"),
+                               factor = Normal(columns, "factor"),
+                               offset = Normal(columns, "offset"), scale = Normal(columns, "scale");
+      std::vector<float> values = f, sum(columns), product(columns);
+      kernels_->feature_gradients(feature, {values.data(), kStride, kProjections, columns},
+                                  {d.data(), weights.data(), factor.data(), offset.data(),
+                                   scale.data(), sum.data(), product.data()});
+      for (int64_t c = 0; c < columns; ++c) {
+        double expected_sum = 0, expected_product = 0;
+        const auto gradient = [&](int64_t r) {
+          return double{d[r * kStride + c]} + double{weights[r]} * factor[c] + offset[c];
+        };
+        for (int64_t r = 0; r < features; ++r) {
+          expected_sum += gradient(r);
+          expected_product += scale[c] * f[r * kStride + c] * gradient(r);
+        }
+        // Numbers are at most 4.5 or so, gradients sums of three, of which the second is a product,
+        // each with a few roundings of 2^-24.
+        const double largest = 4.5 + 4.5 * 4.5 + 4.5, rounding = std::ldexp(1, -24) * 8;
+        EXPECT_NEAR(sum[c], expected_sum, features * largest * rounding);
+        EXPECT_NEAR(product[c], expected_product, features * 20 * largest * rounding);
+        for (int64_t r = 0; r < kProjections; ++r) {
+          const double own = f[r * kStride + c],
+                       other = pair ? f[(kProjections + r) * kStride + c] : 0,
+                       of_other = pair ? gradient(kProjections + r) : 0;
+          const double expected =
+              scale[c] * (feature == Feature::kExp       ? own * gradient(r)
+                          : feature == Feature::kExpPair ? own * gradient(r) - other * of_other
+                          : feature == Feature::kRelu    ? (own > 0 ? gradient(r) : 0)
+                                                         : gradient(r) * other - of_other * own);
+          EXPECT_NEAR(values[r * kStride + c], expected, 40 * largest * rounding);
+        }
+      }
+      EXPECT_EQ(values[columns], f[columns]);  // the next column is not touched
+    }
+  }
+}
+
 TEST_P(FeatureKernels, PairWeightsAreThoseOfTheFormulaAndZeroWhereHidden) {
   constexpr int64_t kRows = 5, kColumns = 48, kStride = 64;
   const std::vector<float> scores = Normal(kRows * kStride, "scores"),

@@ -694,31 +694,96 @@ void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t 
   }
 }
 
-template <Feature kFeature>
-void FeaturesOf(const FeatureColumns& tokens, const FeatureSums& sums) {
+template <Feature kFeature, int kVectors>
+void FeatureGradientVectors(const FeatureColumns& tokens, int64_t c, const FeatureGradients& g) {
+  const int64_t stride = tokens.stride, second = tokens.projections;
+  Floats factor[kVectors], offset[kVectors], scale[kVectors], sum[kVectors] = {},
+                                                              product[kVectors] = {};
+  for (int u = 0; u < kVectors; ++u) {
+    factor[u] = Load(g.factor + c + u * kLanes);
+    offset[u] = Load(g.offset + c + u * kLanes);
+    scale[u] = Load(g.scale + c + u * kLanes);
+  }
+  for (int64_t r = 0; r < tokens.projections; ++r) {
+    for (int u = 0; u < kVectors; ++u) {
+      // Returns the gradient of a feature.
+      const auto gradient = [&](int64_t feature, Floats value) {
+        const Floats d = Load(g.gradients + feature * stride + c + u * kLanes) +
+                         g.weights[feature] * factor[u] + offset[u];
+        sum[u] += d;
+        product[u] += value * d;
+        return d;
+      };
+      float* at = tokens.values + r * stride + c + u * kLanes;
+      const Floats f = Load(at);
+      const Floats d = gradient(r, f);
+      if (kFeature == Feature::kExp) {
+        Store(at, scale[u] * (f * d));
+      } else if (kFeature == Feature::kRelu) {
+        Store(at, scale[u] * d * (f > 0.0f ? Broadcast(1.0f) : Floats{}));
+      } else {
+        const Floats other = Load(at + second * stride);
+        const Floats of_other = gradient(second + r, other);
+        Store(at, scale[u] * (kFeature == Feature::kExpPair ? f * d - other * of_other
+                                                            : d * other - of_other * f));
+      }
+    }
+  }
+  for (int u = 0; u < kVectors; ++u) {
+    Store(g.sum + c + u * kLanes, sum[u]);
+    Store(g.product + c + u * kLanes, scale[u] * product[u]);
+  }
+}
+
+// Calls body(vectors, first column) for groups of 4, 2 and 1 vectors of columns; `vectors` is an
+// integral constant.
+template <int kVectors>
+struct VectorCount {
+  static constexpr int value = kVectors;
+};
+template <class Body>
+void ForEachColumnGroup(int64_t columns, Body body) {
   int64_t c = 0;
-  for (; c + 4 * kLanes <= tokens.columns; c += 4 * kLanes) {
-    FeatureVectors<kFeature, 4>(tokens.values, tokens.stride, tokens.projections, c, sums);
-  }
-  for (; c + 2 * kLanes <= tokens.columns; c += 2 * kLanes) {
-    FeatureVectors<kFeature, 2>(tokens.values, tokens.stride, tokens.projections, c, sums);
-  }
-  for (; c < tokens.columns; c += kLanes) {
-    FeatureVectors<kFeature, 1>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  for (; c + 4 * kLanes <= columns; c += 4 * kLanes) body(VectorCount<4>(), c);
+  for (; c + 2 * kLanes <= columns; c += 2 * kLanes) body(VectorCount<2>(), c);
+  for (; c < columns; c += kLanes) body(VectorCount<1>(), c);
+}
+
+// Calls body(feature) with the feature as an integral constant.
+template <Feature kFeature>
+struct FeatureConstant {
+  static constexpr Feature value = kFeature;
+};
+template <class Body>
+void WithFeature(Feature feature, Body body) {
+  switch (feature) {
+    case Feature::kExp:
+      return body(FeatureConstant<Feature::kExp>());
+    case Feature::kExpPair:
+      return body(FeatureConstant<Feature::kExpPair>());
+    case Feature::kRelu:
+      return body(FeatureConstant<Feature::kRelu>());
+    case Feature::kSinCos:
+      return body(FeatureConstant<Feature::kSinCos>());
   }
 }
 
 void Features(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums) {
-  switch (feature) {
-    case Feature::kExp:
-      return FeaturesOf<Feature::kExp>(tokens, sums);
-    case Feature::kExpPair:
-      return FeaturesOf<Feature::kExpPair>(tokens, sums);
-    case Feature::kRelu:
-      return FeaturesOf<Feature::kRelu>(tokens, sums);
-    case Feature::kSinCos:
-      return FeaturesOf<Feature::kSinCos>(tokens, sums);
-  }
+  WithFeature(feature, [&](auto kind) {
+    ForEachColumnGroup(tokens.columns, [&](auto vectors, int64_t c) {
+      FeatureVectors<kind.value, vectors.value>(tokens.values, tokens.stride, tokens.projections, c,
+                                                sums);
+    });
+  });
+}
+
+void FeatureGradientsOf(Feature feature, const FeatureColumns& tokens,
+                        const FeatureGradients& gradients) {
+  WithFeature(feature, [&](auto kind) {
+    ForEachColumnGroup(tokens.columns, [&](auto vectors, int64_t c) {
+      FeatureGradientVectors<kind.value, vectors.value>(tokens, c, gradients);
+    });
+  });
 }
 
 void PairWeightRows(const ScoreRows& rows, const PairWeights& w) {
@@ -1000,6 +1065,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                Transpose64,
                                                                ExpRows,
                                                                Features,
+                                                               FeatureGradientsOf,
                                                                SinCosOf,
                                                                PairWeightRows,
                                                                MatrixVector,

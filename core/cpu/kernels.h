@@ -80,6 +80,24 @@ struct FeatureSums {
   float* dot;
 };
 
+// What the gradients of a token's projections are made of. With f_r its features as `features` made
+// them and d_r = gradients[r] + weights[r] factor + offset, column by column, the gradients of the
+// projections p_r are, with the maximum of kExp and kExpPair held,
+//   kExp      scale f_r d_r
+//   kExpPair  scale (f_r d_r - f_(projections + r) d_(projections + r))
+//   kRelu     scale d_r, and 0 where f_r is 0
+//   kSinCos   scale (d_r f_(projections + r) - d_(projections + r) f_r)
+// They overwrite f_r. sum[c] = sum_r d_r and product[c] = scale sum_r f_r d_r.
+struct FeatureGradients {
+  const float* gradients;  // [features][stride]
+  const float* weights;    // one per feature
+  const float* factor;     // per column
+  const float* offset;
+  const float* scale;
+  float* sum;
+  float* product;
+};
+
 // Turns products of query and key features into weights. Row r sees its first visible[r] columns,
 // where
 //   scores[r][c] = exp(decay[c] - shift[r]) (product[r] scores[r][c] + key[r] total[c])
@@ -197,6 +215,9 @@ struct CpuKernels {
   void (*exp)(const ScoreRows& rows, const float* shift);
 
   void (*features)(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums);
+  // Replaces features by the gradients of their projections.
+  void (*feature_gradients)(Feature feature, const FeatureColumns& tokens,
+                            const FeatureGradients& gradients);
   // Computes sin and cos of `count` numbers, which may be any number; the error for a finite x is
   // at most 2^-23, whatever its size. `sin` may be `x`.
   void (*sin_cos)(int64_t count, const float* x, float* sin, float* cos);

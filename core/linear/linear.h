@@ -92,19 +92,35 @@ namespace tfb {
 
 constexpr int64_t kLinearChunk = 64;  // tokens taken together
 
-struct LinearCall {
+struct LinearInputs {
   ConstTensorView q;         // [batch, query_heads, query_tokens, head_dim]
   ConstTensorView k;         // [batch, kv_heads, kv_tokens, head_dim]
   ConstTensorView v;         // [batch, kv_heads, kv_tokens, value_dim]
   ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
   ConstTensorView w;         // W, f32, contiguous
-  ConstTensorView gate;    // of a gated map: u and then b, f32 [kv_heads, head_dim + 1], contiguous
+  ConstTensorView gate;  // of a gated map: u and then b, f32 [kv_heads, head_dim + 1], contiguous
+  FeatureMap map;
+};
+
+struct LinearCall : LinearInputs {
   TensorView out;          // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;  // f32 [batch, query_heads, query_tokens], or empty
-  FeatureMap map;
   // Where not null, is raised by the number of rows that see a key and whose D_i is 0 or below, or
   // not above the floor.
   std::atomic<int64_t>* rows_without_weight = nullptr;
+};
+
+// The tensors of a backward pass. Gradients are those of a loss.
+struct LinearBackwardCall : LinearInputs {
+  ConstTensorView out;                   // as LinearCpu wrote it
+  ConstTensorView out_gradient;          // like out, or empty: 0
+  ConstTensorView log_sum_exp_gradient;  // f32 [batch, query_heads, query_tokens], or empty: 0
+  // Written where they are not empty: gradients like q, k and v, and in f32 those of W and the gates.
+  TensorView q_gradient;
+  TensorView k_gradient;
+  TensorView v_gradient;
+  TensorView w_gradient;
+  TensorView gate_gradient;
 };
 
 // Returns Internal where the engines do not support W or the map.
@@ -115,10 +131,27 @@ absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
 // problem.kv_tokens tokens.
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);
 
-// Runs a call on the CPU. Tensors are of problem.dtype with any strides; arithmetic is fp32. The
+// Returns what a run keeps for LinearBackwardCpu, in bytes: sums of each head, all of them or, where
+// causal, those before every 512th key, and two numbers a query row.
+size_t LinearKeptBytes(const Problem& problem, const FeatureMap& map);
+
+// Runs a call on the CPU. Where execution.kept is not empty, it is filled for LinearBackwardCpu.
+// Tensors are of problem.dtype with any strides; arithmetic is fp32. The
 // result does not depend on the number of threads, since the problem alone decides how tasks are
 // cut. It allocates nothing.
 absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Execution& execution);
+
+// Returns the scratch of one backward pass in bytes.
+size_t LinearBackwardWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);
+// Computes gradients on the CPU, from execution.kept as LinearCpu filled it for the same inputs; see
+// linear_backward_cpu.cc for the formulas. Gradients of masked keys and values and of rows without
+// weight are 0, whatever their tensors hold. The function to be differentiated is the definition:
+// the stabilisers are maxima, whose gradient goes to the projection, of a key the first, that is the
+// largest; a denominator that the floor holds is a constant.
+//
+// Sums are fp32, whose bits do not depend on the number of threads. It allocates nothing.
+absl::Status LinearBackwardCpu(const Problem& problem, const LinearBackwardCall& call,
+                               const Execution& execution);
 
 // Returns the bytes of a decoding state: the sums of all heads so far. The size does not depend on
 // the number of tokens.

@@ -1,4 +1,5 @@
-// Times engine linear: its stages on one chunk, whole runs beside engine flash, and decoding.
+// Times engine linear: its stages on one chunk, whole runs beside engine flash, backward passes beside
+// runs, and decoding.
 //
 // Every figure is the best of several samples, which alternate with samples of the FMA peak, so
 // that shares of the peak are meaningful on a shared machine.
@@ -28,6 +29,7 @@ ABSL_FLAG(int64_t, heads, 8, "query and key-value heads");
 ABSL_FLAG(int64_t, head_dim, 64, "channels of a head");
 ABSL_FLAG(double, epsilon, 1e-6, "added to each feature");
 ABSL_FLAG(int, samples, 7, "of which the best counts");
+ABSL_FLAG(bool, backward_only, false, "print backward passes alone");
 
 namespace tfb {
 namespace {
@@ -113,9 +115,24 @@ class Calls {
     workspace_ = Tensor(DType::kU8, {static_cast<int64_t>(bytes)});
     state_ = Tensor(DType::kU8, {static_cast<int64_t>(LinearStateBytes(problem, linear_.map))});
     ResetState();
+    LayOutBackward();
   }
 
   void Linear() { Check(LinearCpu(problem_, linear_, execution())); }
+  // Runs and keeps what Backward needs.
+  void KeepingLinear() {
+    Execution keeping = execution();
+    keeping.kept = Bytes(&kept_);
+    Check(LinearCpu(problem_, linear_, keeping));
+  }
+  void Backward() {
+    Execution keeping = execution();
+    keeping.kept = Bytes(&kept_);
+    Check(LinearBackwardCpu(problem_, backward_, keeping));
+  }
+  // Leaves the gradient of W out of Backward.
+  void LeaveOutW() { backward_.w_gradient = TensorView(); }
+  double kept_mib() const { return static_cast<double>(kept_.bytes()) / (1 << 20); }
   void Flash() { Check(FlashCpu(problem_, flash_, execution())); }
   // Appends the first `tokens` tokens of the inputs.
   void Append(int64_t tokens) {
@@ -136,12 +153,30 @@ class Calls {
     return absl::MakeSpan(static_cast<std::byte*>(tensor->raw()), tensor->bytes());
   }
   Execution execution() { return {pool_, Bytes(&workspace_), nullptr}; }
+  void LayOutBackward() {
+    kept_ = Tensor(DType::kU8, {static_cast<int64_t>(LinearKeptBytes(problem_, linear_.map))});
+    const size_t bytes = LinearBackwardWorkspaceBytes(problem_, linear_.map, pool_->threads());
+    if (workspace_.bytes() < bytes) {
+      workspace_ = Tensor(DType::kU8, {static_cast<int64_t>(bytes)});
+    }
+    out_gradient_ = Tensor(DType::kF32, out_.shape());
+    FillNormal(&out_gradient_, 1, "out_gradient");
+    static_cast<LinearInputs&>(backward_) = linear_;
+    backward_.out = out_.view();
+    backward_.out_gradient = out_gradient_.view();
+    backward_.q_gradient = (q_gradient_ = Tensor(DType::kF32, q_.shape())).view();
+    backward_.k_gradient = (k_gradient_ = Tensor(DType::kF32, k_.shape())).view();
+    backward_.v_gradient = (v_gradient_ = Tensor(DType::kF32, v_.shape())).view();
+    backward_.w_gradient = (w_gradient_ = Tensor(DType::kF32, w_.shape())).view();
+  }
 
   Problem problem_;
   ThreadPool* pool_;
-  Tensor q_, k_, v_, w_, out_, workspace_, state_;
+  Tensor q_, k_, v_, w_, out_, workspace_, state_, kept_;
+  Tensor out_gradient_, q_gradient_, k_gradient_, v_gradient_, w_gradient_;
   BlockSchedule schedule_;
   LinearCall linear_;
+  LinearBackwardCall backward_;
   FlashCall flash_;
 };
 
@@ -247,6 +282,30 @@ void PrintLengths(ThreadPool* pool) {
   }
 }
 
+void PrintBackward(ThreadPool* pool) {
+  std::printf(
+      "\ntokens  causal  linear ms  keeping  backward  times  without W's  kept MiB  times of 1 "
+      "thread: linear  backward\n");
+  ThreadPool single(1);
+  for (const bool causal : {false, true}) {
+    for (const int64_t tokens : {1024, 4096, 16384}) {
+      const Problem problem = SelfAttention(tokens, causal);
+      Calls calls(problem, pool), without_w(problem, pool), alone(problem, &single);
+      without_w.LeaveOutW();
+      for (Calls* each : {&calls, &without_w, &alone}) each->KeepingLinear();
+      std::vector<Timed> entries = {
+          {"linear", [&] { calls.Linear(); }},       {"keeping", [&] { calls.KeepingLinear(); }},
+          {"backward", [&] { calls.Backward(); }},   {"without W's", [&] { without_w.Backward(); }},
+          {"linear alone", [&] { alone.Linear(); }}, {"backward alone", [&] { alone.Backward(); }}};
+      Measure(&entries);
+      const auto ms = [&](int n) { return entries[n].seconds * 1e3; };
+      std::printf("%6lld  %6s  %9.3f  %7.3f  %8.3f  %5.2f  %11.2f  %8.1f  %24.2f  %8.2f\n",
+                  static_cast<long long>(tokens), causal ? "yes" : "no", ms(0), ms(1), ms(2),
+                  ms(2) / ms(0), ms(3) / ms(0), calls.kept_mib(), ms(4) / ms(0), ms(5) / ms(2));
+    }
+  }
+}
+
 void PrintDecoding(ThreadPool* pool) {
   std::printf(
       "\ndecoding, us a token of all heads\nafter tokens   1 at a time   8 at a time  64 at a "
@@ -270,9 +329,14 @@ void PrintDecoding(ThreadPool* pool) {
 
 int main(int argc, char** argv) {
   absl::ParseCommandLine(argc, argv);
-  tfb::PrintStages();
   tfb::ThreadPool pool(absl::GetFlag(FLAGS_threads));
+  if (absl::GetFlag(FLAGS_backward_only)) {
+    tfb::PrintBackward(&pool);
+    return 0;
+  }
+  tfb::PrintStages();
   tfb::PrintLengths(&pool);
+  tfb::PrintBackward(&pool);
   tfb::PrintDecoding(&pool);
   return 0;
 }

@@ -32,34 +32,24 @@
 #include "core/flash/rows.h"
 #include "core/linear/linear.h"
 #include "core/linear/linear_memory.h"
+#include "core/linear/linear_pass.h"
 #include "core/workspace.h"
 
 namespace tfb {
 namespace linear_cpu {
 namespace {
 
-constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
-constexpr int64_t kFewTokens = 4;    // tokens that are taken one by one
-// A gate below e^-18, a quarter of a rounding of 1, is a complete reset; the bound keeps sums of
-// logarithms small.
-constexpr float kLeastLogGate = -18;
 constexpr int64_t kTaskChunks = 4;  // chunks of queries in a task
-constexpr int64_t kSumSlices = 4;   // tasks of one head's running sums
-constexpr int64_t kTileRows = 6;    // of the GEMM
 constexpr int64_t kPairRows = 16;   // rows of a triangle of pairs at a time
 
 // The whole call; it does not change while its tasks run.
-class LinearRun {
+class LinearRun : public Pass {
  public:
-  LinearRun(const Problem& problem, const LinearCall& call, const Sizes& sizes)
-      : problem_(problem),
+  // `kept` has no states where nothing is kept.
+  LinearRun(const Problem& problem, const LinearCall& call, const Sizes& sizes, const Kept& kept)
+      : Pass(problem, call, sizes),
         call_(call),
-        map_(call.map),
-        sizes_(sizes),
-        kernels_(BestCpuKernels()),
-        exponential_(IsExponential(call.map.feature)),
-        epsilon_(static_cast<float>(call.map.epsilon)),
-        log_epsilon_(std::log(epsilon_)),
+        kept_(kept),
         floor_(static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant))),
         log_constants_(2 * std::log(map_.constant)) {}
 
@@ -70,12 +60,19 @@ class LinearRun {
   // Returns max_j M_j over all keys of a head.
   float SequenceMaximum(int64_t kv_head, Scratch& scratch) const {
     float maximum = kNegativeInfinity;
+    int64_t maximum_key = -1;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
       const Keys& keys = scratch.keys;
       for (int64_t j = 0; j < keys.count; ++j) {
-        if (keys.seen[j] != 0) maximum = std::max(maximum, keys.tokens.max[j]);
+        if (keys.seen[j] == 0 || !(keys.tokens.max[j] > maximum)) continue;
+        maximum = keys.tokens.max[j];
+        maximum_key = first + j;
       }
+    }
+    if (kept_.states != nullptr) {
+      kept_.maximum[kv_head] = maximum;
+      kept_.maximum_key[kv_head] = maximum_key;
     }
     return maximum;
   }
@@ -89,114 +86,40 @@ class LinearRun {
     }
   }
 
-  // Loads the features, values and scales of the keys from `first` to the end of their chunk.
-  void LoadKeys(int64_t kv_head, int64_t first, Keys& keys, Scratch& scratch) const {
-    const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
-    keys.count = std::min(kChunk, problem_.kv_tokens - first);
-    for (int64_t j = 0; j < kChunk; ++j) {
-      const bool seen = j < keys.count && IsToken(b, first + j);
-      keys.seen[j] = seen ? 1.0f : 0.0f;
-    }
-    const Rows rows = LoadInputs(call_.k, b, h, first, keys.count, keys.seen, scratch);
-    if (map_.gated) LoadGates(h, rows, keys);
-    MakeFeatures(rows, keys.count, h, nullptr, keys.tokens, scratch);
-    for (int64_t j = 0; j < kChunk; ++j) {
-      if (keys.seen[j] == 0) {
-        keys.log_scale[j] = kNegativeInfinity;
-      } else if (map_.gated) {
-        keys.log_scale[j] += LogScale(keys.tokens, j);
-      } else {
-        keys.log_scale[j] = LogScale(keys.tokens, j);
-      }
-    }
-    LoadValues(b, h, first, keys);
-  }
-
   // Adds keys [begin, end) of the chunk to the sums.
   void Add(Keys& keys, int64_t begin, int64_t end, const Sums& sums, Scratch& scratch) const {
     AdvanceHeader(sums.header(), begin, end, keys);
-    AddToSlice(keys, begin, end, sums, 0, sizes_.features, scratch);
+    AddToSlice(AddendOf(keys, begin, end), sums, sums, 0, sizes_.features, scratch);
   }
 
-  // Updates the header of sums with those keys, and finds the scales of the keys and of the sums so
-  // far.
-  void AdvanceHeader(Sums::Header& header, int64_t begin, int64_t end, Keys& keys) const {
-    float reference = header.reference;
-    for (int64_t j = begin; j < end; ++j) {
-      // Std::max returns its first argument where the other is NaN.
-      reference = std::max(reference, keys.log_scale[j]);
-      if (keys.seen[j] != 0) header.maximum = std::max(header.maximum, keys.tokens.max[j]);
-    }
-    // Empty sums are zeros at any scale.
-    const bool is_empty = header.reference == kNegativeInfinity;
-    const float rescale = is_empty ? 1 : Rescale(header.reference, reference).first;
-    keys.rescale[begin / kPart] = rescale;
-    std::copy(keys.log_scale + begin, keys.log_scale + end, keys.scale + begin);
-    const float shift = Shift(reference);
-    kernels_.exp({keys.scale + begin, 0, 1, RoundUp(end - begin, kColumnQuantum)}, &shift);
-    header.scaled_feature *= rescale;
-    for (int64_t j = begin; j < end; ++j) {
-      header.scaled_feature += keys.scale[j] * keys.tokens.total[j];
-      header.tokens += keys.seen[j];
-    }
-    // After the chunk the reference is relative to the chunk's end.
-    header.reference = reference + (end == keys.count ? DecayOf(keys) : 0);
-  }
-
-  // Does the part of sums += keys [begin, end) for features [first, last); the slice with the first
-  // feature also does the sums without features.
-  void AddToSlice(const Keys& keys, int64_t begin, int64_t end, const Sums& sums, int64_t first,
-                  int64_t last, Scratch& scratch) const {
-    const int64_t count = end - begin;
-    const float rescale = keys.rescale[begin / kPart];
-    const float* features = keys.tokens.features + first * kChunk + begin;
-    ForEachPanel([&](int64_t panel, int64_t width) {
-      const float* from = keys.values + panel * kChunk + begin * width;
-      float* to = scratch.scaled_values + panel * kChunk;
-      for (int64_t j = 0; j < count; ++j) {
-        const float scale = keys.scale[begin + j];
-        for (int64_t c = 0; c < width; ++c) to[j * width + c] = scale * from[j * width + c];
-      }
-      float* products = sums.products() + panel * sizes_.features + first * width;
-      ScaleRow(rescale, products, (last - first) * width);
-      kernels_.gemm(last - first, width, count, features, kChunk, 1, to, width, products, width,
-                    true);
-      if (epsilon_ == 0 || first > 0) return;
-      ScaleRow(rescale, sums.scaled_values() + panel, width);
-      kernels_.gemm(1, width, count, keys.seen + begin, 0, 1, from, width, sums.values() + panel,
-                    width, true);
-      kernels_.gemm(1, width, count, keys.tokens.total + begin, 0, 1, to, width,
-                    sums.scaled_values() + panel, width, true);
-    });
-    float* normaliser = sums.normaliser() + first;
-    for (int64_t r = 0; rescale != 1 && r < last - first; ++r) normaliser[r] *= rescale;
-    kernels_.matrix_vector(last - first, count, features, kChunk, keys.scale + begin, normaliser, 1,
-                           true);
-  }
-
-  // Adds `from` to `into`.
-  void Merge(const Sums& into, const Sums& from) const {
-    Sums::Header& header = into.header();
-    const Sums::Header& other = from.header();
-    const Rescale rescale(header.reference, other.reference);
-    Combine(rescale, into.scaled(), from.scaled(), sizes_.scaled_sums);
-    for (int64_t c = 0; c < sizes_.value_row; ++c) into.values()[c] += from.values()[c];
-    header = Merged(header, other);
-  }
-
-  // Computes slice `slice` of the running sums of one head, adding the keys of each of its chunks
-  // in turn. The sums before part p of chunk n are left in `before` kParts n + p. AdvanceHeader has
-  // computed the headers.
-  void AdvanceSlice(const Keys* keys, int64_t chunks, int64_t slice, const Sums& running,
-                    const Sums& before, Scratch& scratch) const {
+  // Computes slice `slice` of the running sums of one head, adding the keys of each of its chunks,
+  // which are those from `first_chunk` on, in turn. The sums before part p of chunk n are left in
+  // `before` kParts n + p. AdvanceHeader has computed the headers.
+  void AdvanceSlice(const Keys* keys, int64_t kv_head, int64_t first_chunk, int64_t chunks,
+                    int64_t slice, const Sums& running, const Sums& before,
+                    Scratch& scratch) const {
     const int64_t first = SliceBegin(slice), last = SliceBegin(slice + 1);
     if (first == last) return;
     for (int64_t n = 0; n < chunks; ++n) {
+      if (Keeps(first_chunk + n)) {
+        CopySlice(running, first, last, KeptSums(kv_head, first_chunk + n));
+      }
       for (int64_t begin = 0; begin < keys[n].count; begin += kPart) {
         CopySlice(running, first, last, before.Next(n * kParts + begin / kPart));
-        AddToSlice(keys[n], begin, EndOfPart(keys[n], begin), running, first, last, scratch);
+        AddToSlice(AddendOf(keys[n], begin, EndOfPart(keys[n], begin)), running, running, first,
+                   last, scratch);
       }
     }
+  }
+  // Tells whether the sums before that chunk are kept for the backward pass, and where.
+  bool Keeps(int64_t chunk) const { return kept_.states != nullptr && chunk % kKeptChunks == 0; }
+  Sums KeptSums(int64_t kv_head, int64_t chunk) const {
+    return Sums(sizes_, kept_.states +
+                            (kv_head * KeptBlocks(problem_) + chunk / kKeptChunks) * sizes_.state);
+  }
+  // Keeps the sums over all keys of a head for the backward pass.
+  void Keep(int64_t kv_head, const Sums& sums) const {
+    if (Keeps(0)) KeptSums(kv_head, 0).Copy(sums);
   }
   static int64_t EndOfPart(const Keys& keys, int64_t begin) {
     return std::min(begin + kPart, keys.count);
@@ -208,8 +131,8 @@ class LinearRun {
     const Sums::Header& header = sums.header();
     for (int64_t first = begin; first < end; first += kChunk) {
       const int64_t rows = std::min(kChunk, end - first);
-      std::fill_n(scratch.reference, kChunk, header.reference);
-      std::fill_n(scratch.key_maximum, kChunk, header.maximum);
+      std::fill_n(scratch.factors.reference, kChunk, header.reference);
+      std::fill_n(scratch.factors.key_maximum, kChunk, header.maximum);
       LoadQueries(b, h, first, rows, sums, scratch);
       ReadSums(rows, sums, scratch);
       Finish(b, h, first, rows, scratch);
@@ -217,14 +140,9 @@ class LinearRun {
   }
 
   // Finds the running maxima of a chunk's keys after those in the sums.
-  void RunMaxima(const Sums& sums, int64_t kv_head, Keys& keys) const {
-    float reference = sums.header().reference, maximum = sums.header().maximum;
-    for (int64_t j = 0; j < keys.count; ++j) {
-      reference = std::max(reference, keys.log_scale[j]);
-      if (keys.seen[j] != 0) maximum = std::max(maximum, keys.tokens.max[j]);
-      keys.running_reference[j] = reference;
-      keys.running_maximum[j] = sequence_maximum_ != nullptr ? sequence_maximum_[kv_head] : maximum;
-    }
+  void RunMaximaOf(int64_t kv_head, const Sums& sums, Keys& keys) const {
+    RunMaxima(sums.header(), sequence_maximum_ == nullptr ? nullptr : sequence_maximum_ + kv_head,
+              keys);
   }
 
   // Computes the queries of head h at the places from `begin` on of the chunk of keys from
@@ -239,9 +157,9 @@ class LinearRun {
       // Rows beyond the last are computed in whole vectors and not stored.
       const int64_t last = std::min(first + t + offset - first_key, end - 1);
       scratch.visible[t] = static_cast<int32_t>(last + 1 - begin);
-      scratch.reference[t] = keys.running_reference[last];
-      scratch.key_maximum[t] = keys.running_maximum[last];
-      if (map_.gated) scratch.decay[t] = keys.decay[last];
+      scratch.factors.reference[t] = keys.running_reference[last];
+      scratch.factors.key_maximum[t] = keys.running_maximum[last];
+      if (map_.gated) scratch.factors.decay[t] = keys.decay[last];
     }
     LoadQueries(b, h, first, rows, sums, scratch);
     ReadSums(rows, sums, scratch);
@@ -254,8 +172,9 @@ class LinearRun {
   void Scan(int64_t kv_head, const Sums& sums, bool keeps, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
+      if (Keeps(first / kChunk)) KeptSums(kv_head, first / kChunk).Copy(sums);
       LoadKeys(kv_head, first, scratch.keys, scratch);
-      RunMaxima(sums, kv_head, scratch.keys);
+      RunMaximaOf(kv_head, sums, scratch.keys);
       for (int64_t begin = 0; begin < scratch.keys.count; begin += kPart) {
         for (int64_t g = 0; g < problem_.group(); ++g) {
           AttendPart(b, h * problem_.group() + g, first, begin, scratch.keys, sums, scratch);
@@ -272,237 +191,29 @@ class LinearRun {
     for (int64_t i = begin; i < end; ++i) {
       StoreRow(scratch.rows, problem_.value_dim, call_.out, call_.out.Offset(b, h, i),
                call_.out.stride(3));
+      KeepRow(b, h, i, 0, false);
       if (call_.log_sum_exp.empty()) continue;
       *call_.log_sum_exp.MutableAt<float>(b, h, i) = kNegativeInfinity;
     }
   }
 
  private:
-  bool IsToken(int64_t b, int64_t j) const {
-    return call_.key_mask.empty() || *call_.key_mask.At<uint8_t>(b, j) != 0;
-  }
-  // Returns what is subtracted for a reference: 0 for a head without keys.
-  static float Shift(float reference) { return reference == kNegativeInfinity ? 0 : reference; }
-  // Returns the logarithm of the largest unstabilised feature: rho_j, lambda_i.
-  float LogScale(const Tokens& tokens, int64_t t) const {
-    return exponential_ ? tokens.max[t] - tokens.half_square[t] : 0.0f;
-  }
-
-  // Calls body(first column, columns) for each panel of 64 value channels.
-  template <class Body>
-  void ForEachPanel(Body body) const {
-    for (int64_t panel = 0; panel < sizes_.value_row; panel += kDepthBlock) {
-      body(panel, std::min(kDepthBlock, sizes_.value_row - panel));
-    }
-  }
-
-  // Returns the first feature of a slice; slices are whole tiles of the GEMM.
-  int64_t SliceBegin(int64_t slice) const {
-    return std::min(RoundUp(CeilDivide(sizes_.features, kSumSlices), kTileRows) * slice,
-                    sizes_.features);
-  }
-
-  void CopySlice(const Sums& from, int64_t first, int64_t last, const Sums& to) const {
-    ForEachPanel([&](int64_t panel, int64_t width) {
-      const int64_t offset = panel * sizes_.features + first * width;
-      std::copy_n(from.products() + offset, (last - first) * width, to.products() + offset);
-    });
-    std::copy_n(from.normaliser() + first, last - first, to.normaliser() + first);
-    if (first > 0) return;
-    std::copy_n(from.scaled_values(), sizes_.value_row, to.scaled_values());
-    std::copy_n(from.values(), sizes_.value_row, to.values());
-  }
-
-  void ScaleRow(float factor, float* row, int64_t columns) const {
-    if (factor != 1) kernels_.scale_rows({row, 0, 1, columns}, &factor);
-  }
-
-  // Loads the values of the keys from `first` on, with zeros for padding.
-  void LoadValues(int64_t b, int64_t h, int64_t first, Keys& keys) const {
-    keys.finite = true;
-    ForEachPanel([&](int64_t panel, int64_t width) {
-      const int64_t channels = std::min(width, problem_.value_dim - panel);
-      float* rows = keys.values + panel * kChunk;
-      for (int64_t j = 0; j < keys.count; ++j) {
-        float* row = rows + j * width;
-        const int64_t loaded = keys.seen[j] != 0 ? channels : 0;
-        if (loaded > 0) {
-          LoadRow(call_.v, call_.v.Offset(b, h, first + j, panel), call_.v.stride(3), channels,
-                  row);
-        }
-        std::fill(row + loaded, row + width, 0.0f);
-      }
-      keys.finite = keys.finite && AllFinite(rows, keys.count * width);
-    });
-  }
-
-  static Sums::Header Merged(const Sums::Header& a, const Sums::Header& b) {
-    const Rescale rescale(a.reference, b.reference);
-    return {a.tokens + b.tokens, rescale.reference, std::max(a.maximum, b.maximum),
-            rescale.first * a.scaled_feature + rescale.second * b.scaled_feature};
-  }
-  static void Combine(const Rescale& rescale, float* into, const float* from, int64_t count) {
-    const float first = rescale.first, second = rescale.second;
-    for (int64_t n = 0; n < count; ++n) into[n] = first * into[n] + second * from[n];
-  }
-
-  // Returns G of the chunk's last key.
-  float DecayOf(const Keys& keys) const { return map_.gated ? keys.decay[keys.count - 1] : 0; }
-
-  // 64 rows of inputs.
-  struct Rows {
-    const float* data;
-    int64_t stride;
-  };
-  // Loads `count` rows of inputs from `first` on; those with seen 0 are zeros, and rows beyond them
-  // are arbitrary. The rows stay in place if they can be read there, else they go to scratch.rows.
-  Rows LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
-                  const float* seen, Scratch& scratch) const {
-    const bool all_seen = seen == nullptr || std::count(seen, seen + count, 0.0f) == 0;
-    if (view.dtype == DType::kF32 && view.stride(3) == 1 && problem_.head_dim == sizes_.depth &&
-        first + kChunk <= view.dim(2) && count > kFewTokens && all_seen) {
-      return {view.At<float>(b, h, first), view.stride(2)};
-    }
-    for (int64_t t = 0; t < count; ++t) {
-      float* row = scratch.rows + t * sizes_.depth;
-      const int64_t loaded = seen == nullptr || seen[t] != 0 ? problem_.head_dim : 0;
-      if (loaded > 0) LoadRow(view, view.Offset(b, h, first + t), view.stride(3), loaded, row);
-      std::fill(row + loaded, row + sizes_.depth, 0.0f);
-    }
-    std::fill_n(scratch.rows + count * sizes_.depth,
-                (RoundUp(count, kColumnQuantum) - count) * sizes_.depth, 0.0f);
-    return {scratch.rows, sizes_.depth};
-  }
-
-  // Computes, for the keys in `rows`, G, and log(1 - g_j) - G_j in log_scale.
-  void LoadGates(int64_t kv_head, const Rows& rows, Keys& keys) const {
-    const float* gate = call_.gate.At<float>(kv_head);
-    float logits[kChunk];
-    kernels_.matrix_vector(keys.count, problem_.head_dim, rows.data, rows.stride, gate, logits, 1,
-                           false);
-    float decay = 0;
-    for (int64_t j = 0; j < keys.count; ++j) {
-      if (keys.seen[j] != 0) {
-        const float logit = logits[j] + gate[problem_.head_dim];
-        const float log_gate = LogSigmoid(logit);
-        decay += log_gate < kLeastLogGate ? kLeastLogGate : log_gate;
-        keys.log_scale[j] = LogSigmoid(-logit) - decay;
-      }
-      keys.decay[j] = decay;
-    }
-  }
-  // Returns log(1 / (1 + exp(-x))).
-  static float LogSigmoid(float x) {
-    return std::min(x, 0.0f) - std::log1p(std::exp(-std::abs(x)));
-  }
-
-  // Returns the factor of inputs whose squares sum to `square`.
-  float InputFactor(float square) const {
-    if (!map_.unit) return map_.input_scale;
-    if (square < kLeastLength * kLeastLength) return 0;
-    // The last term is NaN where the square is infinite or NaN.
-    return map_.input_scale / (std::sqrt(square) + map_.length_epsilon) + 0 * square;
-  }
-
-  // Computes features of `count` tokens; where they are few, their inputs are in scratch.rows.
-  void MakeFeatures(const Rows& rows, int64_t count, int64_t kv_head, const float* normaliser,
-                    Tokens& tokens, Scratch& scratch) const {
-    const int64_t head_dim = problem_.head_dim;
-    const int64_t lanes = RoundUp(count, kColumnQuantum);
-    const float* w =
-        call_.w.At<float>() + (map_.per_head ? kv_head * sizes_.projections * head_dim : 0);
-    if (count <= kFewTokens) {
-      for (int64_t t = 0; t < count; ++t) OneTokensFeatures(w, t, normaliser, tokens, scratch);
-      return;
-    }
-    kernels_.transpose64(rows.data, rows.stride, sizes_.depth, scratch.columns);
-    ScaleColumns(lanes, tokens, scratch);
-    kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
-                  tokens.features, kChunk, false);
-    kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
-                      {tokens.max, tokens.total, normaliser, tokens.dot});
-  }
-
-  // Scales inputs for the features, in scratch.columns.
-  void ScaleColumns(int64_t lanes, Tokens& tokens, Scratch& scratch) const {
-    float factor[kChunk];
-    float* half_square = tokens.half_square;
-    if (map_.unit) {
-      std::fill_n(factor, kChunk, 0.0f);
-      for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        const float* column = scratch.columns + c * kChunk;
-        for (int64_t t = 0; t < lanes; ++t) factor[t] += column[t] * column[t];
-      }
-      for (int64_t t = 0; t < lanes; ++t) factor[t] = InputFactor(factor[t]);
-    } else {
-      std::fill_n(factor, kChunk, map_.input_scale);
-    }
-    std::fill_n(half_square, kChunk, 0.0f);
-    for (int64_t c = 0; c < problem_.head_dim; ++c) {
-      float* column = scratch.columns + c * kChunk;
-      for (int64_t t = 0; t < lanes; ++t) {
-        column[t] *= factor[t];
-        half_square[t] += 0.5f * column[t] * column[t];
-      }
-    }
-  }
-
-  // Does the same for token t alone, with its features side by side: vectors over tokens would be
-  // computed in vain for all but one of their lanes.
-  void OneTokensFeatures(const float* w, int64_t t, const float* normaliser, Tokens& tokens,
-                         Scratch& scratch) const {
-    float* row = scratch.rows + t * sizes_.depth;
-    float square = 0;
-    for (int64_t c = 0; c < problem_.head_dim; ++c) square += row[c] * row[c];
-    const float factor = InputFactor(square);
-    for (int64_t c = 0; c < problem_.head_dim; ++c) row[c] *= factor;
-    tokens.half_square[t] = 0.5f * factor * factor * square;
-    float* features = scratch.token_features;
-    kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
-                           features, 1, false);
-    if (exponential_) {
-      for (int64_t r = sizes_.projections; r < sizes_.features; ++r) {
-        features[r] = -features[r - sizes_.projections];
-      }
-      std::fill(features + sizes_.features, features + sizes_.normaliser, kNegativeInfinity);
-      float unused;
-      tokens.max[t] = kNegativeInfinity;
-      tokens.total[t] = 0;
-      kernels_.softmax({features, 0, 1, sizes_.normaliser},
-                       {tokens.max + t, tokens.total + t, &unused}, nullptr);
-    } else if (map_.feature == Feature::kSinCos) {
-      kernels_.sin_cos(sizes_.projections, features, features, features + sizes_.projections);
-      tokens.max[t] = tokens.total[t] = 0;
-    } else {
-      tokens.max[t] = tokens.total[t] = 0;
-      for (int64_t r = 0; r < sizes_.features; ++r) {
-        if (features[r] < 0) features[r] = 0;
-        tokens.total[t] += features[r];
-      }
-    }
-    if (normaliser != nullptr) {
-      kernels_.matrix_vector(1, sizes_.features, features, 0, normaliser, tokens.dot + t, 1, false);
-    }
-    for (int64_t r = 0; r < sizes_.features; ++r) tokens.features[r * kChunk + t] = features[r];
-  }
-
-  // Computes features of rows of queries, and the factors of the four terms against
-  // scratch.reference and key_maximum.
+  // Computes features of rows of queries, and the factors of the four terms against what the rows
+  // see.
   void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
                    Scratch& scratch) const {
     const Rows inputs = LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
     MakeFeatures(inputs, rows, h / problem_.group(), sums.normaliser(), scratch.queries, scratch);
     ComputeCarry(rows, sums, scratch);
-    if (epsilon_ == 0) {
-      std::fill_n(scratch.product, kChunk, 1.0f);
-      std::fill_n(scratch.key, kChunk, 0.0f);
-      std::fill_n(scratch.constant, kChunk, 0.0f);
-      for (int64_t t = 0; t < rows; ++t) {
-        scratch.log_scale[t] = LogScale(scratch.queries, t) + scratch.reference[t];
-        if (map_.gated) scratch.log_scale[t] += scratch.decay[t];
-      }
-    } else {
-      ComputeFactors(rows, scratch);
+    const QueryFactors& factors = scratch.factors;
+    ComputeFactors(rows, scratch.queries, scratch.factors);
+    const float features = static_cast<float>(sizes_.features);
+    for (int64_t t = 0; t < RoundUp(rows, kColumnQuantum); ++t) {
+      const float query = factors.query[t], query_epsilon = factors.query_epsilon[t];
+      scratch.product[t] = query * factors.key[t];
+      scratch.key[t] = query_epsilon * factors.key[t];
+      scratch.constant[t] =
+          factors.key_epsilon[t] * (query * scratch.queries.total[t] + query_epsilon * features);
     }
   }
 
@@ -512,48 +223,10 @@ class LinearRun {
       std::fill_n(scratch.carry, rows, 0.0f);
       return;
     }
-    for (int64_t t = 0; t < kChunk; ++t) scratch.carry[t] = reference - scratch.reference[t];
+    for (int64_t t = 0; t < kChunk; ++t)
+      scratch.carry[t] = reference - scratch.factors.reference[t];
     const float no_shift = 0;
     kernels_.exp({scratch.carry, 0, 1, RoundUp(rows, kColumnQuantum)}, &no_shift);
-  }
-
-  bool IsStabilised() const { return exponential_ && map_.stabiliser != KeyStabiliser::kNone; }
-
-  // Return the logarithms of the two scales of row t: exp(lambda_i - s) and exp(R - S).
-  float QueryScale(const Scratch& scratch, int64_t t) const {
-    return IsStabilised() ? -scratch.queries.half_square[t] : LogScale(scratch.queries, t);
-  }
-  float KeyScale(const Scratch& scratch, int64_t t) const {
-    const float reference = scratch.reference[t];
-    if (!IsStabilised() || reference == kNegativeInfinity) return reference;
-    return reference - scratch.key_maximum[t];
-  }
-
-  void ComputeFactors(int64_t rows, Scratch& scratch) const {
-    const int64_t lanes = RoundUp(rows, kColumnQuantum);
-    for (int64_t t = 0; t < lanes; ++t) {
-      const float query = QueryScale(scratch, t), key = KeyScale(scratch, t);
-      const float largest_query = std::max(query, log_epsilon_),
-                  largest_key = std::max(key, log_epsilon_);
-      scratch.exponent[0][t] = query - largest_query;
-      scratch.exponent[1][t] = log_epsilon_ - largest_query;
-      scratch.exponent[2][t] = key - largest_key;
-      scratch.exponent[3][t] = log_epsilon_ - largest_key;
-      // The sum does not go through lambda_i and R, in which large halves of squares would cancel.
-      scratch.log_scale[t] = largest_query + largest_key;
-      if (IsStabilised()) scratch.log_scale[t] += scratch.queries.max[t] + scratch.key_maximum[t];
-    }
-    const float no_shift[4] = {};
-    kernels_.exp({scratch.exponent[0], kChunk, 4, lanes}, no_shift);
-    const float features = static_cast<float>(sizes_.features);
-    for (int64_t t = 0; t < lanes; ++t) {
-      const float query = scratch.exponent[0][t], query_epsilon = scratch.exponent[1][t];
-      const float key = scratch.exponent[2][t], key_epsilon = scratch.exponent[3][t];
-      scratch.product[t] = query * key;
-      scratch.key[t] = query_epsilon * key;
-      scratch.constant[t] =
-          key_epsilon * (query * scratch.queries.total[t] + query_epsilon * features);
-    }
   }
 
   // Computes output and denominator of the rows from the sums alone.
@@ -596,7 +269,7 @@ class LinearRun {
   // Adds the keys of the part itself, which begins at `begin`, pair by pair. Rows go in blocks, so
   // that the keys right of the diagonal are skipped.
   void AddPairs(int64_t rows, int64_t begin, const Keys& keys, Scratch& scratch) const {
-    for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
+    for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.factors.reference[t]);
     // A hidden value that is not finite must not be multiplied by its weight of 0.
     const int64_t block = keys.finite ? kPairRows : 1;
     for (int64_t first = 0; first < rows; first += block) {
@@ -627,8 +300,10 @@ class LinearRun {
   void Finish(int64_t b, int64_t h, int64_t first, int64_t rows, Scratch& scratch) const {
     int64_t without_weight = 0;
     for (int64_t t = 0; t < rows; ++t) {
-      const float denominator = Denominator(t, scratch, &without_weight);
+      bool is_held = false;
+      const float denominator = Denominator(t, scratch, &without_weight, &is_held);
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
+      KeepRow(b, h, first + t, inverse, is_held);
       ForEachPanel([&](int64_t panel, int64_t width) {
         float* row = scratch.output + panel * kChunk + t * width;
         for (int64_t c = 0; c < width; ++c) row[c] *= inverse;
@@ -643,44 +318,41 @@ class LinearRun {
     }
   }
 
-  float Denominator(int64_t t, const Scratch& scratch, int64_t* without_weight) const {
+  // Tells also whether the floor holds the denominator.
+  float Denominator(int64_t t, const Scratch& scratch, int64_t* without_weight,
+                    bool* is_held) const {
+    const QueryFactors& factors = scratch.factors;
     float denominator = scratch.denominator[t];
-    const bool seen = scratch.reference[t] != kNegativeInfinity;
+    const bool seen = factors.reference[t] != kNegativeInfinity;
     if (map_.denominator_epsilon != 0 && seen) {
       // This is d sum_r phi_q(q_i)_r, divided as the four terms are.
-      const float key = KeyScale(scratch, t);
-      const float largest = epsilon_ == 0 ? key : std::max(key, log_epsilon_);
-      const double query_sum = QuerySum(t, scratch);
-      denominator += static_cast<float>(map_.denominator_epsilon / map_.constant * query_sum *
-                                        std::exp(-largest));
+      denominator +=
+          static_cast<float>(QuerySum(t, scratch.queries, factors) * QuerySumFactor(t, factors));
     }
-    const float floor = map_.gated ? floor_ * std::exp(-scratch.log_scale[t]) : floor_;
+    const float floor = map_.gated ? floor_ * std::exp(-factors.log_scale[t]) : floor_;
     if (!seen || !(denominator <= floor)) return denominator;
     ++*without_weight;
-    return std::abs(denominator) <= floor ? std::copysign(floor, denominator) : denominator;
+    *is_held = std::abs(denominator) <= floor;
+    return *is_held ? std::copysign(floor, denominator) : denominator;
   }
 
-  // Returns sum_r phi_q(q_i)_r / c, divided by max(exp(lambda_i - s), epsilon).
-  double QuerySum(int64_t t, const Scratch& scratch) const {
-    if (epsilon_ == 0) return scratch.queries.total[t];
-    return scratch.exponent[0][t] * scratch.queries.total[t] +
-           scratch.exponent[1][t] * static_cast<double>(sizes_.features);
+  // Keeps what the backward pass needs of a row.
+  void KeepRow(int64_t b, int64_t h, int64_t i, float inverse, bool is_held) const {
+    if (kept_.states == nullptr) return;
+    const int64_t row = (b * problem_.query_heads + h) * problem_.query_tokens + i;
+    kept_.inverse[row] = inverse;
+    kept_.slope[row] = is_held ? 0 : inverse;
   }
 
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
-    if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
+    const QueryFactors& factors = scratch.factors;
+    if (factors.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
     return static_cast<float>(std::log(std::abs(denominator)) + log_constants_ +
-                              scratch.log_scale[t]);
+                              factors.log_scale[t]);
   }
 
-  const Problem& problem_;
   const LinearCall& call_;
-  const FeatureMap& map_;
-  const Sizes& sizes_;
-  const CpuKernels& kernels_;
-  const bool exponential_;
-  const float epsilon_;
-  const float log_epsilon_;
+  const Kept& kept_;
   const float floor_;           // relative to c^2
   const double log_constants_;  // 2 log c
   const float* sequence_maximum_ = nullptr;
@@ -703,12 +375,11 @@ void RunAll(const Problem& problem, const LinearRun& run, const Sizes& sizes, co
                   std::min((group + 1) * group_tokens, problem.kv_tokens), sums(slot, group),
                   memory.scratch[worker]);
     });
-    if (plan.groups > 1) {
-      pool.ParallelFor(heads, [&](int64_t slot, int) {
-        for (int64_t group = 1; group < plan.groups; ++group)
-          run.Merge(sums(slot, 0), sums(slot, group));
-      });
-    }
+    pool.ParallelFor(heads, [&](int64_t slot, int) {
+      for (int64_t group = 1; group < plan.groups; ++group)
+        run.Merge(sums(slot, 0), sums(slot, group));
+      run.Keep(first + slot, sums(slot, 0));
+    });
     pool.ParallelFor(heads * problem.group() * tiles, [&](int64_t task, int worker) {
       const int64_t slot = task / (problem.group() * tiles);
       const int64_t b = (first + slot) / problem.kv_heads;
@@ -741,7 +412,9 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
     for (int64_t slot = 0; slot < heads * chunks; ++slot) {
       Keys& keys = memory.chunk_keys[slot];
       Sums::Header& header = running(slot / chunks).header();
-      run.RunMaxima(running(slot / chunks), slot / chunks, keys);
+      run.RunMaximaOf(slot / chunks, running(slot / chunks), keys);
+      const int64_t chunk = step + slot % chunks;
+      if (run.Keeps(chunk)) run.KeptSums(slot / chunks, chunk).header() = header;
       for (int64_t begin = 0; begin < keys.count; begin += kPart) {
         sums(slot, begin).header() = header;
         run.AdvanceHeader(header, begin, run.EndOfPart(keys, begin), keys);
@@ -749,8 +422,8 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
     }
     pool.ParallelFor(heads * kSumSlices, [&](int64_t task, int worker) {
       const int64_t head = task / kSumSlices;
-      run.AdvanceSlice(memory.chunk_keys + head * chunks, chunks, task % kSumSlices, running(head),
-                       sums(head * chunks, 0), memory.scratch[worker]);
+      run.AdvanceSlice(memory.chunk_keys + head * chunks, head, step, chunks, task % kSumSlices,
+                       running(head), sums(head * chunks, 0), memory.scratch[worker]);
     });
     pool.ParallelFor(heads * chunks * group, [&](int64_t task, int worker) {
       const int64_t slot = task / group;
@@ -800,7 +473,12 @@ absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
   Workspace workspace(execution.workspace);
   const Memory memory =
       LayOut(problem, sizes, plan, states != nullptr, execution.pool->threads(), workspace);
-  LinearRun run(problem, call, sizes);
+  Kept kept;
+  if (states == nullptr && !execution.kept.empty()) {
+    Workspace memory_kept(execution.kept);
+    kept = LayOutKept(problem, sizes, memory_kept);
+  }
+  LinearRun run(problem, call, sizes, kept);
   if (!problem.causal) {
     RunAll(problem, run, sizes, plan, memory, *execution.pool);
     return absl::OkStatus();
@@ -851,6 +529,12 @@ size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int t
   return Workspace::Measure([&](Workspace& workspace) {
     linear_cpu::LayOut(problem, sizes, plan, false, threads, workspace);
   });
+}
+
+size_t LinearKeptBytes(const Problem& problem, const FeatureMap& map) {
+  const linear_cpu::Sizes sizes(problem, map);
+  return Workspace::Measure(
+      [&](Workspace& workspace) { linear_cpu::LayOutKept(problem, sizes, workspace); });
 }
 
 absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Execution& execution) {

@@ -9,8 +9,10 @@
 #include <type_traits>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "core/linear/linear_cuda.h"
 #include "core/status.h"
+#include "core/workspace.h"
 
 namespace tfb {
 namespace {
@@ -61,6 +63,28 @@ class LinearLayer : public Base {
     return LinearCuda::WorkspaceBytes(**runtime, this->problem(), map_);
   }
   Cost cost() const override { return LinearCost(this->problem(), map_); }
+
+  absl::Status CheckBackward() const override {
+    if (device_ == Device::kCpu) return absl::OkStatus();
+    return absl::UnimplementedError(
+        absl::StrCat("engine linear has no backward pass for device ", Name(device_)));
+  }
+  size_t kept_bytes() const override {
+    return device_ == Device::kCpu ? LinearKeptBytes(this->problem(), map_) : 0;
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    if (device_ != Device::kCpu) return 0;
+    Workspace workspace;
+    LayOutMatrixGradient(workspace);
+    return workspace.used() + LinearBackwardWorkspaceBytes(this->problem(), map_, threads);
+  }
+  Cost backward_cost() const override { return LinearBackwardCost(this->problem(), map_); }
+  std::vector<std::string> differentiable_outputs() const override {
+    std::vector<std::string> names;
+    for (const TensorSpec& output : this->outputs()) names.push_back(output.name);
+    return names;
+  }
+
   std::map<std::string, double> statistics() const override {
     const Problem& p = this->problem();
     const size_t state_bytes =
@@ -103,17 +127,48 @@ class LinearLayer : public Base {
     return LinearCpu(this->problem(), call, execution);
   }
 
-  LinearCall CallOf(const Inputs& inputs, const Outputs& outputs) const {
-    LinearCall call;
+  absl::Status DoBackward(const BackwardCall& tensors, const Execution& execution) override {
+    LinearBackwardCall call;
+    static_cast<LinearInputs&>(call) = InputsOf(tensors.inputs);
+    call.out = tensors.outputs.Get("out");
+    call.out_gradient = tensors.output_gradients.Get("out");
+    call.log_sum_exp_gradient = tensors.output_gradients.Get("log_sum_exp");
+    call.q_gradient = tensors.input_gradients.Get("q");
+    call.k_gradient = tensors.input_gradients.Get("k");
+    call.v_gradient = tensors.input_gradients.Get("v");
+    call.w_gradient = tensors.parameter_gradients.Get("w");
+    call.gate_gradient = tensors.parameter_gradients.Get("gate");
+    const TensorView scale_gradient = tensors.parameter_gradients.Get("channel_scale");
+    if (!has_channel_scale_ || (call.w_gradient.empty() && scale_gradient.empty())) {
+      return LinearBackwardCpu(this->problem(), call, execution);
+    }
+    // The engine's W is the scaled one.
+    Workspace workspace(execution.workspace);
+    const TensorView scaled_gradient(LayOutMatrixGradient(workspace), DType::kF32, scaled_.shape());
+    call.w_gradient = scaled_gradient;
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    TFB_RETURN_IF_ERROR(LinearBackwardCpu(this->problem(), call, rest));
+    ThroughChannelScale(scaled_gradient, tensors.parameter_gradients.Get("w"), scale_gradient);
+    return absl::OkStatus();
+  }
+
+  LinearInputs InputsOf(const Inputs& inputs) const {
+    LinearInputs call;
     call.q = inputs.Get("q");
     call.k = inputs.Get("k");
     call.v = inputs.Get("v");
     call.key_mask = inputs.Get("key_mask");
     call.w = matrix();
     call.gate = gate();
+    call.map = map_;
+    return call;
+  }
+  LinearCall CallOf(const Inputs& inputs, const Outputs& outputs) const {
+    LinearCall call;
+    static_cast<LinearInputs&>(call) = InputsOf(inputs);
     call.out = outputs.Get("out");
     call.log_sum_exp = outputs.Get("log_sum_exp");
-    call.map = map_;
     return call;
   }
 
@@ -130,6 +185,28 @@ class LinearLayer : public Base {
     return has_channel_scale_ ? ConstTensorView(scaled_.view()) : ParameterOf("w");
   }
   ConstTensorView gate() const { return map_.gated ? ParameterOf("gate") : ConstTensorView(); }
+  // Takes memory for the gradient of the scaled W, where there is one.
+  float* LayOutMatrixGradient(Workspace& workspace) const {
+    return workspace.Take<float>(has_channel_scale_ ? scaled_.num_elements() : 0);
+  }
+  // Computes the gradients of W and of the channel scale, where they are not empty, from that of their
+  // product.
+  void ThroughChannelScale(const ConstTensorView& gradient, const TensorView& w_gradient,
+                           const TensorView& scale_gradient) const {
+    const ConstTensorView w = ParameterOf("w"), scale = ParameterOf("channel_scale");
+    for (int64_t h = 0; h < w.dim(0); ++h) {
+      for (int64_t c = 0; c < w.dim(2); ++c) {
+        float sum = 0;
+        for (int64_t r = 0; r < w.dim(1); ++r) {
+          const float of_product = *gradient.At<float>(h, r, c);
+          sum += of_product * *w.At<float>(h, r, c);
+          if (w_gradient.empty()) continue;
+          *w_gradient.MutableAt<float>(h, r, c) = of_product * *scale.At<float>(h, c);
+        }
+        if (!scale_gradient.empty()) *scale_gradient.MutableAt<float>(h, c) = sum;
+      }
+    }
+  }
   void ScaleChannels() {
     const ConstTensorView w = ParameterOf("w"), scale = ParameterOf("channel_scale");
     for (int64_t h = 0; h < w.dim(0); ++h) {
@@ -222,6 +299,17 @@ Cost LinearCost(const Problem& p, const FeatureMap& map) {
   Cost cost;
   cost.flops = (keys + SeeingRows(p)) * (projection + sums);
   cost.bytes = AttentionBytes(p) + matrices * static_cast<double>(map.projections * p.head_dim * 4);
+  return cost;
+}
+
+Cost LinearBackwardCost(const Problem& p, const FeatureMap& map) {
+  const double projection = 2.0 * static_cast<double>(map.projections * p.head_dim);
+  const double sums = 2.0 * static_cast<double>(map.features() * (p.value_dim + 1));
+  const double keys = static_cast<double>(p.batch * p.kv_heads * p.kv_tokens);
+  Cost cost;
+  cost.flops = (keys + SeeingRows(p)) * (3 * projection + 2 * sums);
+  if (p.causal) *cost.flops += keys * sums;
+  cost.bytes = 2 * *LinearCost(p, map).bytes;
   return cost;
 }
 

@@ -38,6 +38,9 @@ struct LinearParameters {
 //
 // Returns ResourceExhausted where there is no memory for that state; on a GPU Setup returns it.
 //
+// On the CPU the layer has a backward pass, to all its inputs and parameters. What it keeps are
+// LinearKeptBytes.
+//
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
 // share of query rows that see a key and whose denominator was 0 or below, or not above the map's
 // floor. On a GPU they wait for that Run.
@@ -54,6 +57,17 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
 //   2 m (value_dim + 1)          a query row: read from them
 // Query rows that see a key count. The bytes are q, k, v, out and W once.
 Cost LinearCost(const Problem& problem, const FeatureMap& map);
+
+// Returns those of one backward pass, counted in the same way:
+//   6 r head_dim                 a query row, and a key row: its projections, and the gradients of
+//                                the row and of W
+//   4 m (value_dim + 1)          a query row: read from the sums over keys, added to those over
+//                                queries
+//   4 m (value_dim + 1)          a key row: read from the latter for its features and its value
+//   2 m (value_dim + 1)          a key row of a causal problem: added to the sums, of which the run
+//                                kept few
+// The bytes are q, k, v, out, W and the gradient of out, and the gradients of the inputs and of W.
+Cost LinearBackwardCost(const Problem& problem, const FeatureMap& map);
 
 }  // namespace tfb
 

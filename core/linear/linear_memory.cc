@@ -9,30 +9,51 @@ constexpr int64_t kWantedTasks = 16;   // tasks that few heads are cut into
 constexpr int64_t kEnoughRounds = 4;
 constexpr int64_t kSumsBytes = 32 << 20;  // bytes of heads whose sums are held at a time
 
-// `keys` is null while the workspace only counts.
+}  // namespace
+
 void LayOutKeys(const Sizes& sizes, Workspace& workspace, Keys* keys) {
   float* features = workspace.Take<float>(sizes.features * kChunk);
   float* values = workspace.Take<float>(sizes.value_row * kChunk);
   if (keys == nullptr) return;
   keys->tokens.features = features;
+  keys->tokens.inputs = nullptr;
   keys->values = values;
 }
 
-void LayOutScratch(const Sizes& sizes, Workspace& workspace, Scratch* scratch) {
-  LayOutKeys(sizes, workspace, scratch == nullptr ? nullptr : &scratch->keys);
-  float* features = workspace.Take<float>(sizes.features * kChunk);
+void LayOutLoadScratch(const Sizes& sizes, Workspace& workspace, LoadScratch* scratch) {
   float* rows = workspace.Take<float>(std::max(sizes.depth, sizes.value_row) * kChunk);
   float* columns = workspace.Take<float>(sizes.depth * kChunk);
   float* token_features = workspace.Take<float>(sizes.normaliser);
   float* scaled_values = workspace.Take<float>(sizes.value_row * kChunk);
-  float* output = workspace.Take<float>(sizes.value_row * kChunk);
-  float* weights = workspace.Take<float>(kChunk * kChunk);
   if (scratch == nullptr) return;
-  scratch->queries.features = features;
   scratch->rows = rows;
   scratch->columns = columns;
   scratch->token_features = token_features;
   scratch->scaled_values = scaled_values;
+}
+
+Kept LayOutKept(const Problem& p, const Sizes& sizes, Workspace& workspace) {
+  const int64_t heads = p.batch * p.kv_heads, rows = p.batch * p.query_heads * p.query_tokens;
+  Kept kept;
+  kept.states = workspace.Take<float>(heads * KeptBlocks(p) * sizes.state);
+  kept.inverse = workspace.Take<float>(rows);
+  kept.slope = workspace.Take<float>(rows);
+  kept.maximum_key = workspace.Take<int64_t>(heads);
+  kept.maximum = workspace.Take<float>(heads);
+  return kept;
+}
+
+namespace {
+
+void LayOutScratch(const Sizes& sizes, Workspace& workspace, Scratch* scratch) {
+  LayOutLoadScratch(sizes, workspace, scratch);
+  LayOutKeys(sizes, workspace, scratch == nullptr ? nullptr : &scratch->keys);
+  float* features = workspace.Take<float>(sizes.features * kChunk);
+  float* output = workspace.Take<float>(sizes.value_row * kChunk);
+  float* weights = workspace.Take<float>(kChunk * kChunk);
+  if (scratch == nullptr) return;
+  scratch->queries.features = features;
+  scratch->queries.inputs = nullptr;
   scratch->output = output;
   scratch->weights = weights;
 }

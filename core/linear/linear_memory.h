@@ -29,22 +29,27 @@ inline int64_t CeilDivide(int64_t value, int64_t divisor) {
 struct Sizes {
   Sizes(const Problem& p, const FeatureMap& map)
       : depth(RoundUp(p.head_dim, 4)),
+        input_row(RoundUp(p.head_dim, kColumnQuantum)),
         value_row(RoundUp(p.value_dim, kColumnQuantum)),
         projections(map.projections),
+        matrices(map.per_head ? p.kv_heads : 1),
         features(map.features()),
         normaliser(RoundUp(features, kColumnQuantum)),
         scaled_sums(features * value_row + normaliser + value_row),
         state(kColumnQuantum + scaled_sums + value_row) {}
   int64_t depth;  // rounded up, since channels are transposed four at a time
+  int64_t input_row;
   int64_t value_row;
   int64_t projections;
+  int64_t matrices;  // of W
   int64_t features;
   int64_t normaliser;
   int64_t scaled_sums;
   int64_t state;  // floats
 };
 
-// The sums over the keys of one head so far. Matrices of value_row columns are in panels of 64
+// The sums over the keys of one head so far; in the backward pass also sums over queries, see
+// linear_backward_cpu.cc. Matrices of value_row columns are in panels of 64
 // columns.
 class Sums {
  public:
@@ -52,6 +57,7 @@ class Sums {
     double tokens;         // keys that are tokens
     float reference;       // R = max_j rho_j; -inf without keys
     float maximum;         // max_j M_j
+    int64_t maximum_key;   // the first key whose M_j is the maximum
     float scaled_feature;  // sum_j exp(rho_j - R) sum_r E_jr
   };
   static_assert(sizeof(Header) <= kColumnQuantum * sizeof(float));
@@ -60,8 +66,9 @@ class Sums {
 
   void Reset() const {
     std::fill_n(memory_, sizes_->state, 0.0f);
-    header() = {0, kNegativeInfinity, kNegativeInfinity, 0};
+    header() = {0, kNegativeInfinity, kNegativeInfinity, -1, 0};
   }
+  void Copy(const Sums& from) const { std::copy_n(from.memory_, sizes_->state, memory_); }
   Sums Next(int64_t count) const { return Sums(*sizes_, memory_ + count * sizes_->state); }
   Header& header() const { return *reinterpret_cast<Header*>(memory_); }
   // The next three have the factor exp(-R).
@@ -80,24 +87,11 @@ class Sums {
   float* memory_;
 };
 
-// Factors of two sums at references a and b that bring them to the larger reference.
-struct Rescale {
-  Rescale(float a, float b) : reference(b > a ? b : a) {
-    first = Factor(a);
-    second = Factor(b);
-  }
-  float Factor(float from) const {
-    if (from == reference) return 1;
-    return from == kNegativeInfinity ? 0 : std::exp(from - reference);
-  }
-  float reference;
-  float first;
-  float second;
-};
-
 // The features of up to 64 tokens relative to their maximum: exp(w_r . x) = features[r] exp(max).
 struct Tokens {
-  float* features;  // [features][64]
+  float* features;       // [features][64]
+  float* inputs;         // where not null, receives x: [64][input_row]
+  float factor[kChunk];  // of the tensor's rows, which makes them x
   float max[kChunk];
   float half_square[kChunk];  // |x|^2 / 2
   float total[kChunk];        // sum of the features
@@ -108,41 +102,59 @@ struct Keys {
   Tokens tokens;
   float* values;                    // [64][value_row] in panels of 64 columns
   float log_scale[kChunk];          // rho_j; -inf for padding
+  float gate[kChunk];               // u . k_j + b, of gates
   float decay[kChunk];              // G_j, from the chunk's beginning on; 0 without gates
   float seen[kChunk];               // 1 for a token, 0 for padding
   float running_reference[kChunk];  // R and max M over the keys before and up to this one
   float running_maximum[kChunk];
+  int64_t first;
   int64_t count;
   bool finite;  // whether all values are finite
-  // For sums += keys: exp(rho_j - R) with R after the addition, and the scale of the earlier sums.
+  // For sums += keys: exp(rho_j - R) with R after the addition, times 1 and times sum_r E_jr, and
+  // the scale of the earlier sums.
   float scale[kChunk];
+  float total_scale[kChunk];
   float rescale[kParts];  // one for each part
 };
 
-// The scratch of one thread for one task.
-struct Scratch {
-  Keys keys;
-  Tokens queries;
+// Numbers of a row of queries.
+struct QueryFactors {
+  float reference[kChunk];    // R over the keys that the row sees
+  float key_maximum[kChunk];  // their S
+  float decay[kChunk];        // G of the last key that the row sees
+  // exp(lambda_i - s) and epsilon, divided by the larger of the two, and the same for exp(R - S);
+  // without epsilon 1, 0, 1, 0.
+  float query[kChunk];
+  float query_epsilon[kChunk];
+  float key[kChunk];
+  float key_epsilon[kChunk];
+  // What D_i is divided by: log D_i = log(denominator) + log_scale + 2 log c.
+  float log_scale[kChunk];
+};
+
+// What a thread needs to load tokens.
+struct LoadScratch {
   float* rows;            // [64][depth], or value_row
   float* columns;         // [depth][64]
   float* token_features;  // [features], of one token
   float* scaled_values;   // [64][value_row] in panels
-  float* output;          // [64][value_row] in panels
-  float* weights;         // [64][64]
+};
+
+// The scratch of one thread for one task.
+struct Scratch : LoadScratch {
+  Keys keys;
+  Tokens queries;
+  QueryFactors factors;
+  float* output;   // [64][value_row] in panels
+  float* weights;  // [64][64]
   // Numbers of a row of queries.
-  float reference[kChunk];    // R over the keys that the row sees
-  float shift[kChunk];        // R, or 0 where there is none
-  float key_maximum[kChunk];  // their S
-  float decay[kChunk];        // G of the last key that the row sees
-  float product[kChunk];      // factors of the four terms, see linear.h
+  float shift[kChunk];    // R, or 0 where there is none
+  float product[kChunk];  // factors of the four terms, see linear.h
   float key[kChunk];
   float constant[kChunk];
   float carry[kChunk];  // exp(reference of the sums - reference)
-  // Scale of the denominator: log D_i = log(denominator) + log_scale + 2 log c.
-  float log_scale[kChunk];
   float denominator[kChunk];
   float sum[kChunk];
-  float exponent[4][kChunk];
   int32_t visible[kChunk];  // keys of the chunk that the row sees
 };
 
@@ -167,6 +179,31 @@ struct Memory {
   float* sequence_maximum;  // [heads]
   Scratch* scratch;         // [threads]
 };
+
+// Chunks between two sums that a causal run keeps for the backward pass.
+constexpr int64_t kKeptChunks = 8;
+
+// What a run keeps for the backward pass.
+struct Kept {
+  // Not causal: [heads], over all keys; causal: [heads][blocks of kKeptChunks], before each block.
+  float* states = nullptr;
+  // [batch, query_heads, query_tokens]: 1 / denominator, 0 where that is 0; and the same where the
+  // floor does not hold the denominator, else 0.
+  float* inverse;
+  float* slope;
+  // [heads]: max_j M_j and the first key that has it, of a causal run with the maximum of the
+  // sequence.
+  float* maximum;
+  int64_t* maximum_key;
+};
+Kept LayOutKept(const Problem& problem, const Sizes& sizes, Workspace& workspace);
+inline int64_t KeptBlocks(const Problem& problem) {
+  return problem.causal ? CeilDivide(CeilDivide(problem.kv_tokens, kChunk), kKeptChunks) : 1;
+}
+
+// `keys` and `scratch` are null while the workspace only counts.
+void LayOutKeys(const Sizes& sizes, Workspace& workspace, Keys* keys);
+void LayOutLoadScratch(const Sizes& sizes, Workspace& workspace, LoadScratch* scratch);
 
 // Takes the memory of a call from the workspace. With `has_states`, a causal call starts from sums
 // which the caller keeps, and needs none of its own.

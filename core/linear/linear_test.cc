@@ -14,26 +14,6 @@
 namespace tfb {
 namespace {
 
-// Memory full of NaN with a guard behind it.
-class GuardedMemory {
- public:
-  explicit GuardedMemory(size_t bytes)
-      : bytes_(bytes), tensor_(DType::kU8, {static_cast<int64_t>(bytes) + kGuard}) {
-    std::memset(tensor_.raw(), 0xFF, bytes + kGuard);
-  }
-  ~GuardedMemory() {
-    for (int64_t n = 0; n < kGuard; ++n) EXPECT_EQ(tensor_.span<uint8_t>()[bytes_ + n], 0xFF);
-  }
-  absl::Span<std::byte> span() {
-    return absl::MakeSpan(static_cast<std::byte*>(tensor_.raw()), bytes_);
-  }
-
- private:
-  static constexpr int64_t kGuard = 256;
-  size_t bytes_;
-  Tensor tensor_;
-};
-
 LinearResults RunEngine(const LinearCase& c, LinearCall call, int threads = 1) {
   ThreadPool pool(threads);
   GuardedMemory workspace(LinearWorkspaceBytes(c.problem, c.map, threads));

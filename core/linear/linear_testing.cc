@@ -3,14 +3,25 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
 #include "core/random.h"
+#include "core/testing.h"
+#include "core/thread_pool.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
+
+GuardedMemory::GuardedMemory(size_t bytes)
+    : bytes_(bytes), tensor_(DType::kU8, {static_cast<int64_t>(bytes) + kGuard}) {
+  std::memset(tensor_.raw(), 0xFF, bytes + kGuard);
+}
+GuardedMemory::~GuardedMemory() {
+  for (int64_t n = 0; n < kGuard; ++n) EXPECT_EQ(tensor_.span<uint8_t>()[bytes_ + n], 0xFF);
+}
 
 Problem LinearProblem(int64_t query_tokens, int64_t kv_tokens, bool causal, int64_t heads,
                       int64_t head_dim) {
@@ -234,6 +245,125 @@ void ExpectClose(const LinearCase& c, const LinearResults& results, const Linear
       ASSERT_NEAR(y, e, 2 * small * relative + UnitRoundoff(DType::kF32) * std::abs(e))
           << Describe(c) << ", row " << n;
     }
+  }
+}
+
+namespace {
+
+// Returns the gradients of a layer's inputs and parameters, which have names of their own.
+NamedTensors RunBackward(Layer& layer, const Inputs& inputs, const Inputs& output_gradients,
+                         int threads) {
+  ThreadPool pool(threads);
+  GuardedMemory kept(layer.kept_bytes()), workspace(layer.workspace_bytes(threads)),
+      backward_workspace(layer.backward_workspace_bytes(threads));
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = workspace.span();
+  execution.kept = kept.span();
+  const auto check = [](const absl::Status& status) { EXPECT_TRUE(status.ok()) << status; };
+  check(layer.Setup(inputs, execution));
+  NamedTensors outputs = NanOutputs(layer.outputs());
+  check(layer.Run(inputs, MutableViewsOf(outputs), execution));
+  execution.workspace = backward_workspace.span();
+  check(layer.SetUpBackward(inputs, execution));
+  NamedTensors of_inputs = NanOutputs(layer.input_gradients()),
+               of_parameters = NanOutputs(layer.parameter_gradients());
+  BackwardCall call;
+  call.inputs = inputs;
+  call.outputs = ViewsOf(outputs);
+  call.output_gradients = output_gradients;
+  call.input_gradients = MutableViewsOf(of_inputs);
+  call.parameter_gradients = MutableViewsOf(of_parameters);
+  check(layer.Backward(call, execution));
+  of_inputs.merge(of_parameters);
+  return of_inputs;
+}
+
+double Norm(const Tensor& x) {
+  double square = 0;
+  for (int64_t n = 0; n < x.num_elements(); ++n) square += x.view().Get(n) * x.view().Get(n);
+  return std::sqrt(square);
+}
+
+}  // namespace
+
+// A forward row's error is 2e-5 of its largest value (Fp32Bound), for weights that sum to 1. A
+// derivative has that error for each unit by which the row's weights change along the direction, or
+// by which the values that they weigh do.
+void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
+                                 const NamedTensors& inputs, const RunRequest& request) {
+  const std::unique_ptr<Layer> layer =
+      technique.Create(problem, request.options, Device::kCpu, request.seed).value();
+  if (request.parameters != nullptr) {
+    ASSERT_TRUE(layer->SetParameters(*request.parameters).ok());
+  }
+  NamedTensors of_outputs;
+  for (const TensorSpec& spec : layer->output_gradients()) {
+    FillNormal(&(of_outputs[spec.name] = Tensor(spec.dtype, spec.shape)), request.seed, spec.name);
+  }
+  const NamedTensors gradients =
+      RunBackward(*layer, ViewsOf(inputs), ViewsOf(of_outputs), request.threads);
+  const NamedTensors others =
+      RunBackward(*layer, ViewsOf(inputs), ViewsOf(of_outputs), request.threads + 1);
+
+  NamedTensors exact_inputs, exact_parameters;  // float64, but for masks
+  for (const auto& [name, tensor] : inputs) {
+    exact_inputs[name] = tensor.CloneAs(IsFloating(tensor.dtype()) ? DType::kF64 : tensor.dtype());
+  }
+  for (const auto& [name, tensor] : layer->parameters()) {
+    exact_parameters[name] = tensor.CloneAs(DType::kF64);
+  }
+  const auto define = [&] {
+    DefinitionRequest definition;
+    definition.weights = true;
+    NamedTensors outputs;
+    const absl::Status status = technique.Define(problem, request.options, exact_parameters,
+                                                 ViewsOf(exact_inputs), definition, &outputs);
+    EXPECT_TRUE(status.ok()) << status;
+    return outputs;
+  };
+  double largest_gradient = 0, largest_value = MaxAbs(inputs.at("v").view());
+  for (const auto& entry : of_outputs) {
+    largest_gradient = std::max(largest_gradient, MaxAbs(entry.second.view()));
+  }
+  for (const auto& [name, gradient] : gradients) {
+    EXPECT_TRUE(SameBits(gradient, others.at(name))) << name;
+    const bool is_input = exact_inputs.count(name) > 0;
+    Tensor& x = is_input ? exact_inputs[name] : exact_parameters[name];
+    Tensor direction(DType::kF64, x.shape());
+    FillNormal(&direction, request.seed, absl::StrCat("direction of ", name));
+    const double norm = Norm(direction);
+    for (double& d : direction.span<double>()) d /= norm;
+    // A step across the corner of a ReLU would count as an error; it is more likely the longer it is.
+    const double step = 1e-6 * Norm(x);
+    const Tensor at = x.Clone();
+    const auto moved = [&](double by) {
+      for (int64_t n = 0; n < x.num_elements(); ++n) {
+        x.span<double>()[n] = at.span<double>()[n] + by * direction.span<double>()[n];
+      }
+      return define();
+    };
+    const NamedTensors above = moved(step), below = moved(-step);
+    CopyElements(at.view(), x.view());
+    double difference = 0, changes = 0, product = 0;
+    for (const auto& [output, of_output] : of_outputs) {
+      const ConstTensorView a = above.at(output).view(), b = below.at(output).view();
+      for (int64_t n = 0; n < a.num_elements(); ++n) {
+        if (a.Get(n) == b.Get(n)) continue;  // -inf without keys
+        const double change = (a.Get(n) - b.Get(n)) / (2 * step);
+        difference += of_output.view().Get(n) * change;
+        changes += std::abs(change);
+      }
+    }
+    const ConstTensorView a = above.at("weights").view(), b = below.at("weights").view();
+    for (int64_t n = 0; n < a.num_elements(); ++n) {
+      changes += largest_value * std::abs(a.Get(n) - b.Get(n)) / (2 * step);
+    }
+    for (int64_t n = 0; n < x.num_elements(); ++n) {
+      product += gradient.view().Get(n) * direction.span<double>()[n];
+    }
+    EXPECT_NEAR(product, difference, 2e-5 * largest_gradient * changes)
+        << name << ", " << ToString(request.options) << ", " << problem.ToString();
   }
 }
 

@@ -3,13 +3,17 @@
 #ifndef TFB_CORE_LINEAR_LINEAR_TESTING_H_
 #define TFB_CORE_LINEAR_LINEAR_TESTING_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <string>
 
+#include "absl/types/span.h"
 #include "core/linear/linear.h"
 #include "core/problem.h"
+#include "core/technique.h"
 #include "core/tensor.h"
+#include "core/testing.h"
 
 namespace tfb {
 
@@ -32,6 +36,21 @@ FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, dou
 // Returns a map of unit vectors, for kSinCos and kRelu.
 FeatureMap DirectionMap(Feature feature, int64_t projections, bool gated);
 std::string Describe(const LinearCase& c);
+
+// Memory full of NaN with a guard behind it.
+class GuardedMemory {
+ public:
+  explicit GuardedMemory(size_t bytes);
+  ~GuardedMemory();  // expects the guard as it was
+  absl::Span<std::byte> span() {
+    return absl::MakeSpan(static_cast<std::byte*>(tensor_.raw()), bytes_);
+  }
+
+ private:
+  static constexpr int64_t kGuard = 256;
+  size_t bytes_;
+  Tensor tensor_;
+};
 
 // Tensors drawn from the case's seed.
 struct LinearTensors {
@@ -62,6 +81,13 @@ bool SameBits(const Tensor& a, const Tensor& b);
 // where that is not fp32's.
 void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
                  double unit = 0);
+
+// Runs a layer of a technique on this engine, and its Backward with gradients of the outputs that are
+// drawn, and expects the derivatives along a random direction of each input and parameter to be
+// those of the technique's definition, by central differences. Expects also the same bits with
+// another number of threads.
+void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
+                                 const NamedTensors& inputs, const RunRequest& request);
 
 }  // namespace tfb
 

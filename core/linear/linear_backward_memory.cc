@@ -1,0 +1,115 @@
+#include "core/linear/linear_backward_memory.h"
+
+#include <algorithm>
+
+namespace tfb::linear_cpu {
+namespace {
+
+constexpr int64_t kGroupTokens = 512;     // least queries, and keys, in a task
+constexpr int64_t kWantedTasks = 16;      // tasks that few heads are cut into
+constexpr int64_t kHeldBytes = 32 << 20;  // bytes of heads whose sums are held at a time
+
+// `chunk` is null while the workspace only counts.
+void LayOutChunk(const Sizes& sizes, int64_t group, bool has_states, Workspace& workspace,
+                 Chunk* chunk) {
+  LayOutKeys(sizes, workspace, chunk == nullptr ? nullptr : &chunk->keys);
+  float* inputs = workspace.Take<float>(kChunk * sizes.input_row);
+  QueryChunk* queries = workspace.Take<QueryChunk>(group);
+  float* before = workspace.Take<float>(has_states ? sizes.state : 0);
+  float* after = workspace.Take<float>(has_states ? sizes.state : 0);
+  if (chunk != nullptr) {
+    chunk->keys.tokens.inputs = inputs;
+    chunk->queries = queries;
+    chunk->own_before = before;
+    chunk->own_after = after;
+  }
+  for (int64_t g = 0; g < group; ++g) {
+    float* features = workspace.Take<float>(sizes.features * kChunk);
+    float* query_inputs = workspace.Take<float>(kChunk * sizes.input_row);
+    float* rows = workspace.Take<float>(kChunk * sizes.value_row);
+    if (queries == nullptr) continue;
+    queries[g].tokens.features = features;
+    queries[g].tokens.inputs = query_inputs;
+    queries[g].rows = rows;
+  }
+}
+
+void LayOutBackwardScratch(const Sizes& sizes, Workspace& workspace, BackwardScratch* scratch) {
+  LayOutLoadScratch(sizes, workspace, scratch);
+  float* query_gradients = workspace.Take<float>(sizes.features * kChunk);
+  float* key_gradients = workspace.Take<float>(sizes.features * kChunk);
+  float* row_columns = workspace.Take<float>(sizes.value_row * kChunk);
+  float* value_columns = workspace.Take<float>(sizes.value_row * kChunk);
+  float* output = workspace.Take<float>(kChunk * sizes.value_row);
+  float* inputs = workspace.Take<float>(kChunk * sizes.input_row);
+  float* weights = workspace.Take<float>(kChunk * kChunk);
+  float* pair_gradients = workspace.Take<float>(kChunk * kChunk);
+  float* pair_columns = workspace.Take<float>(kChunk * kChunk);
+  if (scratch == nullptr) return;
+  scratch->query_gradients = query_gradients;
+  scratch->key_gradients = key_gradients;
+  scratch->row_columns = row_columns;
+  scratch->value_columns = value_columns;
+  scratch->output = output;
+  scratch->inputs = inputs;
+  scratch->weights = weights;
+  scratch->pair_gradients = pair_gradients;
+  scratch->pair_columns = pair_columns;
+}
+
+}  // namespace
+
+BackwardPlan::BackwardPlan(const Problem& p, const Sizes& sizes, int threads)
+    : heads(p.batch * p.kv_heads),
+      matrices(sizes.matrices),
+      matrix_floats(sizes.projections * sizes.input_row) {
+  const int64_t most_heads = std::max<int64_t>(heads, 1);
+  if (p.causal) {
+    // The chunks of a block and head are tasks.
+    const int64_t wanted = std::max<int64_t>(kWantedTasks, 2 * threads);
+    held_heads = std::min(CeilDivide(wanted, kKeptChunks), most_heads);
+    return;
+  }
+  const int64_t tokens = std::max(p.query_tokens, p.kv_tokens);
+  groups = std::min(CeilDivide(kWantedTasks, most_heads),
+                    std::max<int64_t>(CeilDivide(tokens, kGroupTokens), 1));
+  const int64_t head_bytes =
+      groups * (sizes.state + matrix_floats) * static_cast<int64_t>(sizeof(float));
+  held_heads = std::clamp<int64_t>(kHeldBytes / head_bytes, 1, most_heads);
+}
+
+BackwardMemory LayOutBackward(const Problem& p, const Sizes& sizes, const BackwardPlan& plan,
+                              int threads, Workspace& workspace) {
+  BackwardMemory memory;
+  memory.w = workspace.Take<float>(plan.matrices * plan.matrix_floats);
+  memory.w_gradient = workspace.Take<float>(plan.matrices * plan.matrix_floats);
+  memory.w_parts = workspace.Take<float>(plan.held_heads * plan.groups * plan.matrix_floats);
+  memory.gate_gradient = workspace.Take<float>(p.kv_heads * (p.head_dim + 1));
+  memory.states =
+      workspace.Take<float>(plan.held_heads * (p.causal ? 2 : plan.groups) * sizes.state);
+  const int64_t chunks = p.causal ? plan.held_heads * kKeptChunks : threads;
+  memory.chunks = workspace.Take<Chunk>(chunks);
+  for (int64_t n = 0; n < chunks; ++n) {
+    LayOutChunk(sizes, p.causal ? p.group() : 1, p.causal, workspace,
+                memory.chunks == nullptr ? nullptr : memory.chunks + n);
+  }
+  memory.chains = workspace.Take<HeadChain>(p.causal ? plan.held_heads : 0);
+  for (int64_t n = 0; p.causal && n < plan.held_heads; ++n) {
+    float* gate = workspace.Take<float>(p.head_dim + 1);
+    float* gradient = workspace.Take<float>(sizes.input_row);
+    float* input = workspace.Take<float>(sizes.input_row);
+    if (memory.chains == nullptr) continue;
+    memory.chains[n].gate = gate;
+    memory.chains[n].gradient = gradient;
+    memory.chains[n].input = input;
+  }
+  memory.maximum_gradients = workspace.Take<double>(p.causal ? 0 : plan.held_heads * plan.groups);
+  memory.scratch = workspace.Take<BackwardScratch>(threads);
+  for (int t = 0; t < threads; ++t) {
+    LayOutBackwardScratch(sizes, workspace,
+                          memory.scratch == nullptr ? nullptr : memory.scratch + t);
+  }
+  return memory;
+}
+
+}  // namespace tfb::linear_cpu
