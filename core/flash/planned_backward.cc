@@ -126,7 +126,7 @@ PlannedLayer::BackwardMemory PlannedLayer::LayOutBackward(const BackwardCall& ca
                     [&, &name = name](const TensorSpec& i) { return i.name == name; });
     if (!is_input && IsFloating(tensor.dtype)) gradients_.Set(name, take(tensor.shape()));
   }
-  for (ScoreTerm* term : Terms()) term->LayOutGradients(p, workspace);
+  for (ScoreTerm* term : terms_) term->LayOutGradients(p, workspace);
   parameter_gradients_.LayOut(workspace);
   memory.sums_end = workspace->used();
   return memory;
@@ -204,7 +204,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   for (size_t n = 0; n < softmaxes_.size(); ++n) {
     TFB_RETURN_IF_ERROR(BackwardOf(n, out_gradient, memory.delta, rest));
   }
-  for (const ScoreTerm* term : Terms()) term->AddGradients(parameter_gradients_, execution.pool);
+  for (const ScoreTerm* term : terms_) term->AddGradients(parameter_gradients_, execution.pool);
   for (auto step = plan_.steps().rbegin(); step != plan_.steps().rend(); ++step) {
     TFB_RETURN_IF_ERROR((*step)->Backward(tensors_, gradients_, parameter_gradients_, rest));
   }

@@ -120,6 +120,7 @@ absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& probl
       Workspace::Measure([&](Workspace& workspace) { layer->LayOut(Inputs(), &workspace); });
   layer->parameters_ = std::move(parameters);
   layer->fit_ = std::move(fit);
+  layer->ListTerms();
   layer->parameter_gradients_ = ParameterGradients(layer->parameters_);
   layer->backward_bytes_ = Workspace::Measure(
       [&](Workspace& workspace) { layer->LayOutBackward(BackwardCall(), &workspace); });
@@ -257,7 +258,8 @@ absl::Status PlannedLayer::DoSetup(const Inputs& inputs, const Execution& execut
     return absl::InternalError("a plan has other sizes in Setup than when the layer was created");
   }
   plan_ = std::move(plan);
-  TFB_RETURN_IF_ERROR(BuildTerms(execution.pool));
+  ListTerms();
+  for (ScoreTerm* term : terms_) TFB_RETURN_IF_ERROR(term->Build(problem(), execution.pool));
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Setup(device_, inputs, execution));
   }
@@ -278,23 +280,17 @@ absl::Status PlannedLayer::DoSetup(const Inputs& inputs, const Execution& execut
   return absl::OkStatus();
 }
 
-std::vector<ScoreTerm*> PlannedLayer::Terms() const {
-  std::vector<ScoreTerm*> terms;
+void PlannedLayer::ListTerms() {
+  terms_.clear();
   for (const FlashRows& rows : plan_.rows()) {
     for (const FlashPart& part : rows.parts) {
       for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
-        if (std::find(terms.begin(), terms.end(), term.get()) == terms.end()) {
-          terms.push_back(term.get());
+        if (std::find(terms_.begin(), terms_.end(), term.get()) == terms_.end()) {
+          terms_.push_back(term.get());
         }
       }
     }
   }
-  return terms;
-}
-
-absl::Status PlannedLayer::BuildTerms(ThreadPool* pool) {
-  for (ScoreTerm* term : Terms()) TFB_RETURN_IF_ERROR(term->Build(problem(), pool));
-  return absl::OkStatus();
 }
 
 absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows) const {

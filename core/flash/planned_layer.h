@@ -104,8 +104,7 @@ class PlannedLayer : public Layer {
   // lists.
   void LayOut(const Inputs& inputs, Workspace* workspace);
   std::vector<Sizes> SizesOf(const FlashPlan& plan) const;
-  std::vector<ScoreTerm*> Terms() const;  // each once
-  absl::Status BuildTerms(ThreadPool* pool);
+  void ListTerms();
   absl::StatusOr<Softmax> Build(const FlashRows& rows) const;
   TensorView Written(const std::string& name, const FlashRows& rows, const Outputs& outputs) const;
   FlashCall CallOf(const Softmax& softmax, size_t part, const Outputs& outputs) const;
@@ -144,6 +143,7 @@ class PlannedLayer : public Layer {
   Describe describe_;
   Fit fit_;
   FlashPlan plan_;
+  std::vector<ScoreTerm*> terms_;   // of the plan, each once
   std::vector<Sizes> sizes_;        // of the softmaxes, before long rows are cut
   size_t step_bytes_ = 0;           // of what LayOut takes
   Inputs tensors_;                  // of a Run: the inputs, and the tensors of the steps
