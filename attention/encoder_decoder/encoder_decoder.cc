@@ -162,11 +162,25 @@ class EncoderDecoderLayer : public Layer {
           block.attention.push_back({attention,
                                      layers::ProjectedAttention(device, attention.problem,
                                                                 attention.cross, std::move(inner)),
-                                     {}});
+                                     {},
+                                     layers::NormNames(attention.name + "_norm")});
+          ++stack.sublayers;
         }
+        block.feed_forward_names = layers::FeedForwardNames(layer_place.ff);
+        block.norm_names = layers::NormNames(layer_place.ff + "_norm");
+        ++stack.sublayers;
       }
+      stack.kept.resize(stack.sublayers + 1);
+      stack.norm_names = layers::NormNames(place.final_norm);
       stack.place = std::move(place);
     }
+    std::vector<const layers::FurtherInputs*> further;
+    for (const Stack& stack : layer->stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) further.push_back(&one.place.further);
+      }
+    }
+    layer->further_differentiate_ = layers::FurtherInputs::CheckBackward(further);
     return layer;
   }
 
@@ -213,7 +227,142 @@ class EncoderDecoderLayer : public Layer {
     return {{"cublas", MatMulUsesCublas(device_) ? 1 : 0}};
   }
 
+  absl::Status CheckBackward() const override {
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          TFB_RETURN_IF_ERROR(one.attention.CheckBackward());
+        }
+      }
+    }
+    return further_differentiate_;
+  }
+  size_t kept_bytes() const override {
+    return Workspace::Measure([this](Workspace& workspace) {
+      LayOutKept(workspace, [](size_t, size_t, const Kept&) {});
+    });
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    const int64_t width = problem().model_dim();
+    const int64_t rows = problem().batch * std::max(problem().query_tokens, problem().kv_tokens);
+    size_t largest =
+        std::max({FeedForward::backward_workspace_bytes(rows, feed_forward_sizes(), threads),
+                  LayerNorm::backward_workspace_bytes(rows, width, threads),
+                  LayerNorm::workspace_bytes(device_, width, threads)});
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          largest = std::max(largest, one.attention.backward_workspace_bytes(threads));
+        }
+      }
+    }
+    return largest +
+           Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); });
+  }
+  Cost backward_cost() const override {
+    Cost cost;
+    double flops = 0;
+    bool is_known = true;
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          const Cost inner = one.attention.inner().backward_cost();
+          is_known = is_known && inner.flops.has_value();
+          flops += 2 * one.attention.projection_flops() + inner.flops.value_or(0);
+        }
+        const Problem& of_rows = block.attention[0].place.problem;
+        flops += 8 * static_cast<double>(of_rows.batch * of_rows.query_tokens) *
+                 static_cast<double>(problem().model_dim() * inner_dim());
+      }
+    }
+    if (is_known) cost.flops = flops;
+    cost.bytes = 2 * TensorBytes();  // the tensors and their gradients
+    return cost;
+  }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    std::map<std::string, std::string> stopped;
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          stopped.merge(one.attention.stopped_gradients(one.place.further, parameters_,
+                                                        one.place.name + "."));
+        }
+      }
+    }
+    return stopped;
+  }
+
  protected:
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch = LayOutBackward(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    // It depends on sizes and masks; hidden states are those of the network's inputs.
+    for (Stack& stack : stacks_) {
+      const ConstTensorView hidden = inputs.Get(stack.place.on_memory ? "memory" : "x");
+      const TensorView x(scratch.input.mutable_data(), DType::kF32, hidden.shape());
+      TFB_RETURN_IF_ERROR(AddScaled(device_, 1, hidden, 0, hidden, x, rest));
+      for (size_t n = 0; n < stack.blocks.size(); ++n) {
+        Block& block = stack.blocks[n];
+        for (Attention& one : block.attention) {
+          Walk walk;
+          walk.inputs = &inputs;
+          const Outputs none;
+          walk.outputs = &none;
+          walk.memory = inputs.Get("memory");
+          walk.self_mask = SelfMask(stack, inputs);
+          walk.cross_mask = inputs.Get("key_mask");
+          TFB_RETURN_IF_ERROR(one.attention.SetUpBackward(parameters_, one.place.name + ".",
+                                                          CallOf(one, x, {}, {}, walk), rest));
+        }
+        const std::string& ff = stack.place.layers[n].ff;
+        TFB_RETURN_IF_ERROR(
+            block.feed_forward.SetUpBackward(layers::FindParameter(parameters_, ff + ".w1"),
+                                             layers::FindParameter(parameters_, ff + ".w2")));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    Workspace workspace(execution.workspace), memory(execution.kept);
+    const TensorView between = TakeKept(memory);
+    const BackwardScratch scratch = LayOutBackward(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const auto clear = [](const TensorView& view) {
+      std::fill_n(view.MutableAt<float>(), view.num_elements(), 0.0f);
+    };
+    const auto copy = [&](const ConstTensorView& from, const TensorView& to) {
+      return AddScaled(device_, 1, from, 0, from, to, rest);
+    };
+    const ConstTensorView dout = call.output_gradients.Get("out");
+    if (!scratch.memory.empty()) clear(scratch.memory);
+    if (dout.empty()) {
+      clear(scratch.x);
+    } else {
+      TFB_RETURN_IF_ERROR(copy(dout, scratch.x));
+    }
+    for (size_t n = stacks_.size(); n-- > 0;) {
+      Stack& stack = stacks_[n];
+      const bool on_memory = stack.place.on_memory;
+      const BackwardWalk walk = {
+          call,
+          call.inputs.Get(on_memory ? "memory" : "x"),
+          between.empty() ? call.inputs.Get("memory") : ConstTensorView(between),
+          SelfMask(stack, call.inputs),
+          on_memory ? scratch.memory : scratch.x,
+          scratch,
+          rest};
+      TFB_RETURN_IF_ERROR(StackBackward(stack, walk));
+    }
+    const TensorView dx = call.input_gradients.Get("x");
+    const TensorView dmemory = call.input_gradients.Get("memory");
+    if (!dx.empty()) TFB_RETURN_IF_ERROR(copy(scratch.x, dx));
+    return dmemory.empty() ? absl::OkStatus() : copy(scratch.memory, dmemory);
+  }
+
   // Runs the network up to the last attention, since the Setup of an attention layer reads its
   // input, which the layers below compute.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
@@ -247,16 +396,29 @@ class EncoderDecoderLayer : public Layer {
     AttentionPlace place;
     layers::ProjectedAttention attention;
     LayerNorm norm;
+    layers::NormNames norm_names;
   };
   struct Block {
     std::vector<Attention> attention;
     FeedForward feed_forward;
     LayerNorm feed_forward_norm;
+    layers::FeedForwardNames feed_forward_names{""};
+    layers::NormNames norm_names{""};
+  };
+  // What a Run keeps of a sublayer.
+  struct Kept {
+    // [batch, tokens, model_dim], f32: what its LN reads, which is the sublayer's input with
+    // pre_norm and else the residual sum. Empty where that is the stack's input.
+    TensorView state;
+    absl::Span<std::byte> sublayer;
   };
   struct Stack {
     StackPlace place;
     std::vector<Block> blocks;
     LayerNorm final_norm;
+    layers::NormNames norm_names{""};
+    size_t sublayers = 0;
+    std::vector<Kept> kept;  // of the sublayers, and of the final norm, in the memory of a call
   };
   struct Scratch {
     TensorView state;  // [batch, query_tokens, model_dim], f32: x between sublayers
@@ -275,6 +437,7 @@ class EncoderDecoderLayer : public Layer {
     const Outputs* outputs = nullptr;  // the layer's; without views in Setup
     bool sets_up;
     Execution execution;
+    bool keeps() const { return !execution.kept.empty(); }
   };
 
   EncoderDecoderLayer(const Problem& problem, std::vector<TensorSpec> inputs,
@@ -304,8 +467,9 @@ class EncoderDecoderLayer : public Layer {
 
   absl::Status RunStacks(const Inputs& inputs, const Outputs& outputs, bool sets_up,
                          const Execution& execution) {
-    Workspace workspace(execution.workspace);
-    const Scratch scratch = LayOut(workspace);
+    Workspace workspace(execution.workspace), memory(execution.kept);
+    Scratch scratch = LayOut(workspace);
+    if (!execution.kept.empty()) scratch.memory = TakeKept(memory);
     Walk walk;
     walk.sets_up = sets_up;
     walk.execution = execution;
@@ -320,8 +484,7 @@ class EncoderDecoderLayer : public Layer {
         walk.normalized =
             TensorView(scratch.normalized.mutable_data(), DType::kF32, walk.state.shape());
       }
-      const bool masks_self = on_memory || options_.part == Part::kEncoder;
-      walk.self_mask = masks_self ? inputs.Get("key_mask") : ConstTensorView();
+      walk.self_mask = SelfMask(stack, inputs);
       walk.cross_mask = inputs.Get("key_mask");
       TFB_RETURN_IF_ERROR(RunStack(stack, on_memory ? inputs.Get("memory") : inputs.Get("x"),
                                    on_memory ? walk.state : outputs.Get("out"), walk));
@@ -330,34 +493,63 @@ class EncoderDecoderLayer : public Layer {
     return absl::OkStatus();
   }
 
+  // Returns the mask of the keys of a stack's self-attention.
+  ConstTensorView SelfMask(const Stack& stack, const Inputs& inputs) const {
+    const bool masks = stack.place.on_memory || options_.part == Part::kEncoder;
+    return masks ? inputs.Get("key_mask") : ConstTensorView();
+  }
+
   // Setup ends with the last attention of the last stack.
   absl::Status RunStack(Stack& stack, const ConstTensorView& x, const TensorView& out,
                         const Walk& walk) {
-    const bool normalises = !stack.place.final_norm.empty();
     ConstTensorView input = x;
+    size_t n = 0;  // of the sublayer
     for (Block& block : stack.blocks) {
-      const bool is_last = &block == &stack.blocks.back();
       for (Attention& one : block.attention) {
         if (walk.sets_up) {
           TFB_RETURN_IF_ERROR(SetUpAttention(one, input, walk));
-          const bool is_all = is_last && &one == &block.attention.back();
+          const bool is_all = &block == &stack.blocks.back() && &one == &block.attention.back();
           if (is_all && &stack == &stacks_.back()) return absl::OkStatus();
         }
         const auto attend = [&](const ConstTensorView& from, const ConstTensorView& residual,
                                 const TensorView& to) {
-          return one.attention.Run(CallOf(one, from, residual, to, walk), walk.execution);
+          return one.attention.Run(CallOf(one, from, residual, to, walk),
+                                   ExecutionOf(stack, n, walk.execution));
         };
-        TFB_RETURN_IF_ERROR(RunSublayer(one.norm, attend, input, walk.state, walk));
-        input = walk.state;
+        const TensorView output = OutputOf(stack, n, out, walk);
+        TFB_RETURN_IF_ERROR(
+            RunSublayer(one.norm, attend, input, StateOf(stack, n, walk), output, walk));
+        input = output;
+        ++n;
       }
       const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& residual,
                                     const TensorView& to) {
-        return block.feed_forward.Run(from, residual, to, walk.execution);
+        return block.feed_forward.Run(from, residual, to, ExecutionOf(stack, n, walk.execution));
       };
+      const TensorView output = OutputOf(stack, n, out, walk);
       TFB_RETURN_IF_ERROR(RunSublayer(block.feed_forward_norm, feed_forward, input,
-                                      is_last && !normalises ? out : walk.state, walk));
+                                      StateOf(stack, n, walk), output, walk));
+      input = output;
+      ++n;
     }
-    return normalises ? stack.final_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
+    if (stack.place.final_norm.empty()) return absl::OkStatus();
+    return stack.final_norm.Run(input, out, walk.execution);
+  }
+
+  // Returns the execution of a sublayer, with its own part of what is kept.
+  static Execution ExecutionOf(const Stack& stack, size_t n, Execution execution) {
+    if (!execution.kept.empty()) execution.kept = stack.kept[n].sublayer;
+    return execution;
+  }
+  // Returns where the LN of a sublayer, or for n = sublayers the final one, reads its input.
+  static TensorView StateOf(const Stack& stack, size_t n, const Walk& walk) {
+    return walk.keeps() ? stack.kept[n].state : walk.state;
+  }
+  // Returns what a sublayer writes.
+  TensorView OutputOf(const Stack& stack, size_t n, const TensorView& out, const Walk& walk) const {
+    const bool is_last = n + 1 == stack.sublayers;
+    if (is_last && stack.place.final_norm.empty()) return out;
+    return pre_norm() || is_last ? StateOf(stack, n + 1, walk) : walk.state;
   }
 
   static layers::ProjectedAttention::Call CallOf(Attention& one, const ConstTensorView& from,
@@ -379,21 +571,186 @@ class EncoderDecoderLayer : public Layer {
   }
 
   // Runs one residual sublayer, where compute(from, residual, to) sets `to` = S(from) + residual.
+  // `sum` is for the residual sum of post_norm.
   template <class Compute>
   absl::Status RunSublayer(const LayerNorm& norm, const Compute& compute,
-                           const ConstTensorView& input, const TensorView& output,
-                           const Walk& walk) {
+                           const ConstTensorView& input, const TensorView& sum,
+                           const TensorView& output, const Walk& walk) {
     if (pre_norm()) {
       TFB_RETURN_IF_ERROR(norm.Run(input, walk.normalized, walk.execution));
       return compute(walk.normalized, input, output);
     }
-    TFB_RETURN_IF_ERROR(compute(input, input, walk.state));
-    return norm.Run(walk.state, output, walk.execution);
+    TFB_RETURN_IF_ERROR(compute(input, input, sum));
+    return norm.Run(sum, output, walk.execution);
+  }
+
+  // ---- The backward pass ----
+
+  FeedForward::Sizes feed_forward_sizes() const {
+    return {problem().model_dim(), inner_dim(), problem().model_dim()};
+  }
+  TensorView TakeHidden(int64_t tokens, Workspace& workspace) const {
+    const Shape shape = {problem().batch, tokens, problem().model_dim()};
+    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  }
+
+  // Lays out what a Run keeps, and calls put(stack, n, kept) for each of its parts. Returns the
+  // memory between the stacks of `both`.
+  template <class Put>
+  TensorView LayOutKept(Workspace& workspace, const Put& put) const {
+    for (size_t s = 0; s < stacks_.size(); ++s) {
+      const Stack& stack = stacks_[s];
+      const int64_t tokens = stack.blocks[0].attention[0].place.problem.query_tokens;
+      size_t n = 0;
+      const auto take = [&](bool has_state, size_t bytes) {
+        Kept kept;
+        if (has_state) kept.state = TakeHidden(tokens, workspace);
+        kept.sublayer =
+            absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+        put(s, n++, kept);
+      };
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          take(!pre_norm() || n > 0, one.attention.kept_bytes());
+        }
+        take(true, FeedForward::kept_bytes(problem().batch * tokens, feed_forward_sizes()));
+      }
+      take(!stack.place.final_norm.empty(), 0);
+    }
+    return options_.part == Part::kBoth ? TakeHidden(problem().kv_tokens, workspace) : TensorView();
+  }
+  TensorView TakeKept(Workspace& memory) {
+    return LayOutKept(memory, [this](size_t stack, size_t n, const Kept& kept) {
+      stacks_[stack].kept[n] = kept;
+    });
+  }
+
+  struct BackwardScratch {
+    TensorView x;         // f32, the gradient of the hidden state of the stack on x
+    TensorView memory;    // likewise of the memory; empty where there is none
+    TensorView input;     // a sublayer's input, computed again
+    TensorView gradient;  // with pre_norm, its gradient
+  };
+  BackwardScratch LayOutBackward(Workspace& workspace) const {
+    const Problem& p = problem();
+    const bool has_memory = options_.part != Part::kEncoder;
+    const int64_t most = has_memory ? std::max(p.query_tokens, p.kv_tokens) : p.query_tokens;
+    BackwardScratch scratch;
+    scratch.x = TakeHidden(p.query_tokens, workspace);
+    if (has_memory) scratch.memory = TakeHidden(p.kv_tokens, workspace);
+    scratch.input = TakeHidden(most, workspace);
+    if (pre_norm()) scratch.gradient = TakeHidden(most, workspace);
+    return scratch;
+  }
+
+  // What the sublayers of one stack share in one backward pass.
+  struct BackwardWalk {
+    const BackwardCall& call;
+    ConstTensorView x;       // the stack's input
+    ConstTensorView memory;  // what cross attention reads
+    ConstTensorView self_mask;
+    TensorView d;  // the gradient of the hidden state, which goes backwards
+    BackwardScratch scratch;
+    Execution execution;
+  };
+
+  absl::Status StackBackward(Stack& stack, const BackwardWalk& walk) {
+    if (!stack.place.final_norm.empty()) {
+      TFB_RETURN_IF_ERROR(NormBackward(stack.final_norm, stack.norm_names,
+                                       stack.kept[stack.sublayers].state, walk.d, {}, walk));
+    }
+    size_t n = stack.sublayers;
+    for (size_t b = stack.blocks.size(); b-- > 0;) {
+      Block& block = stack.blocks[b];
+      const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& added,
+                                    const TensorView& to, const Execution& execution) {
+        const Outputs& parameters = walk.call.parameter_gradients;
+        const layers::FeedForwardNames& names = block.feed_forward_names;
+        return block.feed_forward.Backward(
+            {from, walk.d, added, to, parameters.Get(names.w1), parameters.Get(names.b1),
+             parameters.Get(names.w2), parameters.Get(names.b2)},
+            execution);
+      };
+      TFB_RETURN_IF_ERROR(SublayerBackward(stack, --n, block.feed_forward_norm, block.norm_names,
+                                           NormBefore(stack, b, block.attention.size()),
+                                           feed_forward, walk));
+      for (size_t a = block.attention.size(); a-- > 0;) {
+        Attention& one = block.attention[a];
+        const auto attend = [&](const ConstTensorView& from, const ConstTensorView& added,
+                                const TensorView& to, const Execution& execution) {
+          return AttentionBackward(one, from, added, to, walk, execution);
+        };
+        TFB_RETURN_IF_ERROR(SublayerBackward(stack, --n, one.norm, one.norm_names,
+                                             NormBefore(stack, b, a), attend, walk));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Returns the LN of the sublayer before attention `a` of block b, or before its feed-forward
+  // where a is the number of attentions; null where that is the first.
+  static const LayerNorm* NormBefore(const Stack& stack, size_t b, size_t a) {
+    if (a > 0) return &stack.blocks[b].attention[a - 1].norm;
+    return b == 0 ? nullptr : &stack.blocks[b - 1].feed_forward_norm;
+  }
+
+  // Takes walk.d, the gradient of a sublayer's output, to that of its input, where compute(from,
+  // added, to, execution) sets `to` = the gradient of S's input + added.
+  template <class Compute>
+  absl::Status SublayerBackward(const Stack& stack, size_t n, const LayerNorm& norm,
+                                const layers::NormNames& names, const LayerNorm* before,
+                                const Compute& compute, const BackwardWalk& walk) const {
+    const Execution execution = ExecutionOf(stack, n, walk.execution);
+    const auto like_d = [&](const TensorView& buffer) {
+      return TensorView(buffer.mutable_data(), DType::kF32, walk.d.shape());
+    };
+    const TensorView input = like_d(walk.scratch.input);
+    if (pre_norm()) {
+      const ConstTensorView x = n == 0 ? walk.x : stack.kept[n].state;
+      const TensorView gradient = like_d(walk.scratch.gradient);
+      TFB_RETURN_IF_ERROR(norm.Run(x, input, walk.execution));
+      TFB_RETURN_IF_ERROR(compute(input, {}, gradient, execution));
+      return NormBackward(norm, names, x, gradient, walk.d, walk);
+    }
+    TFB_RETURN_IF_ERROR(NormBackward(norm, names, stack.kept[n].state, walk.d, {}, walk));
+    if (before == nullptr) return compute(walk.x, walk.d, walk.d, execution);
+    TFB_RETURN_IF_ERROR(before->Run(stack.kept[n - 1].state, input, walk.execution));
+    return compute(input, walk.d, walk.d, execution);
+  }
+
+  // Sets walk.d = the gradient of an LN's input, with the gradient dy of its output, + added.
+  absl::Status NormBackward(const LayerNorm& norm, const layers::NormNames& names,
+                            const ConstTensorView& x, const ConstTensorView& dy,
+                            const ConstTensorView& added, const BackwardWalk& walk) const {
+    const Outputs& parameters = walk.call.parameter_gradients;
+    return norm.Backward(
+        {x, dy, added, walk.d, parameters.Get(names.gamma), parameters.Get(names.beta)},
+        walk.execution);
+  }
+
+  static absl::Status AttentionBackward(Attention& one, const ConstTensorView& from,
+                                        const ConstTensorView& added, const TensorView& to,
+                                        const BackwardWalk& walk, const Execution& execution) {
+    const bool cross = one.place.cross;
+    const TensorView of_memory = cross ? walk.scratch.memory : TensorView();
+    return one.attention.Backward({{from, cross ? walk.memory : ConstTensorView(),
+                                    cross ? walk.call.inputs.Get("key_mask") : walk.self_mask,
+                                    &one.place.further.From(walk.call.inputs)},
+                                   walk.d,
+                                   added,
+                                   to,
+                                   of_memory,
+                                   &one.place.further.GradientsFrom(walk.call.input_gradients),
+                                   walk.call.parameter_gradients,
+                                   /*accumulate=*/false,
+                                   of_memory},
+                                  execution);
   }
 
   EncoderDecoderOptions options_;
   Device device_;
   std::vector<Stack> stacks_;
+  absl::Status further_differentiate_;
 };
 
 // ---- The definition ----

@@ -48,6 +48,11 @@
 // In 16-bit problems each attention rounds as multi_head does; all else is fp32 between the
 // network's input and output. Embeddings, dropout and the output projection are left to the caller.
 //
+// A Run that has a backward pass keeps, of each sublayer, what its LN reads (model_dim floats a token:
+// the sublayer's input with pre_norm, else the residual sum) and what attention
+// (core/layers/attention/projected_attention.h) or FF (core/layers/feed_forward.h) keeps. What a
+// sublayer reads is computed from that again, by one LN.
+//
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
 // 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1, with
 // a final norm; core/layers/final_norm.h says who has the other combinations; sparse: Child et al.

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/allocations.h"
+#include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/run_allocations.h"
 #include "core/testing.h"
@@ -687,6 +688,42 @@ TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {
             "layers x is f32");
   EXPECT_THAT(error(Make(40, 40), {{"inner", "longformer[dilation=1/2/3]"}}),
               HasSubstr("dilation has 3 entries"));
+}
+
+// ---- The backward pass ----
+
+// The roundings of a network: those of its attentions, feed-forward networks and norms.
+double RoundingsOf(const Problem& problem, const Options& options) {
+  const auto found = options.find("layers");
+  const double layers = found == options.end() ? 2 : std::stod(found->second);
+  const double stacks = options.count("part") > 0 && options.at("part") == "both" ? 2 : 1;
+  const double width = static_cast<double>(problem.model_dim());
+  return stacks * layers * (2 * AttentionRoundings(problem) + 20 * width + 6 * width);
+}
+
+TEST(EncoderDecoder, GradientsAreThoseOfItsDefinition) {
+  for (const char* block : {"post_norm", "pre_norm", "sparse"}) {
+    for (const char* part : {"encoder", "decoder", "both"}) {
+      const bool is_encoder = std::string(part) == "encoder";
+      const Problem problem = Make(11, is_encoder ? 11 : 7, std::string(block) == "sparse");
+      Options options = {{"block", block}, {"part", part}, {"layers", "2"}};
+      if (std::string(block) == "post_norm") options["final_norm"] = "true";
+      SCOPED_TRACE(ToString(TechniqueSpec{"encoder_decoder", options}));
+      ExpectGradientsOfDefinition(EncoderDecoder(), problem,
+                                  {options, RoundingsOf(problem, options)});
+    }
+  }
+}
+
+TEST(EncoderDecoder, GradientsOfPostNormLayersAndListsOfTechniquesAreThoseOfTheDefinition) {
+  const Problem problem = Make(12, 12, /*causal=*/true);
+  for (const Options& options :
+       {Options{{"layers", "1"}, {"activation", "gelu"}, {"bias", "false"}},
+        Options{{"layers", "3"}, {"activation", "gelu_tanh"}, {"inner", "alibi/2*longformer"}}}) {
+    SCOPED_TRACE(ToString(TechniqueSpec{"encoder_decoder", options}));
+    ExpectGradientsOfDefinition(EncoderDecoder(), problem,
+                                {options, RoundingsOf(problem, options)});
+  }
 }
 
 // ---- Golden files ----

@@ -64,6 +64,22 @@ class MultiHeadLayer : public Layer {
     return statistics;
   }
 
+  absl::Status CheckBackward() const override { return attention_.CheckBackward(); }
+  size_t kept_bytes() const override { return attention_.kept_bytes(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    return attention_.backward_workspace_bytes(threads);
+  }
+  Cost backward_cost() const override {
+    Cost cost;
+    const Cost inner = attention_.inner().backward_cost();
+    if (inner.flops.has_value()) cost.flops = 2 * attention_.projection_flops() + *inner.flops;
+    cost.bytes = 2 * TensorBytes();  // the tensors and their gradients
+    return cost;
+  }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    return attention_.stopped_gradients(further_, parameters_, "");
+  }
+
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     return attention_.Setup(parameters_, "", {InputsOf(inputs, further_), {}, {}}, execution);
@@ -72,6 +88,20 @@ class MultiHeadLayer : public Layer {
                      const Execution& execution) override {
     return attention_.Run({InputsOf(inputs, further_), {}, outputs.Get("out"), &outputs},
                           execution);
+  }
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
+    return attention_.SetUpBackward(parameters_, "", {InputsOf(inputs, further_), {}, {}},
+                                    execution);
+  }
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    return attention_.Backward({InputsOf(call.inputs, further_),
+                                call.output_gradients.Get("out"),
+                                {},
+                                call.input_gradients.Get("x"),
+                                call.input_gradients.Get("memory"),
+                                &further_.GradientsFrom(call.input_gradients),
+                                call.parameter_gradients},
+                               execution);
   }
 
  private:

@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "attention/dense/dense.h"
 #include "attention/longformer/longformer.h"
+#include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/run_allocations.h"
 #include "core/testing.h"
@@ -601,6 +603,135 @@ TEST_P(MultiHeadGolden, TorchsMultiheadAttentionComputesTheSame) {
     const Tensor ours = RunOwn(problem, ViewsOf(inputs), request.options, &parameters, device);
     EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
   }
+}
+
+// ---- The backward pass ----
+
+void ExpectGradients(const Problem& problem, const Options& options, NamedTensors inputs = {}) {
+  SCOPED_TRACE(ToString(TechniqueSpec{"multi_head", options}));
+  GradientRequest request{options, AttentionRoundings(problem)};
+  request.inputs = std::move(inputs);
+  ExpectGradientsOfDefinition(MultiHead(), problem, request);
+}
+
+TEST(MultiHead, GradientsAreThoseOfItsDefinition) {
+  ExpectGradients(Self(3, 37, 8), {});
+  ExpectGradients(Self(2, 70, 16, /*causal=*/true), {{"bias", "true"}});
+  ExpectGradients(Self(1, 1, 4), {{"bias", "true"}});
+}
+
+TEST(MultiHead, GradientsOfCrossAttentionReachTheMemory) {
+  Problem problem = Self(4, 13, 8);
+  problem.kv_heads = 2;
+  problem.kv_tokens = 21;
+  problem.value_dim = 5;
+  NamedTensors mask;
+  mask["key_mask"] = Tensor(DType::kU8, {2, 21});
+  Fill(mask["key_mask"].view(), 1);
+  for (const int64_t token : {4, 20, 21 + 7}) mask["key_mask"].span<uint8_t>()[token] = 0;
+  ExpectGradients(problem, {{"cross", "true"}, {"bias", "true"}});
+  ExpectGradients(problem, {{"cross", "true"}}, std::move(mask));
+}
+
+TEST(MultiHead, GradientsPassThroughTheInnerTechniquesParametersAndHiddenState) {
+  const Problem causal = Self(2, 20, 8, /*causal=*/true);
+  ExpectGradients(causal, {{"inner", "alibi"}});
+  ExpectGradients(causal, {{"inner", "adaptive_span[max_span=16,span=6,ramp=5]"}});
+  ExpectGradients(causal, {{"inner", "adaptive_span[max_span=16,span=6,ramp=5,dynamic=true]"}});
+}
+
+TEST(MultiHead, GradientsOfFurtherProjectionsAreThoseOfItsDefinition) {
+  const Problem problem = Self(2, 24, 8);
+  NamedTensors inputs;
+  inputs["global_mask"] = Tensor(DType::kU8, {2, 24});
+  Fill(inputs["global_mask"].view(), 0);
+  for (const int64_t token : {3, 24 + 3, 24 + 11}) {
+    inputs["global_mask"].span<uint8_t>()[token] = 1;
+  }
+  ExpectGradients(
+      problem, {{"inner", "longformer[window=4,max_globals=3,projections=own]"}, {"bias", "true"}},
+      std::move(inputs));
+}
+
+TEST(MultiHead, NanOfAMaskedMemoryReachesNoGradient) {
+  Problem problem = Self(2, 9, 8);
+  problem.kv_tokens = 12;
+  const Options options = {{"cross", "true"}};
+  NamedTensors inputs = Random(problem, options);
+  inputs["key_mask"] = Tensor(DType::kU8, {2, 12});
+  Fill(inputs["key_mask"].view(), 1);
+  inputs["key_mask"].span<uint8_t>()[5] = 0;
+  Tensor g(DType::kF32, {2, 9, problem.model_dim()});
+  FillNormal(&g, 1, "g");
+  NamedTensors of_out;
+  of_out["out"] = std::move(g);
+  const auto gradients = [&] {
+    const auto layer = MultiHead().Create(problem, options, Device::kCpu, 1).value();
+    return RunBackward(*layer, ViewsOf(inputs), of_out).value();
+  };
+  const LayerGradients numbers = gradients();
+  const TensorView token = Slice(Slice(inputs["memory"].view(), 0, 0, 1), 1, 5, 1);
+  Fill(token, std::numeric_limits<double>::quiet_NaN());
+  const LayerGradients hidden = gradients();
+  for (const auto& [name, gradient] : numbers.parameters) {
+    EXPECT_EQ(MaxDifference(gradient.view(), hidden.parameters.at(name).view()), 0) << name;
+  }
+  for (const auto& [name, gradient] : numbers.inputs) {
+    EXPECT_EQ(MaxDifference(gradient.view(), hidden.inputs.at(name).view()), 0) << name;
+  }
+  EXPECT_EQ(MaxAbs(Slice(Slice(hidden.inputs.at("memory").view(), 0, 0, 1), 1, 5, 1)), 0);
+}
+
+// In 16 bits q, k, v, the context and their gradients are rounded, each of which moves a gradient
+// by the roundoff times its norm, and by a small multiple of it through the softmax.
+TEST(MultiHead, GradientsIn16BitsAreThoseOfFp32WithinTheirRoundings) {
+  const Problem in_fp32 = Self(2, 40, 16);
+  NamedTensors g;
+  g["out"] = Tensor(DType::kBF16, {2, 40, 32});
+  FillNormal(&g["out"], 1, "g");
+  const auto gradients = [&](DType dtype) {
+    Problem problem = in_fp32;
+    problem.dtype = dtype;
+    NamedTensors inputs, of_out;
+    inputs["x"] = Tensor(DType::kBF16, {2, 40, 32});
+    FillNormal(&inputs["x"], 1, "x");
+    inputs["x"] = inputs["x"].CloneAs(dtype);
+    of_out["out"] = g["out"].CloneAs(dtype);
+    const auto layer = MultiHead().Create(problem, {}, Device::kCpu, 1).value();
+    return RunBackward(*layer, ViewsOf(inputs), of_out).value();
+  };
+  const auto norm = [](const ConstTensorView& view) {
+    double sum = 0;
+    ForEachOffset(view, view, [&](int64_t at, int64_t) { sum += view.Get(at) * view.Get(at); });
+    return std::sqrt(sum);
+  };
+  const LayerGradients exact = gradients(DType::kF32), rounded = gradients(DType::kBF16);
+  const auto expect_near = [&](const Tensor& a, const Tensor& b) {
+    Tensor difference = a.CloneAs(DType::kF64);
+    ForEachOffset(difference.view(), b.view(), [&](int64_t i, int64_t j) {
+      difference.view().Set(i, difference.view().Get(i) - b.view().Get(j));
+    });
+    EXPECT_LE(norm(difference.view()), 16 * UnitRoundoff(DType::kBF16) * norm(b.view()));
+  };
+  EXPECT_EQ(rounded.inputs.at("x").dtype(), DType::kBF16);
+  expect_near(rounded.inputs.at("x"), exact.inputs.at("x"));
+  for (const auto& [name, gradient] : exact.parameters) {
+    SCOPED_TRACE(name);
+    expect_near(rounded.parameters.at(name), gradient);
+  }
+}
+
+TEST(MultiHead, ABackwardPassIsOnTheCpuAndThereOnlyWhereTheInnerTechniqueHasOne) {
+  const Problem problem = Self(2, 8, 8);
+  const auto layer = MultiHead().Create(problem, {}, Device::kSimulator, 1).value();
+  EXPECT_EQ(layer->CheckBackward().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(layer->CheckBackward().message()), HasSubstr("on the CPU alone"));
+  // It keeps q, k, v, the context, and the log-sum-exps of the inner layer.
+  const auto on_cpu = MultiHead().Create(problem, {}, Device::kCpu, 1).value();
+  EXPECT_EQ(on_cpu->CheckBackward(), absl::OkStatus());
+  const int64_t values = 2 * 8 * 16;  // batch, tokens, model_dim
+  const int64_t log_sums = 2 * 2 * 8;
+  EXPECT_EQ(on_cpu->kept_bytes(), 4 * (4 * values + log_sums));
 }
 
 }  // namespace

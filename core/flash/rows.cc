@@ -40,6 +40,8 @@ void LoadRow(const ConstTensorView& view, int64_t offset, int64_t stride, int64_
       return Load<BFloat16>(view.data, offset, stride, channels, to);
     case DType::kF16:
       return Load<Half>(view.data, offset, stride, channels, to);
+    case DType::kF64:
+      return Load<double>(view.data, offset, stride, channels, to);
     default:
       return Load<float>(view.data, offset, stride, channels, to);
   }
@@ -52,6 +54,8 @@ void StoreRow(const float* from, int64_t channels, const TensorView& view, int64
       return Store<BFloat16>(from, channels, view.mutable_data(), offset, stride);
     case DType::kF16:
       return Store<Half>(from, channels, view.mutable_data(), offset, stride);
+    case DType::kF64:
+      return Store<double>(from, channels, view.mutable_data(), offset, stride);
     default:
       return Store<float>(from, channels, view.mutable_data(), offset, stride);
   }

@@ -22,6 +22,20 @@ const char* Name(Activation activation);  // Returns "none", "relu", "gelu", "ge
 // Sets x[i] = activation(x[i]) for `count` values in host memory, vectorised.
 void Activate(Activation activation, int64_t count, float* x);
 
+// Sets d[i] = d[i] activation'(x[i]) for `count` values in host memory, vectorised: the chain rule
+// with the gradient d of the activation's result, where x is what the activation was applied to.
+// With the standard normal density p and distribution P, and a = sqrt(2 / pi):
+//
+//   relu          1 where x > 0, and 0 at 0 too
+//   gelu          P(x) + x p(x)
+//   gelu_tanh     (1 + t) / 2 + x (1 - t^2) a (1 + 0.134145 x^2) / 2,  t the tanh of the formula
+//   gelu_sigmoid  s + 1.702 x s (1 - s),  s = 1 / (1 + exp(-1.702 x))
+//   tanh          1 - tanh(x)^2
+//
+// Where one of the factors is 0, the product is 0, whatever the other one is: what a ReLU holds at 0
+// passes nothing, and a row without a gradient, such as padding, has none either if it holds NaN.
+void MultiplyByDerivative(Activation activation, int64_t count, const float* x, float* d);
+
 }  // namespace tfb
 
 #endif  // TFB_CORE_LAYERS_ACTIVATION_H_

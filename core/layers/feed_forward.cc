@@ -2,9 +2,29 @@
 
 #include <algorithm>
 
-#include "core/workspace.h"
+#include "core/layers/matmul_gradient.h"
+#include "core/layers/rows_of.h"
+#include "core/status.h"
 
 namespace tfb {
+namespace {
+
+// Returns a view like `like`, of contiguous floats, with another number of channels.
+TensorView WithChannels(const ConstTensorView& like, int64_t channels, float* data) {
+  Shape shape = like.shape();
+  shape.back() = channels;
+  return TensorView(data, DType::kF32, shape);
+}
+
+// Calls body(first, count) for pieces of `size` contiguous floats.
+template <class Body>
+void ForPieces(int64_t size, const Execution& execution, const Body& body) {
+  constexpr int64_t kPiece = 4096;  // 16 KiB, half of L1
+  execution.pool->ParallelForRanges(
+      size, kPiece, [&](int64_t begin, int64_t end, int) { body(begin, end - begin); });
+}
+
+}  // namespace
 
 size_t FeedForward::workspace_bytes(Device device, int64_t rows, const Sizes& sizes, int threads) {
   return std::max(MatMulWorkspaceBytes(device, rows, sizes.in, sizes.inner, threads),
@@ -16,14 +36,92 @@ size_t FeedForward::workspace_bytes(Device device, int64_t rows, const Sizes& si
 absl::Status FeedForward::Run(const ConstTensorView& x, const ConstTensorView& residual,
                               const TensorView& y, const Execution& execution,
                               const RowList& rows) const {
-  Shape shape = x.shape();
-  shape.back() = first_.out();
   Workspace workspace(execution.workspace);
-  const TensorView inner(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  const TensorView inner = WithChannels(
+      x, first_.out(), workspace.Take<float>(RowsOf<ConstTensorView>(x).rows() * first_.out()));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(MatMul(first_, {x, {}, inner, activation_, rows}, rest));
-  return MatMul(second_, {inner, residual, y, output_, rows}, rest);
+  TensorView z, u;
+  if (!execution.kept.empty()) {
+    Workspace memory(execution.kept);
+    const Kept kept = LayOutKept(RowsOf<ConstTensorView>(x).rows(), sizes(), output_, memory);
+    z = WithChannels(x, first_.out(), kept.z);
+    if (kept.u != nullptr) u = WithChannels(x, second_.out(), kept.u);
+  }
+  TFB_RETURN_IF_ERROR(MatMul(first_, {x, {}, inner, activation_, rows, {}, z}, rest));
+  return MatMul(second_, {inner, residual, y, output_, rows, {}, u}, rest);
+}
+
+// ---- The backward pass ----
+
+FeedForward::Kept FeedForward::LayOutKept(int64_t rows, const Sizes& sizes, Activation output,
+                                          Workspace& workspace) {
+  return {workspace.Take<float>(rows * sizes.inner),
+          output == Activation::kNone ? nullptr : workspace.Take<float>(rows * sizes.out)};
+}
+
+size_t FeedForward::kept_bytes(int64_t rows, const Sizes& sizes, Activation output) {
+  return Workspace::Measure(
+      [=](Workspace& workspace) { LayOutKept(rows, sizes, output, workspace); });
+}
+
+size_t FeedForward::backward_workspace_bytes(int64_t rows, const Sizes& sizes, int threads,
+                                             Activation output) {
+  // The buffers have the sizes of what is kept: h and then dz, and du.
+  return kept_bytes(rows, sizes, output) +
+         std::max({MatMulWorkspaceBytes(Device::kCpu, rows, sizes.out, sizes.inner, threads),
+                   MatMulWorkspaceBytes(Device::kCpu, rows, sizes.inner, sizes.in, threads),
+                   MatMulGradientWorkspaceBytes(rows, sizes.in, sizes.inner, threads),
+                   MatMulGradientWorkspaceBytes(rows, sizes.inner, sizes.out, threads)});
+}
+
+absl::Status FeedForward::SetUpBackward(const ConstTensorView& w1, const ConstTensorView& w2) {
+  if (first_.device() != Device::kCpu) {
+    return absl::UnimplementedError("the backward pass of feed-forward is on the CPU alone");
+  }
+  TFB_ASSIGN_OR_RETURN(first_transposed_, PackedMatrix::CreateTransposed(first_.device(), {w1}));
+  TFB_ASSIGN_OR_RETURN(second_transposed_, PackedMatrix::CreateTransposed(first_.device(), {w2}));
+  return absl::OkStatus();
+}
+
+absl::Status FeedForward::Backward(const BackwardCall& call, const Execution& execution) const {
+  const int64_t rows = RowsOf<ConstTensorView>(call.x).rows();
+  const int64_t inner_size = rows * first_.out();
+  Workspace memory(execution.kept), workspace(execution.workspace);
+  const Kept kept = LayOutKept(rows, sizes(), output_, memory);
+  const Kept buffers = LayOutKept(rows, sizes(), output_, workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+
+  ConstTensorView du = call.dy;
+  if (kept.u != nullptr) {
+    const int64_t channels = second_.out();
+    const RowsOf<ConstTensorView> dy(call.dy);
+    constexpr int64_t kRowsOfTask = 16;
+    execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+      for (int64_t row = begin; row < end; ++row) {
+        float* const of_row = buffers.u + row * channels;
+        dy.Load(row, 0, channels, of_row);
+        MultiplyByDerivative(output_, channels, kept.u + row * channels, of_row);
+      }
+    });
+    du = WithChannels(call.dy, channels, buffers.u);
+  }
+  const TensorView inner = WithChannels(call.x, first_.out(), buffers.z);
+  if (!call.w2.empty()) {
+    ForPieces(inner_size, execution, [&](int64_t first, int64_t count) {
+      std::copy_n(kept.z + first, count, buffers.z + first);
+      Activate(activation_, count, buffers.z + first);
+    });
+  }
+  TFB_RETURN_IF_ERROR(MatMulGradient({inner, du, call.w2, call.b2, call.accumulate}, rest));
+  TFB_RETURN_IF_ERROR(MatMul(second_transposed_, {du, {}, inner}, rest));
+  ForPieces(inner_size, execution, [&](int64_t first, int64_t count) {
+    MultiplyByDerivative(activation_, count, kept.z + first, buffers.z + first);
+  });
+  TFB_RETURN_IF_ERROR(MatMulGradient({call.x, inner, call.w1, call.b1, call.accumulate}, rest));
+  if (call.dx.empty()) return absl::OkStatus();
+  return MatMul(first_transposed_, {inner, call.added, call.dx}, rest);
 }
 
 }  // namespace tfb

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/runtime.h"
 #include "core/layers/layers_cuda.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/layers/rows_of.h"
 #include "core/status.h"
 #include "unsupported/Eigen/SpecialFunctions"
@@ -98,6 +99,83 @@ void PassCpu(GateStep step, const ConstTensorView& a, const ConstTensorView& b,
   });
 }
 
+// ---- The backward pass ----
+
+// What a kind's first step computes of a piece of a row: gradients of the sums a and c, and what of
+// dx and dy does not come through them.
+struct Differentials {
+  Values da = Values::Zero(), dc = da, dx = da, dy = da;
+};
+
+// `a` and `c` are what s and tanh were applied to; of a gru, a is a_z.
+void Differentiate(GateKind kind, const Values& a, const Values& c, const Values& x,
+                   const Values& y, const Values& dout, Differentials* of) {
+  const Values open = a.logistic();
+  const Values slope = open * (1 - open);
+  switch (kind) {
+    case GateKind::kInput:
+      of->da = dout * x * slope;
+      of->dx = dout * open;
+      of->dy = dout;
+      return;
+    case GateKind::kOutput:
+      of->da = dout * y * slope;
+      of->dx = dout;
+      of->dy = dout * open;
+      return;
+    case GateKind::kHighway:
+      of->da = dout * (x - y) * slope;
+      of->dx = dout * open;
+      of->dy = dout * (1 - open);
+      return;
+    case GateKind::kSigmoidTanh: {
+      const Values t = c.tanh();
+      of->da = dout * t * slope;
+      of->dc = dout * open * (1 - t * t);
+      of->dx = dout;
+      return;
+    }
+    case GateKind::kGru: {
+      const Values t = c.tanh();
+      of->da = dout * (t - x) * slope;
+      of->dc = dout * open * (1 - t * t);
+      of->dx = dout * (1 - open);
+      return;
+    }
+  }
+}
+
+// Calls body(row, first, count) for pieces of all rows of a view; the calls of a row are in order.
+template <class Body>
+void ForPieces(const ConstTensorView& like, const Execution& execution, const Body& body) {
+  constexpr int64_t kRowsOfTask = 16;
+  const int64_t rows = RowsOf<ConstTensorView>(like).rows();
+  const int64_t channels = RowsOf<ConstTensorView>(like).channels();
+  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t first = 0; first < channels; first += kChannels) {
+        body(row, first, std::min(kChannels, channels - first));
+      }
+    }
+  });
+}
+
+// Loads a piece; 0 where the view is empty.
+Values LoadPiece(const ConstTensorView& view, int64_t row, int64_t first, int64_t count) {
+  Values values = Values::Zero();
+  if (!view.empty()) RowsOf<ConstTensorView>(view).Load(row, first, count, values.data());
+  return values;
+}
+void StorePiece(const Values& values, int64_t row, int64_t first, int64_t count,
+                const TensorView& view) {
+  if (!view.empty()) RowsOf<TensorView>(view).Store(row, first, count, values.data());
+}
+
+// Returns the part of the sums of a kind that a step of its gate calls a, or c.
+TensorView PartOf(const TensorView& sums, int64_t channels, int64_t part, int64_t count = 1) {
+  return Slice(sums, sums.rank - 1, part * channels, count * channels);
+}
+
 }  // namespace
 
 absl::StatusOr<Gate> Gate::Create(Device device, GateKind kind, const Parameters& p) {
@@ -159,7 +237,10 @@ absl::Status Gate::Run(const ConstTensorView& x, const ConstTensorView& y, const
   }
   const int64_t channels = first_.in(), rows = RowsOf<TensorView>(out).rows();
   Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(kind_, rows, channels, workspace);
+  Scratch scratch = LayOut(kind_, rows, channels, workspace);
+  if (!execution.kept.empty()) {
+    scratch.sums = Workspace(execution.kept).Take<float>(rows * channels * Sums(kind_));
+  }
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   Shape shape = out.shape();
@@ -214,6 +295,168 @@ absl::Status Gate::Pass(GateStep step, const ConstTensorView& a, const ConstTens
   arguments.step = step;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(first_.device()));
   return ToStatus(KernelsOn<GateKernels>(runtime->target()).pass(arguments, execution.stream));
+}
+
+// ---- The backward pass ----
+
+size_t Gate::kept_bytes(GateKind kind, int64_t rows, int64_t channels) {
+  return Workspace::Measure(
+      [=](Workspace& workspace) { workspace.Take<float>(rows * channels * Sums(kind)); });
+}
+
+Gate::BackwardScratch Gate::LayOutBackward(GateKind kind, int64_t rows, int64_t channels,
+                                           Workspace& workspace) {
+  const auto take = [&](bool is_used, int64_t vectors) {
+    return is_used ? workspace.Take<float>(rows * channels * vectors) : nullptr;
+  };
+  const bool is_gru = kind == GateKind::kGru;
+  BackwardScratch scratch;
+  scratch.sums = take(true, Sums(kind));
+  scratch.reset = take(is_gru, 1);
+  scratch.of_x = take(kind != GateKind::kSigmoidTanh, 1);
+  scratch.of_reset = take(is_gru, 1);
+  return scratch;
+}
+
+size_t Gate::backward_workspace_bytes(GateKind kind, int64_t rows, int64_t channels, int threads) {
+  return Workspace::Measure(
+             [&](Workspace& workspace) { LayOutBackward(kind, rows, channels, workspace); }) +
+         std::max(
+             MatMulWorkspaceBytes(Device::kCpu, rows, Sums(kind) * channels, channels, threads),
+             MatMulGradientWorkspaceBytes(rows, channels, channels, threads));
+}
+
+absl::Status Gate::SetUpBackward(const Parameters& p) {
+  if (first_.device() != Device::kCpu) {
+    return absl::UnimplementedError("the backward pass of gates is on the CPU alone");
+  }
+  const auto pack = [](const std::vector<ConstTensorView>& matrices) {
+    return PackedMatrix::CreateTransposed(Device::kCpu, matrices);
+  };
+  if (kind_ == GateKind::kGru) {
+    TFB_ASSIGN_OR_RETURN(first_transposed_, pack({p.w_r, p.w_z, p.w_g}));
+    TFB_ASSIGN_OR_RETURN(second_transposed_, pack({p.u_r, p.u_z}));
+    TFB_ASSIGN_OR_RETURN(third_transposed_, pack({p.u_g}));
+    return absl::OkStatus();
+  }
+  const bool of_y = kind_ == GateKind::kSigmoidTanh;
+  TFB_ASSIGN_OR_RETURN(first_transposed_, of_y ? pack({p.w_g, p.u_g}) : pack({p.w_g}));
+  return absl::OkStatus();
+}
+
+absl::Status Gate::Backward(const BackwardCall& call, const Execution& execution) const {
+  const ConstTensorView& x = call.x;
+  const auto fits = [&](const ConstTensorView& view) {
+    return view.empty() || view.shape() == x.shape();
+  };
+  const int64_t channels = first_.in();
+  if (x.rank < 2 || x.dim(x.rank - 1) != channels || call.y.shape() != x.shape() ||
+      call.dout.shape() != x.shape() || !fits(call.dx) || !fits(call.dy)) {
+    return absl::InternalError(absl::StrCat("the gradients of a gate of ", channels,
+                                            " channels do not fit x ", ShapeString(x.shape()),
+                                            " and y ", ShapeString(call.y.shape())));
+  }
+  const int64_t rows = RowsOf<ConstTensorView>(x).rows();
+  Workspace workspace(execution.workspace);
+  const BackwardScratch scratch = LayOutBackward(kind_, rows, channels, workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  const auto like_x = [&](float* data, int64_t vectors) {
+    Shape shape = x.shape();
+    shape.back() *= vectors;
+    return TensorView(data, DType::kF32, shape);
+  };
+  const TensorView kept =
+      like_x(Workspace(execution.kept).Take<float>(rows * channels * Sums(kind_)), Sums(kind_));
+  const TensorView sums = like_x(scratch.sums, Sums(kind_));
+  const TensorView of_x = like_x(scratch.of_x, 1), reset = like_x(scratch.reset, 1);
+
+  const bool is_gru = kind_ == GateKind::kGru, is_sigmoid_tanh = kind_ == GateKind::kSigmoidTanh;
+  const TensorView a = PartOf(kept, channels, is_gru ? 1 : 0);
+  const TensorView da = PartOf(sums, channels, is_gru ? 1 : 0);
+  TensorView c, dc;
+  if (is_gru || is_sigmoid_tanh) {
+    c = PartOf(kept, channels, is_gru ? 2 : 1);
+    dc = PartOf(sums, channels, is_gru ? 2 : 1);
+  }
+  ForPieces(x, rest, [&](int64_t row, int64_t first, int64_t count) {
+    const auto load = [&](const ConstTensorView& view) {
+      return LoadPiece(view, row, first, count);
+    };
+    Differentials of;
+    Differentiate(kind_, load(a), load(c), load(x), load(call.y), load(call.dout), &of);
+    const auto store = [&](const Values& values, const TensorView& view) {
+      StorePiece(values, row, first, count, view);
+    };
+    store(of.da, da);
+    store(of.dc, dc);
+    store(of.dx, is_sigmoid_tanh ? call.dx : of_x);
+    if (!is_gru && !is_sigmoid_tanh) store(of.dy, call.dy);
+  });
+  if (is_gru) {
+    TFB_RETURN_IF_ERROR(
+        ResetBackward(call, kept, sums, {reset, of_x, like_x(scratch.of_reset, 1)}, rest));
+  }
+  TFB_RETURN_IF_ERROR(ParametersBackward(call, sums, reset, rest));
+  if (!is_sigmoid_tanh && !call.dx.empty()) {
+    const TensorView of_product = is_gru ? PartOf(sums, channels, 0, 2) : sums;
+    TFB_RETURN_IF_ERROR(
+        MatMul(is_gru ? second_transposed_ : first_transposed_, {of_product, of_x, call.dx}, rest));
+  }
+  if ((is_gru || is_sigmoid_tanh) && !call.dy.empty()) {
+    return MatMul(first_transposed_, {sums, {}, call.dy}, rest);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Gate::ResetBackward(const BackwardCall& call, const TensorView& kept,
+                                 const TensorView& sums, const ResetViews& views,
+                                 const Execution& execution) const {
+  const int64_t channels = first_.in();
+  const TensorView a_r = PartOf(kept, channels, 0), da_r = PartOf(sums, channels, 0);
+  TFB_RETURN_IF_ERROR(
+      MatMul(third_transposed_, {PartOf(sums, channels, 2), {}, views.of_reset}, execution));
+  ForPieces(call.x, execution, [&](int64_t row, int64_t first, int64_t count) {
+    const auto load = [&](const ConstTensorView& view) {
+      return LoadPiece(view, row, first, count);
+    };
+    const Values r = load(a_r).logistic(), x = load(call.x), dm = load(views.of_reset);
+    const Values of_sum = dm * x * r * (1 - r), reset = r * x, of_x = load(views.of_x) + dm * r;
+    StorePiece(of_sum, row, first, count, da_r);
+    StorePiece(reset, row, first, count, views.reset);
+    StorePiece(of_x, row, first, count, views.of_x);
+  });
+  return absl::OkStatus();
+}
+
+absl::Status Gate::ParametersBackward(const BackwardCall& call, const TensorView& sums,
+                                      const TensorView& reset, const Execution& execution) const {
+  const ParameterGradients& to = call.parameters;
+  // Adds x^T d to a matrix's gradient, and to a bias's the sum of d, the gradient of a sum.
+  const auto add = [&](const ConstTensorView& x, int64_t part, const TensorView& matrix,
+                       const TensorView& bias, float sign = 1) {
+    return MatMulGradient({x, PartOf(sums, first_.in(), part), matrix, bias, call.accumulate, sign},
+                          execution);
+  };
+  switch (kind_) {
+    case GateKind::kInput:
+      return add(call.x, 0, to.w_g, {});
+    case GateKind::kOutput:
+      return add(call.x, 0, to.w_g, to.b_g, -1);
+    case GateKind::kHighway:
+      return add(call.x, 0, to.w_g, to.b_g);
+    case GateKind::kSigmoidTanh:
+      TFB_RETURN_IF_ERROR(add(call.y, 0, to.w_g, to.b_g, -1));
+      return add(call.y, 1, to.u_g, {});
+    case GateKind::kGru:
+      break;
+  }
+  TFB_RETURN_IF_ERROR(add(call.y, 0, to.w_r, to.b_r));
+  TFB_RETURN_IF_ERROR(add(call.y, 1, to.w_z, to.b_z));
+  TFB_RETURN_IF_ERROR(add(call.y, 2, to.w_g, to.b_h));
+  TFB_RETURN_IF_ERROR(add(call.x, 0, to.u_r, {}));
+  TFB_RETURN_IF_ERROR(add(call.x, 1, to.u_z, to.b_g, -1));
+  return add(reset, 2, to.u_g, {});
 }
 
 }  // namespace tfb

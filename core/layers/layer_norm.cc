@@ -29,8 +29,13 @@ double Sum(int64_t count, Term term) {
   return ((part[0] + part[4]) + (part[1] + part[5])) + ((part[2] + part[6]) + (part[3] + part[7]));
 }
 
-void NormalizeRow(const float* gamma, const float* beta, double epsilon, int64_t channels,
-                  float* row) {
+// The statistics of a row.
+struct Statistics {
+  double mean;
+  float scale;  // 1 / sqrt(variance + epsilon)
+};
+
+Statistics StatisticsOf(double epsilon, int64_t channels, const float* row) {
   const double mean =
       Sum(channels, [=](int64_t c) -> double { return row[c]; }) / static_cast<double>(channels);
   const double variance = Sum(channels,
@@ -39,10 +44,73 @@ void NormalizeRow(const float* gamma, const float* beta, double epsilon, int64_t
                                 return difference * difference;
                               }) /
                           static_cast<double>(channels);
-  const float scale = static_cast<float>(1 / std::sqrt(variance + epsilon));
+  return {mean, static_cast<float>(1 / std::sqrt(variance + epsilon))};
+}
+
+void NormalizeRow(const float* gamma, const float* beta, double epsilon, int64_t channels,
+                  float* row) {
+  const Statistics of_row = StatisticsOf(epsilon, channels, row);
   for (int64_t c = 0; c < channels; ++c) {
-    const float centred = static_cast<float>(row[c] - mean);
-    row[c] = gamma[c] * (centred * scale) + beta[c];
+    const float centred = static_cast<float>(row[c] - of_row.mean);
+    row[c] = gamma[c] * (centred * of_row.scale) + beta[c];
+  }
+}
+
+// ---- The backward pass ----
+
+// Groups of consecutive rows: there are at most 64, so that adding up their sums costs little.
+struct RowGroups {
+  explicit RowGroups(int64_t rows)
+      : size(std::max<int64_t>((rows + 63) / 64, kRowsOfTask)), count((rows + size - 1) / size) {}
+  int64_t size;
+  int64_t count;
+};
+
+struct RowScratch {
+  float* x;         // [channels]: x, then the normalised row
+  float* gradient;  // [channels]: dy, then dx
+};
+
+RowScratch LayOutRow(int64_t channels, Workspace& workspace) {
+  return {workspace.Take<float>(channels), workspace.Take<float>(channels)};
+}
+
+// Adds a row's part of dgamma and dbeta to sums[channels] and to what follows it, and turns dy into
+// dx.
+void DifferentiateRow(const float* gamma, double epsilon, int64_t channels,
+                      const RowScratch& scratch, float* sums) {
+  float *x = scratch.x, *gradient = scratch.gradient;
+  const Statistics of_row = StatisticsOf(epsilon, channels, x);
+  for (int64_t c = 0; c < channels; ++c) {
+    x[c] = static_cast<float>(x[c] - of_row.mean) * of_row.scale;
+    sums[c] += gradient[c] * x[c];
+    sums[channels + c] += gradient[c];
+    gradient[c] *= gamma[c];
+  }
+  const auto mean = [=](auto term) {
+    return static_cast<float>(Sum(channels, term) / static_cast<double>(channels));
+  };
+  const float of_gradient = mean([=](int64_t c) -> double { return gradient[c]; });
+  const float of_product = mean([=](int64_t c) { return double{gradient[c]} * x[c]; });
+  for (int64_t c = 0; c < channels; ++c) {
+    gradient[c] = of_row.scale * (gradient[c] - of_gradient - x[c] * of_product);
+  }
+}
+
+// Writes the sum over groups of elements `first` to `first` + count - 1 of [groups][stride], or
+// adds it to what the gradient holds.
+void AddGroups(const float* sums, int64_t groups, int64_t stride, int64_t first, int64_t count,
+               bool accumulate, const TensorView& gradient) {
+  constexpr int64_t kPiece = 64;
+  const int64_t gap = gradient.stride(0);
+  for (int64_t c = first; c < first + count; c += kPiece) {
+    const int64_t n = std::min(kPiece, first + count - c);
+    float sum[kPiece] = {};
+    if (accumulate) LoadRow(gradient, c * gap, gap, n, sum);
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t i = 0; i < n; ++i) sum[i] += sums[group * stride + c + i];
+    }
+    StoreRow(sum, n, gradient, c * gap, gap);
   }
 }
 
@@ -92,6 +160,68 @@ absl::Status LayerNorm::RunCpu(const ConstTensorView& x, const TensorView& y,
       y_rows.Store(r, 0, channels, row);
     }
   });
+  return absl::OkStatus();
+}
+
+size_t LayerNorm::backward_workspace_bytes(int64_t rows, int64_t channels, int threads) {
+  const size_t of_rows =
+      Workspace::Measure([=](Workspace& workspace) { LayOutRow(channels, workspace); });
+  return threads * of_rows + Workspace::Measure([=](Workspace& workspace) {
+           workspace.Take<float>(RowGroups(rows).count * 2 * channels);
+         });
+}
+
+absl::Status LayerNorm::Backward(const BackwardCall& call, const Execution& execution) const {
+  if (device() != Device::kCpu) {
+    return absl::UnimplementedError("the backward pass of layer norm is on the CPU alone");
+  }
+  const Shape shape = call.x.shape(), of_parameters = {gamma_.size()};
+  const auto fits = [](const ConstTensorView& view, const Shape& like) {
+    return view.empty() || view.shape() == like;
+  };
+  if (call.x.rank < 2 || shape.back() != gamma_.size() || call.dy.shape() != shape ||
+      !fits(call.added, shape) || !fits(call.dx, shape) || !fits(call.gamma, of_parameters) ||
+      !fits(call.beta, of_parameters)) {
+    return absl::InternalError(absl::StrCat("the gradients of a layer norm of ", gamma_.size(),
+                                            " channels do not fit x ", ShapeString(shape),
+                                            " and dy ", ShapeString(call.dy.shape())));
+  }
+  const RowsOf<ConstTensorView> x_rows(call.x), dy_rows(call.dy);
+  const int64_t rows = x_rows.rows(), channels = gamma_.size();
+  const RowGroups groups(rows);
+  const size_t thread_bytes =
+      Workspace::Measure([=](Workspace& workspace) { LayOutRow(channels, workspace); });
+  Workspace rest(execution.workspace.subspan(execution.pool->threads() * thread_bytes));
+  float* const sums = rest.Take<float>(groups.count * 2 * channels);
+  execution.pool->ParallelFor(groups.count, [&](int64_t group, int worker) {
+    Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
+    const RowScratch scratch = LayOutRow(channels, workspace);
+    float* const of_group = sums + group * 2 * channels;
+    std::fill_n(of_group, 2 * channels, 0.0f);
+    for (int64_t r = group * groups.size; r < std::min(rows, (group + 1) * groups.size); ++r) {
+      x_rows.Load(r, 0, channels, scratch.x);
+      dy_rows.Load(r, 0, channels, scratch.gradient);
+      const bool is_zero = std::all_of(scratch.gradient, scratch.gradient + channels,
+                                       [](float value) { return value == 0; });
+      if (!is_zero) DifferentiateRow(gamma_.data(), epsilon_, channels, scratch, of_group);
+      if (call.dx.empty()) continue;
+      if (!call.added.empty()) {
+        RowsOf<ConstTensorView>(call.added).Load(r, 0, channels, scratch.x);
+        for (int64_t c = 0; c < channels; ++c) scratch.gradient[c] += scratch.x[c];
+      }
+      RowsOf<TensorView>(call.dx).Store(r, 0, channels, scratch.gradient);
+    }
+  });
+  constexpr int64_t kChannelsOfTask = 256;
+  execution.pool->ParallelForRanges(
+      channels, kChannelsOfTask, [&](int64_t begin, int64_t end, int) {
+        const auto add = [&](const float* of, const TensorView& gradient) {
+          if (gradient.empty()) return;
+          AddGroups(of, groups.count, 2 * channels, begin, end - begin, call.accumulate, gradient);
+        };
+        add(sums, call.gamma);
+        add(sums + channels, call.beta);
+      });
   return absl::OkStatus();
 }
 

@@ -5,6 +5,17 @@
 //
 // over the n channels c of a row. The variance is the biased one, in a second pass over the row, so
 // that a large common offset does not cancel. Sums are float64, the rest is fp32, on every device.
+//
+// The backward pass, with dy = dL/dy, the normalised row h = (x - mean) / sqrt(variance + epsilon)
+// and g_c = gamma_c dy_c:
+//
+//   dx_c = (g_c - 1/n sum_e g_e - h_c 1/n sum_e g_e h_e) / sqrt(variance + epsilon)
+//   dgamma_c = sum over rows of dy_c h_c,   dbeta_c = sum over rows of dy_c
+//
+// (the chain rule; section 3 of the paper has no formula for it). A Backward reads x and computes
+// the statistics of its rows again, so that a Run keeps nothing. A row of dy that is 0 adds nothing
+// and has no gradient but the summand, whatever x holds there, such as NaN of padding. Sums over
+// rows are fp32, in an order that the number of rows alone decides.
 #ifndef TFB_CORE_LAYERS_LAYER_NORM_H_
 #define TFB_CORE_LAYERS_LAYER_NORM_H_
 
@@ -39,6 +50,24 @@ class LayerNorm {
   // not fit. Lists of rows are supported on CUDA.
   absl::Status Run(const ConstTensorView& x, const TensorView& y, const Execution& execution,
                    const RowList& rows = {}) const;
+
+  struct BackwardCall {
+    ConstTensorView x;   // as Run read it
+    ConstTensorView dy;  // of x's shape
+    ConstTensorView
+        added;         // of x's shape, or empty: a summand of dx, such as a residual's gradient
+    TensorView dx;     // of x's shape, or empty; may be dy or the summand
+    TensorView gamma;  // dgamma, f32 [channels], or empty
+    TensorView beta;   // dbeta, f32 [channels], or empty
+    bool accumulate = false;  // adds to what dgamma and dbeta hold
+  };
+  // Returns the scratch of a Backward of up to `rows` rows: on the CPU two rows for each thread and
+  // the sums of up to 64 groups of rows.
+  static size_t backward_workspace_bytes(int64_t rows, int64_t channels, int threads);
+  // Computes the gradients, on the CPU. Views are as in Run. It allocates nothing. Returns Internal
+  // where the shapes do not fit, and Unimplemented on another device.
+  absl::Status Backward(const BackwardCall& call, const Execution& execution) const;
+
   Device device() const { return gamma_.device(); }
   size_t bytes() const { return gamma_.bytes() + beta_.bytes(); }
 

@@ -83,4 +83,13 @@ absl::StatusOr<FeedForward> MakeFeedForward(Device device, const NamedTensors& p
   return FeedForward(std::move(first), std::move(second), activation, output);
 }
 
+NormNames::NormNames(absl::string_view name)
+    : gamma(absl::StrCat(name, ".gamma")), beta(absl::StrCat(name, ".beta")) {}
+
+FeedForwardNames::FeedForwardNames(absl::string_view name)
+    : w1(absl::StrCat(name, ".w1")),
+      b1(absl::StrCat(name, ".b1")),
+      w2(absl::StrCat(name, ".w2")),
+      b2(absl::StrCat(name, ".b2")) {}
+
 }  // namespace tfb::layers

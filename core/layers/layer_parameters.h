@@ -59,6 +59,16 @@ absl::StatusOr<FeedForward> MakeFeedForward(Device device, const NamedTensors& p
                                             absl::string_view name, Activation activation,
                                             Activation output = Activation::kNone);
 
+// The names of those parameters, for the gradients of a backward pass, which may not make strings.
+struct NormNames {
+  explicit NormNames(absl::string_view name);
+  std::string gamma, beta;
+};
+struct FeedForwardNames {
+  explicit FeedForwardNames(absl::string_view name);
+  std::string w1, b1, w2, b2;
+};
+
 }  // namespace tfb::layers
 
 #endif  // TFB_CORE_LAYERS_LAYER_PARAMETERS_H_

@@ -4,6 +4,8 @@
 //
 // The computation is in fp32. A row with a NaN, or with nothing above -inf, has no softmax: it
 // becomes NaN.
+//
+// The backward pass, with dy = dL/dy:   dx_c = dy_c - exp(y_c) sum_e dy_e
 #ifndef TFB_CORE_LAYERS_LOG_SOFTMAX_H_
 #define TFB_CORE_LAYERS_LOG_SOFTMAX_H_
 
@@ -25,6 +27,12 @@ size_t LogSoftmaxWorkspaceBytes(Device device, int64_t channels, int threads);
 // returns Internal where the shapes do not fit.
 absl::Status LogSoftmax(Device device, const ConstTensorView& x, const TensorView& y,
                         const Execution& execution);
+
+// Computes dx in fp32, of x's shape, which may be dy. x is what LogSoftmax read or wrote: the log
+// softmax of y is y. It allocates nothing and needs LogSoftmaxWorkspaceBytes. It returns Internal
+// where the shapes do not fit, and Unimplemented on another device than the CPU.
+absl::Status LogSoftmaxBackward(Device device, const ConstTensorView& x, const ConstTensorView& dy,
+                                const TensorView& dx, const Execution& execution);
 
 }  // namespace tfb
 

@@ -44,6 +44,12 @@ absl::Status CheckShapes(const PackedMatrix& matrix, const MatMulCall& call) {
   if (matrix.device() == Device::kCpu && (call.rows.rows != nullptr || call.columns.count > 0)) {
     return absl::InternalError("products of listed rows and of some columns are on CUDA alone");
   }
+  if (!call.pre_activation.empty()) {
+    if (matrix.device() != Device::kCpu) {
+      return absl::InternalError("pre-activations of a product are on the CPU alone");
+    }
+    TFB_RETURN_IF_ERROR(CheckSameShape("pre-activation", call.pre_activation, "y", call.y));
+  }
   Shape expected = call.x.shape();
   if ((call.x.rank == 2 || call.x.rank == 3) && expected.back() == matrix.in()) {
     expected.back() = call.columns.count > 0 ? call.columns.count : matrix.out();
@@ -66,6 +72,7 @@ class Product {
         x_(call_.x),
         residual_(call_.residual.empty() ? call_.y : call_.residual),
         y_(call_.y),
+        pre_activation_(call_.pre_activation.empty() ? call_.y : call_.pre_activation),
         kernels_(BestCpuKernels()) {
     direct_ = x_.FirstRow(&direct_stride_);
   }
@@ -101,6 +108,9 @@ class Product {
     if (matrix_.bias() != nullptr) {
       for (int64_t c = 0; c < columns; ++c) products[c] += matrix_.bias()[first_column + c];
     }
+    if (!call_.pre_activation.empty()) {
+      pre_activation_.Store(row, first_column, columns, products);
+    }
     Activate(call_.activation, columns, products);
     if (!call_.residual.empty()) {
       float residual[kPanel];
@@ -115,36 +125,11 @@ class Product {
   RowsOf<ConstTensorView> x_;
   RowsOf<ConstTensorView> residual_;
   RowsOf<TensorView> y_;
+  RowsOf<TensorView> pre_activation_;
   const CpuKernels& kernels_;
   const float* direct_;  // x's rows where they are floats, else null
   int64_t direct_stride_ = 0;
 };
-
-// Returns the weights in the layout that PackedMatrix::weights() has on the CPU.
-std::vector<float> Panels(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
-  std::vector<float> panels(CeilDiv(out, kPanel) * in * kPanel, 0.0f);
-  int64_t column = 0;
-  for (const ConstTensorView& matrix : matrices) {
-    for (int64_t c = 0; c < matrix.dim(1); ++c, ++column) {
-      float* panel = panels.data() + column / kPanel * in * kPanel + column % kPanel;
-      for (int64_t k = 0; k < in; ++k) {
-        panel[k * kPanel] = static_cast<float>(matrix.Get(matrix.Offset(k, c)));
-      }
-    }
-  }
-  return panels;
-}
-// Returns the weights in the layout that PackedMatrix::weights() has on CUDA.
-std::vector<float> RowMajor(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
-  std::vector<float> rows(in * out);
-  const TensorView all(rows.data(), DType::kF32, {in, out});
-  int64_t column = 0;
-  for (const ConstTensorView& matrix : matrices) {
-    CopyElements(matrix, Slice(all, 1, column, matrix.dim(1)));
-    column += matrix.dim(1);
-  }
-  return rows;
-}
 
 absl::Status MatMulCpu(const PackedMatrix& matrix, const MatMulCall& call,
                        const Execution& execution) {
@@ -172,18 +157,55 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Create(Device device, const ConstTens
 absl::StatusOr<PackedMatrix> PackedMatrix::Create(Device device,
                                                   const std::vector<ConstTensorView>& weights,
                                                   const ConstTensorView& bias) {
-  PackedMatrix matrix;
-  matrix.in_ = weights[0].dim(0);
-  for (const ConstTensorView& part : weights) matrix.out_ += part.dim(1);
-  TFB_ASSIGN_OR_RETURN(
-      matrix.weights_,
-      DeviceArray<float>::Create(device, device == Device::kCpu
-                                             ? Panels(weights, matrix.in_, matrix.out_)
-                                             : RowMajor(weights, matrix.in_, matrix.out_)));
-  if (!bias.empty()) {
-    TFB_ASSIGN_OR_RETURN(matrix.bias_, CopyFloats(device, bias));
+  std::vector<Part> parts;
+  int64_t out = 0;
+  for (const ConstTensorView& matrix : weights) {
+    parts.push_back({matrix, 0, out});
+    out += matrix.dim(1);
   }
-  return matrix;
+  return Pack(device, weights[0].dim(0), out, parts, bias);
+}
+
+absl::StatusOr<PackedMatrix> PackedMatrix::CreateTransposed(
+    Device device, const std::vector<ConstTensorView>& weights) {
+  std::vector<Part> parts;
+  int64_t in = 0;
+  for (const ConstTensorView& matrix : weights) {
+    parts.push_back({Transpose(matrix, 0, 1), in, 0});
+    in += matrix.dim(1);
+  }
+  return Pack(device, in, weights[0].dim(0), parts, {});
+}
+
+absl::StatusOr<PackedMatrix> PackedMatrix::Pack(Device device, int64_t in, int64_t out,
+                                                const std::vector<Part>& parts,
+                                                const ConstTensorView& bias) {
+  PackedMatrix packed;
+  packed.in_ = in;
+  packed.out_ = out;
+  const bool panels = device == Device::kCpu;
+  std::vector<float> weights(panels ? CeilDiv(out, kPanel) * kPanel * in : in * out, 0.0f);
+  for (const Part& part : parts) {
+    const ConstTensorView& matrix = part.matrix;
+    const int64_t end = part.column + matrix.dim(1);
+    // One panel after the other, or all columns at once, so that neither side leaves its lines.
+    for (int64_t first = part.column; first < end;) {
+      const int64_t next = panels ? std::min(end, (first / kPanel + 1) * kPanel) : end;
+      for (int64_t row = 0; row < matrix.dim(0); ++row) {
+        const int64_t k = part.row + row;
+        float* to = weights.data() + (panels ? (first / kPanel * in + k) * kPanel + first % kPanel
+                                             : k * out + first);
+        LoadRow(matrix, matrix.Offset(row, first - part.column), matrix.stride(1), next - first,
+                to);
+      }
+      first = next;
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(packed.weights_, DeviceArray<float>::Create(device, weights));
+  if (!bias.empty()) {
+    TFB_ASSIGN_OR_RETURN(packed.bias_, CopyFloats(device, bias));
+  }
+  return packed;
 }
 
 size_t MatMulWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out, int threads) {

@@ -48,6 +48,10 @@ class PackedMatrix {
   static absl::StatusOr<PackedMatrix> Create(Device device,
                                              const std::vector<ConstTensorView>& weights,
                                              const ConstTensorView& bias = {});
+  // Takes matrices as Create does and packs the transpose of all of them side by side, [out, in],
+  // for the gradient of their product: dx = dy W^T is a product itself.
+  static absl::StatusOr<PackedMatrix> CreateTransposed(Device device,
+                                                       const std::vector<ConstTensorView>& weights);
 
   Device device() const { return weights_.device(); }
   int64_t in() const { return in_; }
@@ -58,6 +62,16 @@ class PackedMatrix {
   size_t bytes() const { return weights_.bytes() + bias_.bytes(); }
 
  private:
+  // A matrix whose element (0, 0) is element (row, column) of the whole.
+  struct Part {
+    ConstTensorView matrix;
+    int64_t row;
+    int64_t column;
+  };
+  static absl::StatusOr<PackedMatrix> Pack(Device device, int64_t in, int64_t out,
+                                           const std::vector<Part>& parts,
+                                           const ConstTensorView& bias);
+
   int64_t in_ = 0;
   int64_t out_ = 0;
   DeviceArray<float> weights_;
@@ -79,6 +93,9 @@ struct MatMulCall {
   Activation activation = Activation::kNone;
   RowList rows = {};     // CUDA alone
   Columns columns = {};  // CUDA alone
+  // Receives x W + b, what the activation is applied to, for a backward pass: of y's shape, or
+  // empty. CPU alone.
+  TensorView pre_activation = {};
 };
 
 // Returns the scratch of products of up to `rows` rows in bytes. CPU: for each thread one block of
@@ -95,9 +112,9 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Ex
 std::string MatMulBackend(Device device);
 bool MatMulUsesCublas(Device device);
 
-// y = alpha a + beta b, each of shape [batch, tokens, channels] or [rows, channels], of any floating
-// dtype and in memory of the device. y may be a or b; a and b may have strides of 0. Each product
-// and the sum are fp32.
+// y = alpha a + beta b, each of shape [batch, tokens, channels] or [rows, channels], of any
+// floating dtype and in memory of the device. y may be a or b; a and b may have strides of 0. Each
+// product and the sum are fp32.
 absl::Status AddScaled(Device device, float alpha, const ConstTensorView& a, float beta,
                        const ConstTensorView& b, const TensorView& y, const Execution& execution);
 // y = a + b

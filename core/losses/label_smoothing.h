@@ -26,12 +26,15 @@
 #ifndef TFB_CORE_LOSSES_LABEL_SMOOTHING_H_
 #define TFB_CORE_LOSSES_LABEL_SMOOTHING_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/technique.h"
 #include "core/tensor.h"
 
 namespace tfb {
@@ -65,6 +68,29 @@ struct SmoothedLoss {
 absl::StatusOr<SmoothedLoss> SmoothedCrossEntropy(const LabelSmoothing& options,
                                                   const ConstTensorView& logits,
                                                   absl::Span<const int64_t> labels);
+
+// The losses and their gradient, for training: in fp32, on the threads of a pool.
+//
+//   L = scale * sum of the losses,   dL/dlogit_k = scale (p_k - q_k),   0 where the label is padding
+//
+// (the derivative of log sum_k exp(logit_k) is p, and the q_k add up to 1; the paper's section 7
+// has the same gradient). For the mean, scale is 1 over the number of tokens whose label is not
+// padding.
+struct SmoothedLossCall {
+  ConstTensorView logits;            // [tokens, classes], f32, bf16 or f16, with any strides
+  absl::Span<const int64_t> labels;  // [tokens]
+  absl::Span<double> of_token = {};  // receives the losses; or empty
+  double scale = 1;
+  TensorView gradient =
+      {};  // of the logits' shape, of any floating dtype; may be the logits; or empty
+};
+// Returns the scratch in bytes: a row and its exponentials for each thread.
+size_t SmoothedLossWorkspaceBytes(int64_t classes, int threads);
+// Computes the losses and the gradient. It allocates nothing, and its bits do not depend on the
+// number of threads. Returns InvalidArgument as SmoothedCrossEntropy does, before it writes
+// anything.
+absl::Status ComputeSmoothedLoss(const LabelSmoothing& options, const SmoothedLossCall& call,
+                                 const Execution& execution);
 
 }  // namespace tfb
 

@@ -1,14 +1,18 @@
 #include "core/losses/label_smoothing.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "core/allocations.h"
 #include "core/random.h"
 #include "core/safetensors.h"
 #include "core/testing.h"
+#include "core/thread_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -179,6 +183,122 @@ TEST(LabelSmoothing, WhatIsOutOfRangeIsRefusedWithTheRange) {
       std::string(
           SmoothedCrossEntropy({}, integers.view(), std::vector<int64_t>{1}).status().message()),
       "label smoothing: logits are i32; a floating-point type is wanted");
+}
+
+// ---- The loss and its gradient in fp32 ----
+
+struct LossAndGradient {
+  std::vector<double> of_token;
+  Tensor gradient;
+};
+
+LossAndGradient Compute(const LabelSmoothing& options, const ConstTensorView& logits,
+                        const std::vector<int64_t>& labels, double scale, int threads = 2) {
+  const int64_t classes = logits.dim(1);
+  ThreadPool pool(threads);
+  Tensor scratch(DType::kU8, {static_cast<int64_t>(SmoothedLossWorkspaceBytes(classes, threads))});
+  std::fill_n(scratch.span<uint8_t>().begin(), scratch.bytes(), 0xFF);  // NaN
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), scratch.bytes());
+  LossAndGradient result;
+  result.of_token.assign(labels.size(), -1);
+  result.gradient = Tensor(DType::kF32, logits.shape());
+  Fill(result.gradient.view(), std::numeric_limits<double>::quiet_NaN());
+  const SmoothedLossCall call = {logits, labels, absl::MakeSpan(result.of_token), scale,
+                                 result.gradient.view()};
+  const int64_t before = AllocationCount();
+  const bool ok = ComputeSmoothedLoss(options, call, execution).ok();
+  EXPECT_EQ(AllocationCount() - before, 0);
+  EXPECT_TRUE(ok);
+  return result;
+}
+
+std::vector<LabelSmoothing> EveryKind() {
+  std::vector<LabelSmoothing> all;
+  for (const Spread spread : {Spread::kAllClasses, Spread::kWrongClasses}) {
+    for (const double smoothing : {0.0, 0.1, 1.0}) {
+      for (const bool to_padding : {false, true}) {
+        all.push_back(Make(smoothing, spread));
+        all.back().padding = 3;
+        all.back().spread_to_padding = to_padding;
+        all.back().subtract_entropy = smoothing == 0.1;
+      }
+    }
+  }
+  return all;
+}
+
+// A loss is a sum of products of shares, which add up to 1, and of differences of numbers of at
+// most 32; the logarithm of a sum of exponentials has the relative error of that sum, (classes + 8)
+// u.
+constexpr double kU = 0x1p-24;
+double LossBound(int64_t classes) { return (static_cast<double>(classes) + 8 + 64) * kU; }
+
+TEST(SmoothedLoss, LossesAndGradientsAreThoseOfTheDefinition) {
+  const int64_t tokens = 37, classes = 21;
+  Tensor logits = RandomLogits(tokens, classes);
+  std::vector<int64_t> labels;
+  for (int64_t t = 0; t < tokens; ++t) labels.push_back(t * 5 % classes);
+  for (const LabelSmoothing& options : EveryKind()) {
+    SCOPED_TRACE(options.smoothing);
+    const LossAndGradient of = Compute(options, logits.view(), labels, 0.25);
+    Tensor exact = logits.CloneAs(DType::kF64);
+    const SmoothedLoss loss = LossOf(options, exact, labels);
+    for (int64_t t = 0; t < tokens; ++t) {
+      EXPECT_NEAR(of.of_token[t], loss.of_token[t], LossBound(classes)) << t;
+    }
+    for (const int64_t t : {0, 3, 17, 36}) {
+      for (const int64_t k : {int64_t{0}, int64_t{3}, labels[t], classes - 1}) {
+        const double h = 1e-5, x = exact.view().Get(t * classes + k);
+        double slope = 0;
+        for (const double sign : {1.0, -1.0}) {
+          exact.view().Set(t * classes + k, x + sign * h);
+          slope += sign * LossOf(options, exact, labels).of_token[t] / (2 * h);
+        }
+        exact.view().Set(t * classes + k, x);
+        // p is at most 1 and has the relative error of the sum; the quotient has 2^-52 32 / h.
+        EXPECT_NEAR(of.gradient.view().Get(t * classes + k), 0.25 * slope,
+                    LossBound(classes) + 1e-9)
+            << t << " " << k;
+      }
+    }
+    for (const int64_t t : {2, 9}) {  // token 9 is padding
+      EXPECT_EQ(MaxAbs(Slice(std::as_const(of.gradient).view(), 0, t, 1)) == 0, labels[t] == 3);
+    }
+  }
+}
+
+TEST(SmoothedLoss, ReadsStridedHalvesInPlaceAndItsBitsDoNotDependOnThreads) {
+  Tensor memory(DType::kBF16, {40, 90});
+  FillNormal(&memory, 1, "logits", 0, 3);
+  const ConstTensorView logits = Transpose(std::as_const(memory).view(), 0, 1);
+  std::vector<int64_t> labels(90, 7);
+  LabelSmoothing options = Make(0.1, Spread::kAllClasses);
+  const LossAndGradient one = Compute(options, logits, labels, 1, 1);
+  for (const int threads : {2, 3}) {
+    const LossAndGradient more = Compute(options, logits, labels, 1, threads);
+    EXPECT_EQ(one.of_token, more.of_token);
+    EXPECT_EQ(MaxDifference(one.gradient.view(), more.gradient.view()), 0);
+  }
+  ThreadPool pool(1);
+  Tensor scratch(DType::kU8, {static_cast<int64_t>(SmoothedLossWorkspaceBytes(40, 1))});
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), scratch.bytes());
+  const TensorView in_place = Transpose(memory.view(), 0, 1);
+  ASSERT_TRUE(ComputeSmoothedLoss(options, {in_place, labels, {}, 1, in_place}, execution).ok());
+  EXPECT_EQ(MaxDifference(in_place, one.gradient.CloneAs(DType::kBF16).view()), 0);
+}
+
+TEST(SmoothedLoss, RefusesWhatTheDefinitionRefuses) {
+  const Tensor logits = RandomLogits(2, 4);
+  const auto code = [&](const LabelSmoothing& options, const std::vector<int64_t>& labels) {
+    return ComputeSmoothedLoss(options, {logits.view(), labels}, Execution()).code();
+  };
+  EXPECT_EQ(code({}, {0, 4}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code({}, {0}), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(code(Make(1.5, Spread::kAllClasses), {0, 1}), absl::StatusCode::kInvalidArgument);
 }
 
 // ---- Golden file ----

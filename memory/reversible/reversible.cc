@@ -1,5 +1,6 @@
 #include "memory/reversible/reversible.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -72,6 +73,27 @@ class ReversibleLayer : public Layer {
     return cost;
   }
 
+  absl::Status CheckBackward() const override { return stack_.CheckBackward(); }
+  size_t kept_bytes() const override {
+    return Workspace::Measure([this](Workspace& workspace) { TakeStreams(workspace); });
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    return stack_.backward_workspace_bytes(threads) +
+           Workspace::Measure([this](Workspace& workspace) {
+             TakeStreams(workspace);
+             TakeStreams(workspace);
+           });
+  }
+  Cost backward_cost() const override {
+    Cost cost;
+    cost.flops = stack_.backward_flops();
+    cost.bytes = 2 * TensorBytes();  // the tensors and their gradients
+    return cost;
+  }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    return stack_.stopped_gradients();
+  }
+
   // Returns the statistics of the first block's f.
   std::map<std::string, double> statistics() const override { return stack_.f(0).statistics(); }
 
@@ -85,9 +107,10 @@ class ReversibleLayer : public Layer {
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    Workspace workspace(execution.workspace);
-    TFB_ASSIGN_OR_RETURN(const ReversibleStack::Streams streams,
-                         Begin(inputs.Get("x"), workspace, execution));
+    Workspace workspace(execution.workspace), memory(execution.kept);
+    TFB_ASSIGN_OR_RETURN(
+        const ReversibleStack::Streams streams,
+        Begin(inputs.Get("x"), execution.kept.empty() ? workspace : memory, execution));
     TFB_RETURN_IF_ERROR(stack_.Forward(streams, inputs, Rest(execution, workspace)));
     const TensorView out = outputs.Get("out");
     if (output_ != Output::kConcatenate) {
@@ -97,6 +120,37 @@ class ReversibleLayer : public Layer {
     const int64_t width = problem().model_dim();
     TFB_RETURN_IF_ERROR(Copy(streams.first, Slice(out, 2, 0, width), execution));
     return Copy(streams.second, Slice(out, 2, width, width), execution);
+  }
+
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
+    return stack_.SetUpBackward(parameters_, inputs.Get("x"), inputs, execution);
+  }
+
+  // Starts with copies of the streams that the Run kept, which the blocks undo.
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    Workspace workspace(execution.workspace), memory(execution.kept);
+    const ReversibleStack::Streams kept = TakeStreams(memory), streams = TakeStreams(workspace);
+    const ReversibleStack::Streams gradients = TakeStreams(workspace);
+    TFB_RETURN_IF_ERROR(Copy(kept.first, streams.first, execution));
+    TFB_RETURN_IF_ERROR(Copy(kept.second, streams.second, execution));
+    const ConstTensorView dout = call.output_gradients.Get("out");
+    const int64_t width = problem().model_dim();
+    for (const bool is_second : {false, true}) {
+      const TensorView& gradient = is_second ? gradients.second : gradients.first;
+      if (dout.empty()) {
+        std::fill_n(gradient.MutableAt<float>(), gradient.num_elements(), 0.0f);
+      } else if (output_ == Output::kConcatenate) {
+        TFB_RETURN_IF_ERROR(
+            Copy(Slice(dout, 2, is_second ? width : 0, width), gradient, execution));
+      } else {
+        const float share = output_ == Output::kMean ? 0.5f : 1;
+        TFB_RETURN_IF_ERROR(AddScaled(device_, share, dout, 0, dout, gradient, execution));
+      }
+    }
+    TFB_RETURN_IF_ERROR(stack_.Backward(streams, gradients, call, Rest(execution, workspace)));
+    const TensorView dx = call.input_gradients.Get("x");
+    if (dx.empty()) return absl::OkStatus();
+    return Add(device_, gradients.first, gradients.second, dx, execution);
   }
 
  private:
@@ -123,6 +177,7 @@ class ReversibleLayer : public Layer {
   static Execution Rest(const Execution& execution, const Workspace& workspace) {
     Execution rest = execution;
     rest.workspace = workspace.Rest();
+    rest.kept = {};  // the blocks keep nothing
     return rest;
   }
 

@@ -20,8 +20,8 @@
 // The map is exact in real numbers whatever F and G are, and its Jacobian has determinant 1. In
 // floating point F and G give the same bits for the same input in both directions, so that a block
 // whose streams are the same bits is undone but for the roundings of y + F and y - F: for K blocks
-// |x - x'| <= k K eps max|y|, with k from 0.2 to 1.1 for seeded weights and up to 24 blocks (F and G
-// that stretch differences stretch these too). The streams are f32 in all problems. In 16-bit
+// |x - x'| <= k K eps max|y|, with k from 0.2 to 1.1 for seeded weights and up to 24 blocks (F and
+// G that stretch differences stretch these too). The streams are f32 in all problems. In 16-bit
 // problems f reads and writes the problem's dtype; that is a part of the definition.
 //
 // Sources: Gomez, Ren, Urtasun, Grosse 2017, "The reversible residual network: backpropagation
@@ -33,10 +33,10 @@
 // which do not exist here. No layer norm follows the last block; trax has one after the
 // concatenation.
 //
-// Cost of a block and token, d = model_dim: f's, and 4 feed_forward_dim d FLOPs. A backward pass takes
-// one more forward. Activations: 2 tokens d floats a sequence, whatever the number of blocks (where a
-// plain residual network stores some of that for each), f's scratch, and FF's inner activations
-// for ceil(tokens / chunks) tokens.
+// Cost of a block and token, d = model_dim: f's, and 4 feed_forward_dim d FLOPs. A backward pass
+// takes one more forward. Activations: 2 tokens d floats a sequence, whatever the number of blocks
+// (where a plain residual network stores some of that for each), f's scratch, and FF's inner
+// activations for ceil(tokens / chunks) tokens.
 //
 // The technique reads x [batch, tokens, model_dim], the optional key_mask and the further inputs of
 // f; kv_tokens must be query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where

@@ -66,14 +66,28 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
     TFB_RETURN_IF_ERROR(layers::DrawParameters(
         BlockParameters(prefix, width, FeedForwardDim(options.feed_forward_dim, width)), seed,
         parameters));
-    Block& block = stack.blocks_.emplace_back();
+    Block& block = stack.blocks_.emplace_back(prefix);
     TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f.Of(n), problem, device,
                                           RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
     layers::AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
     block.further = InputsOfF(options, problem, n);
     for (const TensorSpec& spec : block.f->inputs()) block.f_inputs.Set(spec.name, {});
     block.f_outputs.Set("out", {});
+    BackwardCall& call = block.f_call;
+    call.inputs = block.f_inputs;
+    call.outputs.Set("out", {});
+    call.output_gradients.Set("out", {});
+    for (const TensorSpec& spec : block.f->input_gradients()) {
+      call.input_gradients.Set(spec.name, {});
+    }
+    for (const TensorSpec& spec : block.f->parameter_gradients()) {
+      call.parameter_gradients.Set(spec.name, {});
+      block.f_parameters.push_back(absl::StrCat(prefix, "f.", spec.name));
+    }
   }
+  std::vector<const layers::FurtherInputs*> further;
+  for (const Block& block : stack.blocks_) further.push_back(&block.further);
+  stack.further_differentiate_ = layers::FurtherInputs::CheckBackward(further);
   return stack;
 }
 
@@ -183,20 +197,187 @@ absl::Status ReversibleStack::Inverse(const Streams& streams, const Inputs& inpu
   return absl::OkStatus();
 }
 
-// With x_1, x_2 and y_1, y_2 as in reversible.h, and dy their cotangents:
-//   dx_1 = dy_1 + G'(y_1)^T dy_2,   dx_2 = dy_2 + F'(x_2)^T dx_1
-absl::Status ReversibleStack::Backward(const Streams& streams, const Streams& cotangents,
-                                       const Inputs& inputs, AddVectorJacobianProduct add_product,
-                                       const Execution& execution) {
-  for (int64_t n = blocks() - 1; n >= 0; --n) {
-    TFB_RETURN_IF_ERROR(
-        add_product(n, Branch::kG, streams.first, cotangents.second, cotangents.first));
-    TFB_RETURN_IF_ERROR(AddG(blocks_[n], -1, streams, execution));
-    TFB_RETURN_IF_ERROR(
-        add_product(n, Branch::kF, streams.second, cotangents.first, cotangents.second));
-    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, inputs, /*sets_up=*/false, execution));
+// ---- The backward pass ----
+
+absl::Status ReversibleStack::CheckBackward() const {
+  if (device_ != Device::kCpu) {
+    return absl::UnimplementedError("the backward pass of reversible is on the CPU alone");
+  }
+  for (const Block& block : blocks_) TFB_RETURN_IF_ERROR(block.f->CheckBackward());
+  return further_differentiate_;
+}
+
+ReversibleStack::BackwardScratch ReversibleStack::LayOutBackward(int64_t tokens, DType dtype,
+                                                                 size_t kept_bytes,
+                                                                 Workspace& workspace) const {
+  BackwardScratch scratch;
+  scratch.forward = LayOut(tokens, dtype, workspace);
+  const Scratch gradients = LayOut(tokens, dtype, workspace);
+  scratch.of_normalized = gradients.normalized;
+  scratch.of_update = gradients.update;
+  scratch.kept =
+      absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(kept_bytes)), kept_bytes);
+  return scratch;
+}
+
+size_t ReversibleStack::g_kept_bytes() const {
+  const int64_t width = problem_.model_dim();
+  return FeedForward::kept_bytes(problem_.batch * chunk_tokens(), {width, inner_dim(), width});
+}
+
+size_t ReversibleStack::backward_workspace_bytes(int threads) const {
+  const int64_t width = problem_.model_dim(), tokens = chunk_tokens();
+  const int64_t all_rows = problem_.batch * problem_.query_tokens, rows = problem_.batch * tokens;
+  const FeedForward::Sizes sizes = {width, inner_dim(), width};
+  const size_t norm = std::max(LayerNorm::workspace_bytes(device_, width, threads),
+                               LayerNorm::backward_workspace_bytes(all_rows, width, threads));
+  const auto scratch = [&](int64_t count, DType dtype, size_t kept) {
+    return Workspace::Measure(
+        [&](Workspace& workspace) { LayOutBackward(count, dtype, kept, workspace); });
+  };
+  size_t largest = scratch(tokens, DType::kF32, g_kept_bytes()) +
+                   std::max({norm, FeedForward::workspace_bytes(device_, rows, sizes, threads),
+                             FeedForward::backward_workspace_bytes(rows, sizes, threads)});
+  for (const Block& block : blocks_) {
+    largest =
+        std::max(largest, scratch(problem_.query_tokens, problem_.dtype, block.f->kept_bytes()) +
+                              std::max({norm, block.f->workspace_bytes(threads),
+                                        block.f->backward_workspace_bytes(threads)}));
+  }
+  return largest;
+}
+
+absl::Status ReversibleStack::SetUpBackward(const NamedTensors& parameters,
+                                            const ConstTensorView& x, const Inputs& inputs,
+                                            const Execution& execution) {
+  for (int64_t n = 0; n < blocks(); ++n) {
+    Block& block = blocks_[n];
+    const std::string prefix = BlockPrefix(n);
+    TFB_RETURN_IF_ERROR(block.g.SetUpBackward(layers::FindParameter(parameters, prefix + "g.w1"),
+                                              layers::FindParameter(parameters, prefix + "g.w2")));
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(problem_.query_tokens, problem_.dtype, workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    TFB_RETURN_IF_ERROR(block.f_norm.Run(x, scratch.normalized, rest));
+    block.f_inputs.Set("x", scratch.normalized);
+    for (const auto& [name, view] : block.further.From(inputs)) block.f_inputs.Set(name, view);
+    TFB_RETURN_IF_ERROR(block.f->SetUpBackward(block.f_inputs, rest));
   }
   return absl::OkStatus();
+}
+
+// With x_1, x_2 and y_1, y_2 as in reversible.h, and dy their gradients:
+//   dx_1 = dy_1 + G'(y_1)^T dy_2,   dx_2 = dy_2 + F'(x_2)^T dx_1
+absl::Status ReversibleStack::Backward(const Streams& streams, const Streams& gradients,
+                                       const BackwardCall& call, const Execution& execution) {
+  for (int64_t n = blocks() - 1; n >= 0; --n) {
+    TFB_RETURN_IF_ERROR(BackwardG(blocks_[n], streams, gradients, call, execution));
+    TFB_RETURN_IF_ERROR(BackwardF(blocks_[n], streams, gradients, call, execution));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReversibleStack::BackwardG(Block& block, const Streams& streams,
+                                        const Streams& gradients, const BackwardCall& call,
+                                        const Execution& execution) const {
+  const Outputs& parameters = call.parameter_gradients;
+  for (int64_t begin = 0; begin < problem_.query_tokens; begin += chunk_tokens()) {
+    const int64_t tokens = std::min(chunk_tokens(), problem_.query_tokens - begin);
+    const auto part = [&](const TensorView& view) { return Slice(view, 1, begin, tokens); };
+    const TensorView first = part(streams.first), second = part(streams.second);
+    const TensorView of_first = part(gradients.first), of_second = part(gradients.second);
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch = LayOutBackward(tokens, DType::kF32, g_kept_bytes(), workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    rest.kept = scratch.kept;
+    const TensorView normalized = scratch.forward.normalized, update = scratch.forward.update;
+    TFB_RETURN_IF_ERROR(block.g_norm.Run(first, normalized, rest));
+    TFB_RETURN_IF_ERROR(block.g.Run(normalized, {}, update, rest));
+    TFB_RETURN_IF_ERROR(AddScaled(device_, 1, second, -1, update, second, rest));
+    const bool adds = begin > 0;
+    TFB_RETURN_IF_ERROR(block.g.Backward({normalized,
+                                          of_second,
+                                          {},
+                                          scratch.of_normalized,
+                                          parameters.Get(block.g_names.w1),
+                                          parameters.Get(block.g_names.b1),
+                                          parameters.Get(block.g_names.w2),
+                                          parameters.Get(block.g_names.b2),
+                                          adds},
+                                         rest));
+    TFB_RETURN_IF_ERROR(block.g_norm.Backward(
+        {first, scratch.of_normalized, of_first, of_first, parameters.Get(block.g_norm_names.gamma),
+         parameters.Get(block.g_norm_names.beta), adds},
+        rest));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReversibleStack::BackwardF(Block& block, const Streams& streams,
+                                        const Streams& gradients, const BackwardCall& call,
+                                        const Execution& execution) const {
+  Workspace workspace(execution.workspace);
+  const BackwardScratch scratch =
+      LayOutBackward(problem_.query_tokens, problem_.dtype, block.f->kept_bytes(), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  rest.kept = scratch.kept;
+  const TensorView normalized = scratch.forward.normalized, update = scratch.forward.update;
+  TFB_RETURN_IF_ERROR(block.f_norm.Run(streams.second, normalized, rest));
+  block.f_inputs.Set("x", normalized);
+  for (const auto& [name, view] : block.further.From(call.inputs)) block.f_inputs.Set(name, view);
+  block.f_outputs.Set("out", update);
+  TFB_RETURN_IF_ERROR(block.f->Run(block.f_inputs, block.f_outputs, rest));
+  TFB_RETURN_IF_ERROR(AddScaled(device_, 1, streams.first, -1, update, streams.first, rest));
+
+  TFB_RETURN_IF_ERROR(
+      AddScaled(device_, 1, gradients.first, 0, gradients.first, scratch.of_update, rest));
+  BackwardCall& of_f = block.f_call;
+  for (const auto& [name, view] : block.f_inputs) of_f.inputs.Set(name, view);
+  of_f.outputs.Set("out", update);
+  of_f.output_gradients.Set("out", scratch.of_update);
+  for (const auto& [name, view] : block.further.GradientsFrom(call.input_gradients)) {
+    if (of_f.input_gradients.Find(name) != nullptr) of_f.input_gradients.Set(name, view);
+  }
+  of_f.input_gradients.Set("x", scratch.of_normalized);
+  auto outside = block.f_parameters.begin();
+  for (const auto& [name, view] : of_f.parameter_gradients) {
+    of_f.parameter_gradients.Set(name, call.parameter_gradients.Get(*outside++));
+  }
+  TFB_RETURN_IF_ERROR(block.f->Backward(of_f, rest));
+  return block.f_norm.Backward(
+      {streams.second, scratch.of_normalized, gradients.second, gradients.second,
+       call.parameter_gradients.Get(block.f_norm_names.gamma),
+       call.parameter_gradients.Get(block.f_norm_names.beta)},
+      rest);
+}
+
+std::map<std::string, std::string> ReversibleStack::stopped_gradients() const {
+  std::map<std::string, std::string> stopped;
+  for (int64_t n = 0; n < blocks(); ++n) {
+    const Block& block = blocks_[n];
+    for (const auto& [name, reason] : block.f->stopped_gradients()) {
+      const std::string outside = block.further.Outside(name);
+      stopped[outside.empty() ? absl::StrCat(BlockPrefix(n), "f.", name) : outside] = reason;
+    }
+  }
+  return stopped;
+}
+
+std::optional<double> ReversibleStack::backward_flops() const {
+  const std::optional<double> again = flops();
+  if (!again.has_value()) return std::nullopt;
+  const double rows = static_cast<double>(problem_.batch * problem_.query_tokens);
+  const double width = static_cast<double>(problem_.model_dim());
+  double flops = *again;
+  for (const Block& block : blocks_) {
+    const Cost f = block.f->backward_cost();
+    if (!f.flops.has_value()) return std::nullopt;
+    flops += *f.flops + 8 * rows * width * static_cast<double>(inner_dim());
+  }
+  return flops;
 }
 
 std::optional<double> ReversibleStack::flops() const {

@@ -4,17 +4,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "core/layers/attention/further_inputs.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
+#include "core/layers/layer_parameters.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -36,13 +38,6 @@ class ReversibleStack {
     TensorView first;
     TensorView second;
   };
-  // Adds to `sum` the product of `cotangent` with the Jacobian of F_block or G_block at `input`.
-  // All are on the device, as streams are. The function computes the branch's intermediate results
-  // again, from `input`.
-  using AddVectorJacobianProduct =
-      absl::FunctionRef<absl::Status(int64_t block, Branch branch, const ConstTensorView& input,
-                                     const ConstTensorView& cotangent, const TensorView& sum)>;
-
   // Adds the parameters of all blocks, drawn from the seed.
   static absl::StatusOr<ReversibleStack> Create(const Problem& problem,
                                                 const ReversibleOptions& options, Device device,
@@ -59,10 +54,24 @@ class ReversibleStack {
   // nothing and, on a GPU, enqueue on the stream.
   absl::Status Forward(const Streams& streams, const Inputs& inputs, const Execution& execution);
   absl::Status Inverse(const Streams& streams, const Inputs& inputs, const Execution& execution);
-  // Computes inputs and their cotangents from outputs and theirs, in place. Nothing of the forward
-  // pass is stored: each block computes its inputs from its outputs, and G and F once more.
-  absl::Status Backward(const Streams& streams, const Streams& cotangents, const Inputs& inputs,
-                        AddVectorJacobianProduct add_product, const Execution& execution);
+
+  // ---- The backward pass, on the CPU ----
+
+  absl::Status CheckBackward() const;
+  // Returns the scratch of SetUpBackward and Backward; it is the same for any number of blocks.
+  size_t backward_workspace_bytes(int threads) const;
+  // Sets the backward pass up behind Setup. `x` is a hidden state of the streams' size.
+  absl::Status SetUpBackward(const NamedTensors& parameters, const ConstTensorView& x,
+                             const Inputs& inputs, const Execution& execution);
+  // Computes the first block's inputs and their gradients from the last one's outputs and theirs,
+  // in place, and of the call's gradients those of the parameters and of what f reads beside x.
+  // Nothing of the forward pass is stored: each block computes its inputs from its outputs by one
+  // more run of G and F, which keeps what their own backward passes read.
+  absl::Status Backward(const Streams& streams, const Streams& gradients, const BackwardCall& call,
+                        const Execution& execution);
+  // Returns the FLOPs of a Backward; absent where those of an f are.
+  std::optional<double> backward_flops() const;
+  std::map<std::string, std::string> stopped_gradients() const;
 
   // Returns the FLOPs; absent where those of an f are.
   std::optional<double> flops() const;
@@ -71,6 +80,8 @@ class ReversibleStack {
 
  private:
   struct Block {
+    explicit Block(const std::string& prefix)
+        : f_norm_names(prefix + "f_norm"), g_norm_names(prefix + "g_norm"), g_names(prefix + "g") {}
     std::unique_ptr<Layer> f;
     layers::FurtherInputs further;
     Inputs f_inputs;  // the names are in here before a Run, which must not allocate
@@ -78,12 +89,35 @@ class ReversibleStack {
     LayerNorm f_norm;
     LayerNorm g_norm;
     FeedForward g;
+    layers::NormNames f_norm_names;
+    layers::NormNames g_norm_names;
+    layers::FeedForwardNames g_names;
+    BackwardCall f_call;  // the names are in here before a Backward
+    std::vector<std::string>
+        f_parameters;  // f's gradients, in f_call's order, under their names here
   };
   // Results for some tokens: LN's and the branch's.
   struct Scratch {
     TensorView normalized;
     TensorView update;
   };
+  // The same of a backward pass, with the gradients of the branch's input and output, and what the
+  // branch keeps.
+  struct BackwardScratch {
+    Scratch forward;
+    TensorView of_normalized;
+    TensorView of_update;
+    absl::Span<std::byte> kept;
+  };
+  BackwardScratch LayOutBackward(int64_t tokens, DType dtype, size_t kept_bytes,
+                                 Workspace& workspace) const;
+  size_t g_kept_bytes() const;
+  // Take the streams and their gradients through a branch: second -= G(first) and first -=
+  // F(second).
+  absl::Status BackwardG(Block& block, const Streams& streams, const Streams& gradients,
+                         const BackwardCall& call, const Execution& execution) const;
+  absl::Status BackwardF(Block& block, const Streams& streams, const Streams& gradients,
+                         const BackwardCall& call, const Execution& execution) const;
 
   int64_t inner_dim() const;
   int64_t chunk_tokens() const;
@@ -97,6 +131,7 @@ class ReversibleStack {
   ReversibleOptions options_;
   Device device_ = Device::kCpu;
   std::vector<Block> blocks_;
+  absl::Status further_differentiate_;
 };
 
 }  // namespace tfb::reversible

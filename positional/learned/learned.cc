@@ -33,6 +33,8 @@ layers::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions
   plan.bias = options.bias;
   plan.applications = options.layers;
   plan.rows_added = options.tables() * problem.query_tokens;
+  plan.positions_parameter = "p";
+  plan.first_position = options.position_offset;
   return plan;
 }
 

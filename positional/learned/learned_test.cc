@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/multi_head/multi_head.h"
+#include "core/backward_testing.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
@@ -260,6 +261,17 @@ TEST(Learned, TorchsAttentionOnOptsTableComputesTheSame) {
   for (const Device device : kHostDevices) {
     const Tensor ours = RunOf(Learned(), problem, inputs, request.options, parameters, device);
     EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
+  }
+}
+
+TEST(Learned, GradientsAreThoseOfItsDefinition) {
+  const Problem problem = Self(2, 19, 8, /*causal=*/true);
+  for (const Options& options :
+       {Options{{"max_tokens", "30"}, {"position_offset", "5"}, {"bias", "true"}},
+        Options{{"max_tokens", "20"}, {"layers", "2"}, {"inner", "longformer[window=4]/dense"}},
+        Options{{"max_tokens", "19"}, {"layers", "3"}, {"per_layer", "true"}}}) {
+    SCOPED_TRACE(ToString(TechniqueSpec{"learned", options}));
+    ExpectGradientsOfDefinition(Learned(), problem, {options, 3 * AttentionRoundings(problem)});
   }
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/multi_head/multi_head.h"
+#include "core/backward_testing.h"
 #include "core/definition.h"
 #include "core/layers/layer_definitions.h"
 #include "core/testing.h"
@@ -238,6 +239,12 @@ TEST(Sinusoidal, TheCounterpartHasDenseAttentionInside) {
   EXPECT_EQ(ToString(Sinusoidal().Counterpart(Self(2, 40, 8), options).value()),
             "sinusoidal:base=500,bias=false,embedding_scale=one,frequencies=paper,inner=dense,"
             "layout=interleaved,position_offset=0");
+}
+
+TEST(Sinusoidal, GradientsAreThoseOfItsDefinition) {
+  const Problem problem = Problem::SelfAttention(2, 2, 19, 8, /*causal=*/false);
+  const Options options = {{"embedding_scale", "sqrt_model_dim"}, {"bias", "true"}};
+  ExpectGradientsOfDefinition(Sinusoidal(), problem, {options, AttentionRoundings(problem)});
 }
 
 // ---- Golden files ----

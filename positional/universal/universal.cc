@@ -30,6 +30,7 @@ layers::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
   plan.shared = true;
   plan.rows_added =
       options.encoding.time == layers::PositionTime::Time::kLearned ? options.steps : 0;
+  plan.times_parameter = "t";
   return plan;
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/backward_testing.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "positional/sinusoidal/sinusoidal.h"
@@ -228,6 +229,16 @@ TEST(Universal, CostCountsProjectionsAndPairsOfEachStep) {
   const double weights = 8 * 8 + 8 * 4 + 8 * 6 + 12 * 8;
   EXPECT_EQ(CostOf(Universal(), problem, {{"steps", "2"}}).flops,
             2 * 2 * 3 * (5 * weights + 4 * 15 * (2 + 3)));
+}
+
+TEST(Universal, GradientsAreThoseOfItsDefinitionAndStepsShareTheirParameters) {
+  const Problem problem = Self(2, 19, 8, /*causal=*/true);
+  for (const Options& options :
+       {Options{{"steps", "3"}, {"time", "learned"}, {"inner", "alibi"}},
+        Options{{"steps", "2"}, {"bias", "true"}}, Options{{"steps", "1"}, {"time", "learned"}}}) {
+    SCOPED_TRACE(ToString(TechniqueSpec{"universal", options}));
+    ExpectGradientsOfDefinition(Universal(), problem, {options, 3 * AttentionRoundings(problem)});
+  }
 }
 
 }  // namespace

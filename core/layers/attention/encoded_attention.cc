@@ -9,7 +9,9 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
+#include "core/flash/rows.h"
 #include "core/layers/matmul.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -38,6 +40,27 @@ absl::Status CheckCount(const EncodedAttentionPlan& plan) {
                                {plan.applications});
 }
 
+// Writes the sum over the batch of d [batch, tokens, channels], f32, to [tokens, channels], or adds
+// it to what is there.
+void SumBatch(const TensorView& d, const TensorView& to, bool adds, const Execution& execution) {
+  constexpr int64_t kRowsOfTask = 16, kChannels = 64;
+  const int64_t channels = d.dim(2);
+  execution.pool->ParallelForRanges(d.dim(1), kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t first = 0; first < channels; first += kChannels) {
+        const int64_t count = std::min(kChannels, channels - first);
+        float sum[kChannels] = {};
+        if (adds) LoadRow(to, to.Offset(row, first), to.stride(1), count, sum);
+        for (int64_t b = 0; b < d.dim(0); ++b) {
+          const float* more = d.At<float>(b, row, first);
+          for (int64_t c = 0; c < count; ++c) sum[c] += more[c];
+        }
+        StoreRow(sum, count, to, to.Offset(row, first), to.stride(1));
+      }
+    }
+  });
+}
+
 class EncodedAttentionLayer : public Layer {
  public:
   EncodedAttentionLayer(const Problem& problem, const EncodedAttentionPlan& plan,
@@ -45,7 +68,8 @@ class EncodedAttentionLayer : public Layer {
       : Layer(problem, EncodedAttentionInputs(problem, plan), HiddenOutputs(problem)),
         plan_(plan),
         make_encodings_(std::move(make_encodings)),
-        device_(device) {
+        device_(device),
+        kept_(static_cast<size_t>(plan.applications)) {
     for (int64_t n = 0; n < plan.applications; ++n) {
       further_.push_back(FurtherOf(problem, plan, n));
     }
@@ -69,6 +93,9 @@ class EncodedAttentionLayer : public Layer {
       AddInnerParameters(*inner, prefix + "inner.", &parameters_);
       attention_.emplace_back(device_, problem(), /*cross=*/false, std::move(inner));
     }
+    std::vector<const FurtherInputs*> further;
+    for (const FurtherInputs& one : further_) further.push_back(&one);
+    further_differentiate_ = FurtherInputs::CheckBackward(further);
     return absl::OkStatus();
   }
 
@@ -103,7 +130,99 @@ class EncodedAttentionLayer : public Layer {
     return statistics;
   }
 
+  absl::Status CheckBackward() const override {
+    for (const ProjectedAttention& attention : attention_) {
+      TFB_RETURN_IF_ERROR(attention.CheckBackward());
+    }
+    return further_differentiate_;
+  }
+  size_t kept_bytes() const override {
+    return Workspace::Measure([this](Workspace& workspace) {
+      for (int64_t n = 0; n < plan_.applications; ++n) LayOutKept(n, workspace);
+    });
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    const Problem& p = problem();
+    size_t bytes = MatMulGradientWorkspaceBytes(p.batch * p.query_tokens, p.model_dim(),
+                                                p.model_dim(), threads);
+    for (const ProjectedAttention& attention : attention_) {
+      bytes = std::max(bytes, attention.backward_workspace_bytes(threads));
+    }
+    return bytes + Workspace::Measure([this](Workspace& workspace) { TakeState(workspace); });
+  }
+  Cost backward_cost() const override {
+    Cost cost;
+    cost.bytes = 2 * *this->cost().bytes;  // the tensors and their gradients
+    double flops = 0;
+    for (int64_t n = 0; n < plan_.applications; ++n) {
+      const ProjectedAttention& attention = attention_[IndexOf(n)];
+      const Cost inner = attention.inner().backward_cost();
+      if (!inner.flops.has_value()) return cost;
+      flops += 2 * attention.projection_flops() + *inner.flops;
+    }
+    cost.flops = flops;
+    return cost;
+  }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    std::map<std::string, std::string> stopped;
+    for (int64_t n = 0; n < plan_.applications; ++n) {
+      stopped.merge(attention_[IndexOf(n)].stopped_gradients(further_[n], parameters_,
+                                                             Prefix(plan_, IndexOf(n))));
+    }
+    return stopped;
+  }
+
  protected:
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const TensorView state = TakeState(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    for (int64_t n = 0; n < ProjectionCount(plan_); ++n) {
+      TFB_ASSIGN_OR_RETURN(const ConstTensorView u, Encode(n, inputs.Get("x"), state, rest));
+      TFB_RETURN_IF_ERROR(attention_[n].SetUpBackward(
+          parameters_, Prefix(plan_, n),
+          {{u, {}, inputs.Get("key_mask"), &further_[n].From(inputs)}, {}, {}}, rest));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    Workspace workspace(execution.workspace), memory(execution.kept);
+    const TensorView du = TakeState(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    LayOutAllKept(memory);
+    ConstTensorView dh = call.output_gradients.Get("out");
+    if (dh.empty()) {
+      Fill(du, 0);
+      dh = du;
+    }
+    for (int64_t n = plan_.applications - 1; n >= 0; --n) {
+      rest.kept = kept_[n].attention;
+      const bool is_first = n == plan_.applications - 1;  // of those that go backwards
+      TFB_RETURN_IF_ERROR(attention_[IndexOf(n)].Backward(
+          {{kept_[n].u, {}, call.inputs.Get("key_mask"), &further_[n].From(call.inputs)},
+           dh,
+           {},
+           du,
+           {},
+           &further_[n].GradientsFrom(call.input_gradients),
+           call.parameter_gradients,
+           plan_.shared && !is_first},
+          rest));
+      TFB_RETURN_IF_ERROR(EncodingsBackward(n, du, call, rest));
+      if (n > 0 && plan_.scale != 1) {
+        TFB_RETURN_IF_ERROR(
+            AddScaled(device_, static_cast<float>(plan_.scale), du, 0, du, du, rest));
+      }
+      dh = du;
+    }
+    const TensorView dx = call.input_gradients.Get("x");
+    if (dx.empty()) return absl::OkStatus();
+    return AddScaled(device_, static_cast<float>(plan_.scale), du, 0, du, dx, rest);
+  }
+
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     TFB_ASSIGN_OR_RETURN(const Encodings encodings, make_encodings_(parameters_));
     repeat_ = encodings.repeat;
@@ -145,6 +264,41 @@ class EncodedAttentionLayer : public Layer {
                            {p.batch, p.query_tokens, p.model_dim()}, {0, 0, 1});
   }
 
+  // What a Run keeps of an application.
+  struct Kept {
+    TensorView u;
+    absl::Span<std::byte> attention;
+  };
+  void LayOutAllKept(Workspace& memory) {
+    for (int64_t n = 0; n < plan_.applications; ++n) kept_[n] = LayOutKept(n, memory);
+  }
+  Kept LayOutKept(int64_t n, Workspace& workspace) const {
+    Kept kept;
+    kept.u = TakeState(workspace);
+    const size_t bytes = attention_[IndexOf(n)].kept_bytes();
+    kept.attention = absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+    return kept;
+  }
+
+  // Writes the gradients of application n's encodings; applications come last first.
+  absl::Status EncodingsBackward(int64_t n, const TensorView& du, const BackwardCall& call,
+                                 const Execution& execution) const {
+    const TensorView p = call.parameter_gradients.Get(plan_.positions_parameter);
+    if (n == plan_.applications - 1 && !p.empty()) Fill(p, 0);  // rows that no token has
+    const int64_t table = repeat_ ? 0 : n;
+    if (!p.empty() && table < p.dim(0)) {
+      TensorView rows =
+          Slice(Slice(p, 0, table, 1), 1, plan_.first_position, problem().query_tokens);
+      rows = TensorView(rows.mutable_data(), rows.dtype, Shape{rows.dim(1), rows.dim(2)},
+                        Shape{rows.stride(1), rows.stride(2)});
+      SumBatch(du, rows, /*adds=*/true, execution);
+    }
+    const TensorView t = call.parameter_gradients.Get(plan_.times_parameter);
+    if (t.empty()) return absl::OkStatus();
+    const TensorView row(t.MutableAt<float>(n), DType::kF32, Shape{t.dim(1)}, Shape{t.stride(1)});
+    return MatMulGradient({du, du, {}, row}, execution);
+  }
+
   // Returns the input of application n's attention: u, in `state` where something is added.
   absl::StatusOr<ConstTensorView> Encode(int64_t n, ConstTensorView h, const TensorView& state,
                                          const Execution& execution) const {
@@ -164,22 +318,30 @@ class EncodedAttentionLayer : public Layer {
   // Runs the applications; Setup runs up to the attention that is set up last.
   absl::Status Apply(const Inputs& inputs, const TensorView& out, const Execution& execution,
                      bool sets_up) {
-    Workspace workspace(execution.workspace);
-    const TensorView state = TakeState(workspace);
+    Workspace workspace(execution.workspace), memory(execution.kept);
+    TensorView state = TakeState(workspace);
     Execution rest = execution;
     rest.workspace = workspace.Rest();
+    const bool keeps = !execution.kept.empty();
     ConstTensorView h = inputs.Get("x");
     const int64_t applications = sets_up ? ProjectionCount(plan_) : plan_.applications;
+    if (keeps) LayOutAllKept(memory);
     for (int64_t n = 0; n < applications; ++n) {
+      if (keeps) {
+        rest.kept = kept_[n].attention;
+        state = kept_[n].u;
+      }
       TFB_ASSIGN_OR_RETURN(h, Encode(n, h, state, rest));
       ProjectedAttention& attention = attention_[IndexOf(n)];
       const bool last = n == applications - 1;
+      // What the next application reads is encoded in place.
+      const TensorView next = keeps && !last ? kept_[n + 1].u : state;
       const ProjectedAttention::Call call = {
-          {h, {}, inputs.Get("key_mask"), &further_[n].From(inputs)}, {}, last ? out : state};
+          {h, {}, inputs.Get("key_mask"), &further_[n].From(inputs)}, {}, last ? out : next};
       if (sets_up) TFB_RETURN_IF_ERROR(attention.Setup(parameters_, Prefix(plan_, n), call, rest));
       if (sets_up && last) break;
       TFB_RETURN_IF_ERROR(attention.Run(call, rest));
-      h = state;
+      h = next;
     }
     return absl::OkStatus();
   }
@@ -192,7 +354,9 @@ class EncodedAttentionLayer : public Layer {
   DeviceArray<float> positions_;
   DeviceArray<float> times_;
   bool repeat_ = false;
-  double own_bytes_ = 0;  // bytes of the encodings' parameters
+  absl::Status further_differentiate_;
+  std::vector<Kept> kept_;  // of each application, in the memory of the call at hand
+  double own_bytes_ = 0;    // bytes of the encodings' parameters
 };
 
 }  // namespace

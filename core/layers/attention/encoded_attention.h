@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -37,6 +38,12 @@ struct EncodedAttentionPlan {
   int64_t applications = 1;
   bool shared = false;     // all applications have the same projections
   int64_t rows_added = 0;  // rows of the encodings' parameters that a Run adds
+  // The parameters that the encodings are rows of, for the backward pass: P of [tables, any number
+  // of rows, model_dim], of which the tokens have rows first_position on, and t [applications,
+  // model_dim]. Empty where there is no such parameter.
+  std::string positions_parameter = "";
+  int64_t first_position = 0;
+  std::string times_parameter = "";
 };
 
 // The encodings to add, f32, in host memory.

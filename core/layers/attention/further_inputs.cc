@@ -1,8 +1,10 @@
 #include "core/layers/attention/further_inputs.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 
 namespace tfb::layers {
@@ -25,6 +27,7 @@ FurtherInputs::FurtherInputs(const TechniqueSpec& inside, const Problem& problem
   for (TensorSpec spec : *read) {
     if (std::find(given.begin(), given.end(), spec.name) != given.end()) continue;
     inside_.Set(spec.name, {});
+    gradients_.Set(spec.name, {});
     names_.push_back(spec.name);
     const bool is_own = spec.noise.has_value() || HasName(*written, spec.name);
     spec.name.insert(0, is_own ? prefixes.own : prefixes.shared);
@@ -43,6 +46,32 @@ const Inputs& FurtherInputs::From(const Inputs& inputs) {
     inside_.Set(names_[n], inputs.Get(outside_[n].name));
   }
   return inside_;
+}
+
+const Outputs& FurtherInputs::GradientsFrom(const Outputs& gradients) {
+  for (size_t n = 0; n < names_.size(); ++n) {
+    gradients_.Set(names_[n], gradients.Get(outside_[n].name));
+  }
+  return gradients_;
+}
+
+std::string FurtherInputs::Outside(absl::string_view inside) const {
+  for (size_t n = 0; n < names_.size(); ++n) {
+    if (names_[n] == inside) return outside_[n].name;
+  }
+  return "";
+}
+
+absl::Status FurtherInputs::CheckBackward(const std::vector<const FurtherInputs*>& all) {
+  std::set<std::string> names;
+  for (const FurtherInputs* one : all) {
+    for (const TensorSpec& spec : one->outside_) {
+      if (!IsFloating(spec.dtype) || names.insert(spec.name).second) continue;
+      return absl::UnimplementedError(
+          absl::StrCat("no gradient of ", spec.name, ", which several techniques inside read"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace tfb::layers

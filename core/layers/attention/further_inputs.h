@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "core/options.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -35,10 +37,19 @@ class FurtherInputs {
   // Returns them under the technique's own names, empty where `inputs`, the layer's, lacks them. It
   // allocates nothing; the result is valid until the next call.
   const Inputs& From(const Inputs& inputs);
+  // Does the same with the layer's gradients of its inputs.
+  const Outputs& GradientsFrom(const Outputs& gradients);
+  // Returns an input's name outside, or an empty one where it is not a further input.
+  std::string Outside(absl::string_view inside) const;
+
+  // Returns Unimplemented where several of the layer's techniques read the same floating-point
+  // input, whose gradient would be the sum of theirs.
+  static absl::Status CheckBackward(const std::vector<const FurtherInputs*>& all);
 
  private:
   std::vector<TensorSpec> outside_;
   Inputs inside_;                   // in the same order
+  Outputs gradients_;               // likewise
   std::vector<std::string> names_;  // of inside_
 };
 

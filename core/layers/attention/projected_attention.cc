@@ -6,6 +6,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/status.h"
 
 namespace tfb::layers {
@@ -227,6 +228,21 @@ ProjectedAttention::ProjectedAttention(Device device, const Problem& problem, bo
   }
   for (const TensorSpec& spec : inner_->inputs()) inner_inputs_.Set(spec.name, {});
   for (const TensorSpec& spec : inner_->outputs()) inner_outputs_.Set(spec.name, {});
+
+  for (const TensorSpec& spec : inner_->input_gradients()) {
+    for (Projection& projection : projections_) {
+      projection.has_gradient = projection.has_gradient || projection.name == spec.name;
+    }
+    inner_differentiates_x_ = inner_differentiates_x_ || spec.name == "x";
+    inner_call_.input_gradients.Set(spec.name, {});
+  }
+  for (const TensorSpec& spec : inner_->parameter_gradients()) {
+    inner_parameters_.push_back({spec.name, "", spec.shape});
+    inner_call_.parameter_gradients.Set(spec.name, {});
+  }
+  inner_call_.inputs = inner_inputs_;
+  inner_call_.outputs.Set("out", {});
+  inner_call_.output_gradients.Set("out", {});
 }
 
 void ProjectedAttention::AddProjection(const std::string& name) {
@@ -309,38 +325,47 @@ absl::Status ProjectedAttention::Project(const Call& call, const Scratch& scratc
   if (cross_) {
     TFB_RETURN_IF_ERROR(MatMul(of_memory_, {call.inputs.memory, {}, scratch.of_memory}, execution));
   }
-  for (const Projection& projection : projections_) {
-    // Queries are keys where the inner technique reads no k.
-    if (inner_inputs_.Find(projection.name) == nullptr) continue;
-    const TensorView& rows = projection.of_memory ? scratch.of_memory : scratch.of_x;
-    inner_inputs_.Set(projection.name,
-                      Heads(Slice(rows, 2, projection.first, projection.width), projection.heads));
-  }
-  const auto pass = [this](absl::string_view name, const ConstTensorView& view) {
-    if (inner_inputs_.Find(name) != nullptr) inner_inputs_.Set(name, view);
-  };
-  pass("key_mask", call.inputs.key_mask);
-  pass("x", call.inputs.x);
+  PointInner(call.inputs, scratch);
   inner_outputs_.Set("out", Heads(scratch.context, problem_.query_heads));
-  PassFurther(call);
-  return absl::OkStatus();
-}
-
-void ProjectedAttention::PassFurther(const Call& call) {
-  if (call.inputs.further != nullptr) {
-    for (const auto& [name, view] : *call.inputs.further) inner_inputs_.Set(name, view);
-  }
   for (const TensorSpec& spec : inner_->outputs()) {
     if (call.further == nullptr || !IsFurtherOutput(spec.name)) continue;
     inner_outputs_.Set(spec.name, call.further->Get(spec.name));
   }
+  return absl::OkStatus();
+}
+
+TensorView ProjectedAttention::HeadsIn(const Projection& projection, const Scratch& scratch) const {
+  const TensorView& rows = projection.of_memory ? scratch.of_memory : scratch.of_x;
+  return Heads(Slice(rows, 2, projection.first, projection.width), projection.heads);
+}
+
+void ProjectedAttention::PointInner(const AttentionInputs& inputs, const Scratch& scratch) {
+  const auto pass = [this](absl::string_view name, const ConstTensorView& view) {
+    if (inner_inputs_.Find(name) != nullptr) inner_inputs_.Set(name, view);
+  };
+  // Queries are keys where the inner technique reads no k.
+  for (const Projection& projection : projections_) {
+    pass(projection.name, HeadsIn(projection, scratch));
+  }
+  pass("key_mask", inputs.key_mask);
+  pass("x", inputs.x);
+  if (inputs.further == nullptr) return;
+  for (const auto& [name, view] : *inputs.further) inner_inputs_.Set(name, view);
 }
 
 absl::Status ProjectedAttention::Run(const Call& call, const Execution& execution) {
   Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(workspace);
+  Kept kept;
+  if (execution.kept.empty()) {
+    kept.scratch = LayOut(workspace);
+  } else {
+    Workspace memory(execution.kept);
+    kept = LayOutKept(memory);
+  }
+  const Scratch& scratch = kept.scratch;
   Execution rest = execution;
   rest.workspace = workspace.Rest();
+  rest.kept = kept.inner;
   TFB_RETURN_IF_ERROR(Project(call, scratch, rest));
   TFB_RETURN_IF_ERROR(inner_->Run(inner_inputs_, inner_outputs_, rest));
   return MatMul(output_, {scratch.context, call.residual, call.y}, rest);
@@ -352,6 +377,201 @@ double ProjectedAttention::projection_flops() const {
   const double of_memory = cross_ ? kv_rows * static_cast<double>(memory_width_) : 0;
   return 2 * static_cast<double>(problem_.model_dim()) *
          (query_rows * static_cast<double>(x_width_ + context_width_) + of_memory);
+}
+
+// ---- The backward pass ----
+
+absl::Status ProjectedAttention::CheckBackward() const {
+  if (device_ != Device::kCpu) {
+    return absl::UnimplementedError("the backward pass of projections is on the CPU alone");
+  }
+  return inner_->CheckBackward();
+}
+
+ProjectedAttention::Kept ProjectedAttention::LayOutKept(Workspace& workspace) const {
+  Kept kept;
+  kept.scratch = LayOut(workspace);
+  const size_t bytes = inner_->kept_bytes();
+  kept.inner = absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+  return kept;
+}
+
+size_t ProjectedAttention::kept_bytes() const {
+  return Workspace::Measure([this](Workspace& workspace) { LayOutKept(workspace); });
+}
+
+ProjectedAttention::BackwardScratch ProjectedAttention::LayOutBackward(Workspace& workspace) const {
+  BackwardScratch scratch;
+  scratch.gradients = LayOut(workspace);
+  if (inner_differentiates_x_) {
+    const Shape shape = {problem_.batch, problem_.query_tokens, problem_.model_dim()};
+    std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(problem_.dtype));
+    scratch.x = TensorView(memory, problem_.dtype, shape);
+  }
+  int64_t elements = 0;
+  for (const InnerParameter& parameter : inner_parameters_)
+    elements += NumElements(parameter.shape);
+  scratch.inner_parameters = workspace.Take<float>(elements);
+  return scratch;
+}
+
+size_t ProjectedAttention::backward_workspace_bytes(int threads) const {
+  const int64_t query_rows = problem_.batch * problem_.query_tokens;
+  const int64_t kv_rows = problem_.batch * problem_.kv_tokens, width = problem_.model_dim();
+  // A product, its gradient dx, and those of its matrix, or of a part of its columns.
+  const auto product = [&](int64_t rows, int64_t in, int64_t out) {
+    return std::max(MatMulWorkspaceBytes(device_, rows, out, in, threads),
+                    MatMulWorkspaceBytes(device_, rows, in, out, threads));
+  };
+  size_t bytes =
+      std::max({inner_->backward_workspace_bytes(threads), product(query_rows, width, x_width_),
+                cross_ ? product(kv_rows, width, memory_width_) : 0,
+                product(query_rows, context_width_, width),
+                MatMulGradientWorkspaceBytes(query_rows, context_width_, width, threads)});
+  for (const Projection& projection : projections_) {
+    bytes =
+        std::max(bytes, MatMulGradientWorkspaceBytes(projection.of_memory ? kv_rows : query_rows,
+                                                     width, projection.width, threads));
+  }
+  return bytes + Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); });
+}
+
+std::map<std::string, std::string> ProjectedAttention::stopped_gradients(
+    const FurtherInputs& further, const NamedTensors& parameters, absl::string_view prefix) const {
+  std::map<std::string, std::string> stopped;
+  for (const auto& [name, reason] : inner_->stopped_gradients()) {
+    for (const char* kind : {"w_", "b_", "inner."}) {
+      const std::string own = absl::StrCat(prefix, kind, name);
+      if (parameters.count(own) > 0) stopped[own] = reason;
+    }
+    const std::string outside = further.Outside(name);
+    if (!outside.empty()) stopped[outside] = reason;
+  }
+  return stopped;
+}
+
+absl::Status ProjectedAttention::SetUpBackward(const NamedTensors& parameters,
+                                               absl::string_view prefix, const Call& call,
+                                               const Execution& execution) {
+  const auto pack = [&](bool of_memory) {
+    std::vector<ConstTensorView> matrices;
+    for (const Projection& projection : projections_) {
+      if (projection.of_memory != of_memory) continue;
+      matrices.push_back(FindParameter(parameters, absl::StrCat(prefix, "w_", projection.name)));
+    }
+    return PackedMatrix::CreateTransposed(device_, matrices);
+  };
+  TFB_ASSIGN_OR_RETURN(of_x_transposed_, pack(/*of_memory=*/false));
+  if (cross_) {
+    TFB_ASSIGN_OR_RETURN(of_memory_transposed_, pack(/*of_memory=*/true));
+  }
+  TFB_ASSIGN_OR_RETURN(output_transposed_,
+                       PackedMatrix::CreateTransposed(
+                           device_, {FindParameter(parameters, absl::StrCat(prefix, "w_o"))}));
+  const auto names_of = [&](absl::string_view name) {
+    return AffineNames{absl::StrCat(prefix, "w_", name), absl::StrCat(prefix, "b_", name)};
+  };
+  names_.clear();
+  for (const Projection& projection : projections_) names_.push_back(names_of(projection.name));
+  output_names_ = names_of("o");
+  for (InnerParameter& parameter : inner_parameters_) {
+    parameter.outside = absl::StrCat(prefix, "inner.", parameter.name);
+  }
+
+  Workspace workspace(execution.workspace);
+  const BackwardScratch scratch = LayOutBackward(workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(Project(call, scratch.gradients, rest));
+  return inner_->SetUpBackward(inner_inputs_, rest);
+}
+
+absl::Status ProjectedAttention::Backward(const BackwardCall& call, const Execution& execution) {
+  Workspace memory(execution.kept), workspace(execution.workspace);
+  const Kept kept = LayOutKept(memory);
+  const BackwardScratch scratch = LayOutBackward(workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  rest.kept = kept.inner;
+  TFB_RETURN_IF_ERROR(
+      MatMulGradient({kept.scratch.context, call.dy, call.parameters.Get(output_names_.weights),
+                      call.parameters.Get(output_names_.bias), call.accumulate},
+                     rest));
+  TFB_RETURN_IF_ERROR(MatMul(output_transposed_, {call.dy, {}, scratch.gradients.context}, rest));
+  TFB_RETURN_IF_ERROR(InnerBackward(call, kept, scratch, rest));
+  return ProjectionsBackward(call, scratch, rest);
+}
+
+absl::Status ProjectedAttention::InnerBackward(const BackwardCall& call, const Kept& kept,
+                                               const BackwardScratch& scratch,
+                                               const Execution& execution) {
+  PointInner(call.inputs, kept.scratch);
+  for (const auto& [name, view] : inner_inputs_) inner_call_.inputs.Set(name, view);
+  inner_call_.outputs.Set("out", Heads(kept.scratch.context, problem_.query_heads));
+  inner_call_.output_gradients.Set("out", Heads(scratch.gradients.context, problem_.query_heads));
+  Outputs& to = inner_call_.input_gradients;
+  if (call.further != nullptr) {
+    for (const auto& [name, view] : *call.further) {
+      if (to.Find(name) != nullptr) to.Set(name, view);
+    }
+  }
+  for (const Projection& projection : projections_) {
+    const TensorView heads = HeadsIn(projection, scratch.gradients);
+    if (projection.has_gradient) {
+      to.Set(projection.name, heads);
+    } else {
+      Fill(heads, 0);  // the layer does not depend on it
+    }
+  }
+  if (inner_differentiates_x_) to.Set("x", call.dx.empty() ? TensorView() : scratch.x);
+
+  float* next = scratch.inner_parameters;
+  for (const InnerParameter& parameter : inner_parameters_) {
+    const TensorView given = call.parameters.Get(parameter.outside);
+    const bool adds = call.accumulate && !given.empty();
+    inner_call_.parameter_gradients.Set(
+        parameter.name, adds ? TensorView(next, DType::kF32, parameter.shape) : given);
+    next += NumElements(parameter.shape);
+  }
+  TFB_RETURN_IF_ERROR(inner_->Backward(inner_call_, execution));
+  if (!call.accumulate) return absl::OkStatus();
+  for (const InnerParameter& parameter : inner_parameters_) {
+    const TensorView given = call.parameters.Get(parameter.outside);
+    if (given.empty()) continue;
+    const TensorView more = inner_call_.parameter_gradients.Get(parameter.name);
+    ForEachOffset(given, more,
+                  [&](int64_t at, int64_t from) { given.Set(at, given.Get(at) + more.Get(from)); });
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ProjectedAttention::ProjectionsBackward(const BackwardCall& call,
+                                                     const BackwardScratch& scratch,
+                                                     const Execution& execution) const {
+  const Scratch& gradients = scratch.gradients;
+  for (size_t n = 0; n < projections_.size(); ++n) {
+    const Projection& projection = projections_[n];
+    const TensorView& rows = projection.of_memory ? gradients.of_memory : gradients.of_x;
+    TFB_RETURN_IF_ERROR(MatMulGradient(
+        {projection.of_memory ? call.inputs.memory : call.inputs.x,
+         Slice(rows, 2, projection.first, projection.width), call.parameters.Get(names_[n].weights),
+         call.parameters.Get(names_[n].bias), call.accumulate},
+        execution));
+  }
+  if (!call.dmemory.empty()) {
+    TFB_RETURN_IF_ERROR(MatMul(of_memory_transposed_,
+                               {gradients.of_memory, call.added_to_memory, call.dmemory},
+                               execution));
+  }
+  if (call.dx.empty()) return absl::OkStatus();
+  ConstTensorView added = call.added;
+  if (inner_differentiates_x_) {
+    if (!added.empty()) {
+      TFB_RETURN_IF_ERROR(Add(device_, added, scratch.x, scratch.x, execution));
+    }
+    added = scratch.x;
+  }
+  return MatMul(of_x_transposed_, {gradients.of_x, added, call.dx}, execution);
 }
 
 // ---- The definition ----

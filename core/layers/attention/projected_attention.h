@@ -13,11 +13,24 @@
 // attention x by one and the memory by another. Heads are views of the products' rows: nothing is
 // transposed. q, k, v and the heads' results are rounded to the problem's dtype, which is what the
 // inner attention reads and writes; products sum in fp32 (core/layers/matmul.h).
+//
+// The backward pass, with dy = dL/dy, c = concat_heads(inner(q, k, v)) and the inner layer's own
+// backward pass, which gives dq, dk and dv from the heads of dc:
+//
+//   dc = dy W_o^T,   dW_o = c^T dy,   db_o = sum over rows of dy
+//   dx = dq W_q^T + dk W_k^T + dv W_v^T,   dW_q = x^T dq,   db_q = sum over rows of dq, ...
+//
+// with dm, and m in the place of x, for keys and values of cross attention. (The chain rule; the
+// paper has no formulas for it.) dc, dq, dk and dv are rounded to the problem's dtype, as c, q, k
+// and v are. A Run keeps q, k, v and c, in that dtype, 4 model_dim numbers a token where all heads
+// have keys and values of their own, and what the inner layer keeps: its backward pass reads all
+// four, and to compute them again would mean to run all of the layer but its last product.
 #ifndef TFB_CORE_LAYERS_ATTENTION_PROJECTED_ATTENTION_H_
 #define TFB_CORE_LAYERS_ATTENTION_PROJECTED_ATTENTION_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -66,8 +79,8 @@ class FurtherOutputs {
   FurtherOutputs(const TechniqueSpec& inner, const Problem& problem, absl::string_view prefix);
   // Adds their specs, as optional ones.
   void AddTo(std::vector<TensorSpec>* specs) const;
-  // Returns them under the technique's own names, empty where `outputs`, the layer's, lacks them. It
-  // allocates nothing; the result is valid until the next call.
+  // Returns them under the technique's own names, empty where `outputs`, the layer's, lacks them.
+  // It allocates nothing; the result is valid until the next call.
   const Outputs& From(const Outputs& outputs);
 
  private:
@@ -153,6 +166,41 @@ class ProjectedAttention {
   double projection_flops() const;
   const Layer& inner() const { return *inner_; }
 
+  // ---- The backward pass ----
+
+  // Returns OK where Backward can be called: on the CPU, where the inner layer has a backward pass.
+  // Where Execution::kept of a Run is not empty, it has kept_bytes() bytes, of which the inner
+  // layer gets its part.
+  absl::Status CheckBackward() const;
+  size_t kept_bytes() const;
+  size_t backward_workspace_bytes(int threads) const;
+  // Returns what the inner layer does not differentiate through, by the names that parameters and
+  // inputs have here; `further` are the inner layer's further inputs.
+  std::map<std::string, std::string> stopped_gradients(const FurtherInputs& further,
+                                                       const NamedTensors& parameters,
+                                                       absl::string_view prefix) const;
+  // Sets the backward pass up behind Setup, with the same arguments.
+  absl::Status SetUpBackward(const NamedTensors& parameters, absl::string_view prefix,
+                             const Call& call, const Execution& execution);
+
+  struct BackwardCall {
+    AttentionInputs inputs;  // as Run read them
+    ConstTensorView dy;      // of y's shape, which is the residual's gradient too
+    ConstTensorView added;   // of x's shape, or empty: a summand of dx
+    TensorView dx;           // of x's shape, or empty; may be the summand, or dy
+    TensorView dmemory;      // of the memory's shape, or empty
+    const Outputs* further =
+        nullptr;  // gradients of the further inputs, by the inner names, or null
+    // The gradients of the layer's parameters by their names, of which those with the prefix of
+    // SetUpBackward are written.
+    const Outputs& parameters;
+    bool accumulate = false;  // adds to what the parameters' gradients hold
+    ConstTensorView added_to_memory = {};  // a summand of dmemory, which may be dmemory
+  };
+  // Computes the gradients from execution.kept as a Run on the inputs filled it. It allocates
+  // nothing.
+  absl::Status Backward(const BackwardCall& call, const Execution& execution);
+
  private:
   // A projection is columns first to first + width - 1 of the product with the hidden state that it
   // is of.
@@ -162,6 +210,7 @@ class ProjectedAttention {
     int64_t heads;
     int64_t first;
     int64_t width;
+    bool has_gradient = false;  // whether the inner layer differentiates through it
   };
   struct Scratch {
     TensorView of_x;       // [batch, query_tokens, x_width]: the projections of x
@@ -171,7 +220,40 @@ class ProjectedAttention {
   void AddProjection(const std::string& name);
   Scratch LayOut(Workspace& workspace) const;
   absl::Status Project(const Call& call, const Scratch& scratch, const Execution& execution);
-  void PassFurther(const Call& call);
+  // Points the inner layer's inputs and output to the projections, and to the call's inputs.
+  void PointInner(const AttentionInputs& inputs, const Scratch& scratch);
+  // Returns the heads of a projection among the products' columns.
+  TensorView HeadsIn(const Projection& projection, const Scratch& scratch) const;
+  // The names of a matrix and its bias among the layer's parameters.
+  struct AffineNames {
+    std::string weights;
+    std::string bias;
+  };
+  // A parameter of the inner layer that has a gradient.
+  struct InnerParameter {
+    std::string name;
+    std::string outside;  // its name here, which SetUpBackward knows
+    Shape shape;
+  };
+  // What a Run keeps.
+  struct Kept {
+    Scratch scratch;
+    absl::Span<std::byte> inner;
+  };
+  Kept LayOutKept(Workspace& workspace) const;
+  struct BackwardScratch {
+    Scratch gradients;  // of the projections and the context
+    TensorView x;       // the inner layer's gradient of x, or empty
+    // Where gradients are added to others: the inner parameters', one after the other.
+    float* inner_parameters;
+  };
+  BackwardScratch LayOutBackward(Workspace& workspace) const;
+  // Points the inner layer's call to the tensors of a backward call, and calls it.
+  absl::Status InnerBackward(const BackwardCall& call, const Kept& kept,
+                             const BackwardScratch& scratch, const Execution& execution);
+  // Computes the gradients that come through the projections.
+  absl::Status ProjectionsBackward(const BackwardCall& call, const BackwardScratch& scratch,
+                                   const Execution& execution) const;
 
   Device device_;
   Problem problem_;
@@ -186,6 +268,18 @@ class ProjectedAttention {
   std::unique_ptr<Layer> inner_;
   Inputs inner_inputs_;  // the names are in here before a Run, which must not allocate
   Outputs inner_outputs_;
+
+  // ---- For the backward pass ----
+
+  bool inner_differentiates_x_ = false;
+  std::vector<InnerParameter> inner_parameters_;
+  tfb::BackwardCall inner_call_;  // the names are in here before a Backward
+  // What SetUpBackward makes.
+  PackedMatrix of_x_transposed_;
+  PackedMatrix of_memory_transposed_;
+  PackedMatrix output_transposed_;
+  std::vector<AffineNames> names_;  // of the projections
+  AffineNames output_names_;
 };
 
 // ---- The definition, in float64 ----
