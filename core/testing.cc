@@ -35,17 +35,69 @@ NamedTensors NanOutputs(const std::vector<TensorSpec>& specs) {
   return outputs;
 }
 
-absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads) {
-  ThreadPool pool(threads);
-  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads))});
-  std::memset(workspace.raw(), 0xFF, workspace.bytes());  // fills floats with NaN
+namespace {
+
+// Returns `bytes` bytes of NaN.
+Tensor NanMemory(size_t bytes) {
+  Tensor memory(DType::kU8, {static_cast<int64_t>(bytes)});
+  std::memset(memory.raw(), 0xFF, bytes);
+  return memory;
+}
+
+absl::Span<std::byte> BytesOf(Tensor& memory) {
+  return absl::MakeSpan(static_cast<std::byte*>(memory.raw()), memory.bytes());
+}
+
+// Sets the layer up and runs it with the memory of `kept`.
+absl::StatusOr<NamedTensors> RunKeeping(Layer& layer, const Inputs& inputs, ThreadPool* pool,
+                                        absl::Span<std::byte> kept) {
+  Tensor workspace = NanMemory(layer.workspace_bytes(pool->threads()));
   Execution execution;
-  execution.pool = &pool;
-  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+  execution.pool = pool;
+  execution.workspace = BytesOf(workspace);
+  execution.kept = kept;
   TFB_RETURN_IF_ERROR(layer.Setup(inputs, execution));
   NamedTensors outputs = NanOutputs(layer.outputs());
   TFB_RETURN_IF_ERROR(layer.Run(inputs, MutableViewsOf(outputs), execution));
   return outputs;
+}
+
+}  // namespace
+
+absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads) {
+  ThreadPool pool(threads);
+  return RunKeeping(layer, inputs, &pool, /*kept=*/{});
+}
+
+absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
+                                                    const Problem& problem, const Inputs& inputs,
+                                                    const NamedTensors& output_gradients,
+                                                    const RunRequest& request) {
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
+                       technique.Create(problem, request.options, Device::kCpu, request.seed));
+  if (request.parameters != nullptr) {
+    TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
+  }
+  ThreadPool pool(request.threads);
+  Tensor kept = NanMemory(layer->kept_bytes());
+  RunAndGradients result;
+  TFB_ASSIGN_OR_RETURN(result.outputs, RunKeeping(*layer, inputs, &pool, BytesOf(kept)));
+  Tensor workspace = NanMemory(layer->backward_workspace_bytes(request.threads));
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = BytesOf(workspace);
+  execution.kept = BytesOf(kept);
+  TFB_RETURN_IF_ERROR(layer->SetUpBackward(inputs, execution));
+  result.inputs = NanOutputs(layer->input_gradients());
+  result.parameters = NanOutputs(layer->parameter_gradients());
+  BackwardCall call;
+  call.inputs = inputs;
+  call.outputs = ViewsOf(result.outputs);
+  call.output_gradients = ViewsOf(output_gradients);
+  call.input_gradients = MutableViewsOf(result.inputs);
+  call.parameter_gradients = MutableViewsOf(result.parameters);
+  TFB_RETURN_IF_ERROR(layer->Backward(call, execution));
+  return result;
 }
 
 absl::StatusOr<NamedTensors> RunCudaLayer(Layer& layer, Device device, const Inputs& inputs) {

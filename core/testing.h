@@ -46,6 +46,20 @@ absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const P
                                              const Inputs& inputs, const RunRequest& request = {},
                                              const DefinitionRequest& definition = {});
 
+// What a layer of `technique` writes in a Run and its Backward, with gradients of all inputs and
+// parameters that have some.
+struct RunAndGradients {
+  NamedTensors outputs;
+  NamedTensors inputs;
+  NamedTensors parameters;
+};
+// Runs the layer on the CPU, and its backward pass with these gradients of its outputs. Kept
+// memory, workspaces and gradients are filled with NaN before.
+absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
+                                                    const Problem& problem, const Inputs& inputs,
+                                                    const NamedTensors& output_gradients,
+                                                    const RunRequest& request = {});
+
 // Returns the cost of a layer of `technique` after a run on the CPU on random inputs. It aborts where
 // there is no such layer.
 Cost CostOf(const Technique& technique, const Problem& problem, const Options& options = {});
