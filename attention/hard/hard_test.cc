@@ -546,33 +546,7 @@ NamedTensors OutGradient(const Problem& p, uint64_t seed = 5) {
   return gradients;
 }
 
-double InnerProduct(const ConstTensorView& a, const ConstTensorView& b) {
-  double sum = 0;
-  ForEachOffset(a, b, [&](int64_t i, int64_t j) { sum += a.Get(i) * b.Get(j); });
-  return sum;
-}
-double Norm(const ConstTensorView& a) { return std::sqrt(InnerProduct(a, a)); }
-
-// Returns (f(x + h d) - f(x - h d)) / 2h for a random unit direction d and h = 1e-5 |x|, of the f64
-// tensor x that f reads. Writes d.
-template <class Function>
-double CentralDifference(Tensor* x, const Function& f, Tensor* direction) {
-  *direction = Tensor(DType::kF64, x->shape());
-  FillNormal(direction, 23, "direction");
-  const double norm = Norm(direction->view());
-  for (double& d : direction->span<double>()) d /= norm;
-  const Tensor at = x->Clone();
-  const double h = 1e-5 * Norm(at.view());
-  const auto moved = [&](double step) {
-    for (int64_t n = 0; n < at.num_elements(); ++n) {
-      x->span<double>()[n] = at.span<double>()[n] + step * direction->span<double>()[n];
-    }
-    return f();
-  };
-  const double slope = (moved(h) - moved(-h)) / (2 * h);
-  *x = at.Clone();
-  return slope;
-}
+double Norm(const ConstTensorView& a) { return std::sqrt(SumOfProducts(a, a)); }
 
 TEST(Hard, AValuesGradientIsTheDefinitionsForTheChoiceMade) {
   for (const char* sample : {"none", "inverse_cdf", "gumbel"}) {
@@ -585,18 +559,15 @@ TEST(Hard, AValuesGradientIsTheDefinitionsForTheChoiceMade) {
       inputs["v"] = inputs["v"].CloneAs(DType::kF64);
       DefinitionRequest request;
       request.computed = &pass.outputs;  // the choice
-      Tensor d;
-      const double slope = CentralDifference(
-          &inputs["v"],
-          [&] {
-            const NamedTensors defined =
-                DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}, request).value();
-            return InnerProduct(defined.at("out").view(), g.at("out").view());
-          },
-          &d);
+      const Tensor d = RandomDirection(inputs["v"].shape(), /*seed=*/23);
+      const double slope = CentralDifference(&inputs["v"], d.view(), [&] {
+        const NamedTensors defined =
+            DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}, request).value();
+        return SumOfProducts(defined.at("out").view(), g.at("out").view());
+      });
       // An element is a sum of at most 180 rows of g, of which each rounds once.
       const double bound = 180 * 0x1p-24 * Norm(g.at("out").view());
-      EXPECT_NEAR(InnerProduct(pass.inputs.at("v").view(), d.view()), slope, bound)
+      EXPECT_NEAR(SumOfProducts(pass.inputs.at("v").view(), d.view()), slope, bound)
           << sample << (causal ? " causal" : "");
     }
   }
@@ -718,10 +689,10 @@ TEST(Hard, TheGradientsOfQueriesAndKeysAreThoseOfTheWeightedLogProbabilities) {
         // Weights and their sums have a relative error of 2e-5 (Fp32Bound), as for outputs.
         const double bound = 2e-5 * log_probability.NormOfTerms(soft, by);
         inputs[by] = inputs[by].CloneAs(DType::kF64);
-        Tensor d;
-        const double slope = CentralDifference(
-            &inputs[by], [&] { return log_probability.Value(soft); }, &d);
-        EXPECT_NEAR(InnerProduct(pass.inputs.at(by).view(), d.view()), slope, bound)
+        const Tensor d = RandomDirection(inputs[by].shape(), /*seed=*/23);
+        const double slope =
+            CentralDifference(&inputs[by], d.view(), [&] { return log_probability.Value(soft); });
+        EXPECT_NEAR(SumOfProducts(pass.inputs.at(by).view(), d.view()), slope, bound)
             << by << " " << sample << (causal ? " causal" : "");
       }
     }
@@ -799,7 +770,7 @@ class Estimates {
     for (const int side : {0, 1}) {
       element = at + (side == 0 ? h : -h);
       const NamedTensors defined = DefineTechnique(dense::Dense(), one_, ViewsOf(inputs)).value();
-      loss[side] = InnerProduct(defined.at("out").view(), g_.at("out").view());
+      loss[side] = SumOfProducts(defined.at("out").view(), g_.at("out").view());
     }
     return (loss[0] - loss[1]) / (2 * h);
   }
