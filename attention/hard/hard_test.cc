@@ -835,6 +835,17 @@ TEST(Hard, PaddingAndRowsWithoutKeysHaveGradientsOfExactlyZeroWhateverTheyHold) 
   }
 }
 
+TEST(Hard, WithoutKeysQueriesHaveNoGradient) {
+  Problem problem = Problem::SelfAttention(1, 2, 3, 4);
+  problem.kv_tokens = 0;
+  for (const char* sample : {"inverse_cdf", "gumbel"}) {
+    const Options options = {{"sample", sample}};
+    const RunAndGradients pass =
+        Backward(problem, Random(problem, options), options, OutGradient(problem));
+    EXPECT_EQ(MaxAbs(pass.inputs.at("q").view()), 0);
+  }
+}
+
 TEST(Hard, ANanOfAFutureTokenReachesNoGradientOfThePast) {
   const Options options = {{"sample", "gumbel"}};
   const Problem problem = Problem::SelfAttention(1, 2, 80, 8, /*causal=*/true);

@@ -824,6 +824,15 @@ TEST(Sinkhorn, TheGradientsOfARowOfScoresSumToZero) {
   }
 }
 
+TEST(Sinkhorn, WithoutTokensParametersHaveNoGradient) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(1, 2, 0, 4, causal);
+    const RunAndGradients pass = Backward(problem, Random(problem), {}, OutputGradients(problem));
+    EXPECT_EQ(pass.parameters.size(), 4u);
+    for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
+  }
+}
+
 TEST(Sinkhorn, GradientsOfEarlyBlocksReachNoLaterToken) {
   const Options options = {{"block", "8"}, {"pooled", "queries_and_keys"}};
   const Problem problem = UnevenProblem(/*causal=*/true);
