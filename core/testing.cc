@@ -35,17 +35,69 @@ NamedTensors NanOutputs(const std::vector<TensorSpec>& specs) {
   return outputs;
 }
 
-absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads) {
-  ThreadPool pool(threads);
-  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads))});
-  std::memset(workspace.raw(), 0xFF, workspace.bytes());  // fills floats with NaN
+namespace {
+
+// Returns `bytes` bytes of NaN.
+Tensor NanMemory(size_t bytes) {
+  Tensor memory(DType::kU8, {static_cast<int64_t>(bytes)});
+  std::memset(memory.raw(), 0xFF, bytes);
+  return memory;
+}
+
+absl::Span<std::byte> BytesOf(Tensor& memory) {
+  return absl::MakeSpan(static_cast<std::byte*>(memory.raw()), memory.bytes());
+}
+
+// Sets the layer up and runs it with the memory of `kept`.
+absl::StatusOr<NamedTensors> RunKeeping(Layer& layer, const Inputs& inputs, ThreadPool* pool,
+                                        absl::Span<std::byte> kept) {
+  Tensor workspace = NanMemory(layer.workspace_bytes(pool->threads()));
   Execution execution;
-  execution.pool = &pool;
-  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+  execution.pool = pool;
+  execution.workspace = BytesOf(workspace);
+  execution.kept = kept;
   TFB_RETURN_IF_ERROR(layer.Setup(inputs, execution));
   NamedTensors outputs = NanOutputs(layer.outputs());
   TFB_RETURN_IF_ERROR(layer.Run(inputs, MutableViewsOf(outputs), execution));
   return outputs;
+}
+
+}  // namespace
+
+absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads) {
+  ThreadPool pool(threads);
+  return RunKeeping(layer, inputs, &pool, /*kept=*/{});
+}
+
+absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
+                                                    const Problem& problem, const Inputs& inputs,
+                                                    const NamedTensors& output_gradients,
+                                                    const RunRequest& request) {
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
+                       technique.Create(problem, request.options, Device::kCpu, request.seed));
+  if (request.parameters != nullptr) {
+    TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
+  }
+  ThreadPool pool(request.threads);
+  Tensor kept = NanMemory(layer->kept_bytes());
+  RunAndGradients result;
+  TFB_ASSIGN_OR_RETURN(result.outputs, RunKeeping(*layer, inputs, &pool, BytesOf(kept)));
+  Tensor workspace = NanMemory(layer->backward_workspace_bytes(request.threads));
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = BytesOf(workspace);
+  execution.kept = BytesOf(kept);
+  TFB_RETURN_IF_ERROR(layer->SetUpBackward(inputs, execution));
+  result.inputs = NanOutputs(layer->input_gradients());
+  result.parameters = NanOutputs(layer->parameter_gradients());
+  BackwardCall call;
+  call.inputs = inputs;
+  call.outputs = ViewsOf(result.outputs);
+  call.output_gradients = ViewsOf(output_gradients);
+  call.input_gradients = MutableViewsOf(result.inputs);
+  call.parameter_gradients = MutableViewsOf(result.parameters);
+  TFB_RETURN_IF_ERROR(layer->Backward(call, execution));
+  return result;
 }
 
 absl::StatusOr<NamedTensors> RunCudaLayer(Layer& layer, Device device, const Inputs& inputs) {
@@ -98,6 +150,110 @@ absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const P
   TFB_RETURN_IF_ERROR(technique.Define(problem, request.options, layer->parameters(), inputs,
                                        definition, &outputs));
   return outputs;
+}
+
+double SumOfProducts(const ConstTensorView& a, const ConstTensorView& b) {
+  double sum = 0;
+  ForEachOffset(a, b, [&](int64_t i, int64_t j) { sum += a.Get(i) * b.Get(j); });
+  return sum;
+}
+
+Tensor RandomDirection(const Shape& shape, uint64_t seed) {
+  Tensor direction(DType::kF64, shape);
+  FillNormal(&direction, seed, "direction");
+  const double length = std::sqrt(SumOfProducts(direction.view(), direction.view()));
+  for (double& d : direction.span<double>()) d /= length;
+  return direction;
+}
+
+double CentralDifference(Tensor* x, const ConstTensorView& direction,
+                         absl::FunctionRef<double()> f) {
+  const Tensor at = x->Clone();
+  const double h = 1e-5 * std::sqrt(SumOfProducts(at.view(), at.view()));
+  const auto moved_by = [&](double step) {
+    ForEachOffset(at.view(), direction, [&](int64_t n, int64_t d) {
+      x->view().Set(n, at.view().Get(n) + step * direction.Get(d));
+    });
+    return f();
+  };
+  const double slope = (moved_by(h) - moved_by(-h)) / (2 * h);
+  *x = at.Clone();
+  return slope;
+}
+
+namespace {
+
+// Numbers that a definition is given, in float64.
+struct Numbers {
+  NamedTensors inputs, parameters, output_gradients;
+
+  template <class Body>
+  void ForEach(const Body& body) {
+    for (NamedTensors* tensors : {&inputs, &parameters, &output_gradients}) {
+      for (auto& [name, tensor] : *tensors) body(name, tensor);
+    }
+  }
+};
+
+NamedTensors InFloat64(const NamedTensors& tensors) {
+  NamedTensors converted;
+  for (const auto& [name, tensor] : tensors) {
+    converted[name] = IsFloating(tensor.dtype()) ? tensor.CloneAs(DType::kF64) : tensor.Clone();
+  }
+  return converted;
+}
+
+}  // namespace
+
+DirectionalDerivative DerivativeOf(absl::string_view input_or_parameter, const Technique& technique,
+                                   const Problem& problem, const NamedTensors& inputs,
+                                   const NamedTensors& output_gradients,
+                                   const RunAndGradients& pass, const RunRequest& request) {
+  const auto layer = technique.Create(problem, request.options, Device::kCpu, request.seed).value();
+  const NamedTensors& parameters =
+      request.parameters == nullptr ? layer->parameters() : *request.parameters;
+  const std::string name(input_or_parameter);
+  const bool is_input = inputs.count(name) > 0;
+  const Tensor& gradient = is_input ? pass.inputs.at(name) : pass.parameters.at(name);
+  const Tensor direction = RandomDirection(gradient.shape(), /*seed=*/23);
+  const auto slope_at = [&](Numbers* numbers) {
+    const auto f = [&] {
+      NamedTensors outputs;
+      const absl::Status status =
+          technique.Define(problem, request.options, numbers->parameters, ViewsOf(numbers->inputs),
+                           DefinitionRequest(), &outputs);
+      if (!status.ok()) std::abort();
+      double sum = 0;
+      for (const auto& [output, g] : numbers->output_gradients) {
+        // The log-sum-exp of a row without keys is -inf whatever x is.
+        for (double& y : outputs.at(output).span<double>()) y = std::isinf(y) ? 0 : y;
+        sum += SumOfProducts(outputs.at(output).view(), g.view());
+      }
+      return sum;
+    };
+    Tensor& x = (is_input ? numbers->inputs : numbers->parameters).at(name);
+    return CentralDifference(&x, direction.view(), f);
+  };
+  Numbers numbers{InFloat64(inputs), InFloat64(parameters), InFloat64(output_gradients)};
+  DirectionalDerivative result;
+  result.of_layer = SumOfProducts(gradient.view(), direction.view());
+  result.of_definition = slope_at(&numbers);
+  constexpr int kPoints = 3;
+  double squares = 0;
+  for (int point = 0; point < kPoints; ++point) {
+    Numbers near{InFloat64(inputs), InFloat64(parameters), InFloat64(output_gradients)};
+    near.ForEach([&](const std::string& of, Tensor& tensor) {
+      if (tensor.dtype() != DType::kF64) return;
+      const RandomStream noise(point, of);
+      for (int64_t n = 0; n < tensor.num_elements(); ++n) {
+        tensor.span<double>()[n] *= 1 + 2e-5 * noise.Normal(n);
+      }
+    });
+    const double difference = slope_at(&near) - result.of_definition;
+    squares += difference * difference;
+  }
+  result.bound = 3 * std::sqrt(squares / kPoints);
+  return result;
 }
 
 Cost CostOf(const Technique& technique, const Problem& problem, const Options& options) {

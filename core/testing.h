@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/safetensors.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -45,6 +47,45 @@ absl::StatusOr<NamedTensors> RunTechnique(const Technique& technique, const Prob
 absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const Problem& problem,
                                              const Inputs& inputs, const RunRequest& request = {},
                                              const DefinitionRequest& definition = {});
+
+// What a layer of `technique` writes in a Run and its Backward, with gradients of all inputs and
+// parameters that have some.
+struct RunAndGradients {
+  NamedTensors outputs;
+  NamedTensors inputs;
+  NamedTensors parameters;
+};
+// Runs the layer on the CPU, and its backward pass with these gradients of its outputs. Kept
+// memory, workspaces and gradients are filled with NaN before.
+absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
+                                                    const Problem& problem, const Inputs& inputs,
+                                                    const NamedTensors& output_gradients,
+                                                    const RunRequest& request = {});
+
+// Returns sum_n a_n b_n of views of one shape, in float64.
+double SumOfProducts(const ConstTensorView& a, const ConstTensorView& b);
+
+// Returns (f(x + h d) - f(x - h d)) / 2h with h = 1e-5 |x|, where f reads x, an f64 tensor, which is
+// then as it was.
+double CentralDifference(Tensor* x, const ConstTensorView& direction,
+                         absl::FunctionRef<double()> f);
+// Returns a random f64 tensor of length 1.
+Tensor RandomDirection(const Shape& shape, uint64_t seed);
+
+// The derivative of sum <g, output>, g the gradients of a pass, along a random direction of one of
+// its inputs or parameters.
+struct DirectionalDerivative {
+  double of_layer;
+  double of_definition;  // by central differences
+  // Three deviations of the definition's, where every number that it is given has an independent
+  // relative error of deviation 2e-5 (Fp32Bound): the sums of a backward pass have terms whose
+  // factors have at most the errors of a forward pass.
+  double bound;
+};
+DirectionalDerivative DerivativeOf(absl::string_view input_or_parameter, const Technique& technique,
+                                   const Problem& problem, const NamedTensors& inputs,
+                                   const NamedTensors& output_gradients,
+                                   const RunAndGradients& pass, const RunRequest& request = {});
 
 // Returns the cost of a layer of `technique` after a run on the CPU on random inputs. It aborts where
 // there is no such layer.

@@ -4,17 +4,20 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "attention/hard/hard_backward.h"
 #include "attention/hard/hard_cpu.h"
 #include "attention/hard/hard_cuda.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/status.h"
+#include "core/workspace.h"
 
 namespace tfb::hard {
 namespace {
@@ -54,14 +57,9 @@ class HardLayer : public Layer {
 
   Cost cost() const override {
     const Problem& p = problem();
-    double pairs = 0;  // of a head
-    for (int64_t i = 0; i < p.query_tokens; ++i) {
-      const int64_t seen = p.causal ? i + p.causal_offset() + 1 : p.kv_tokens;
-      pairs += static_cast<double>(std::clamp<int64_t>(seen, 0, p.kv_tokens));
-    }
     const double rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
     Cost cost;
-    cost.flops = 2.0 * static_cast<double>(p.batch * p.query_heads * p.head_dim) * pairs;
+    cost.flops = 2.0 * static_cast<double>(p.head_dim) * Pairs();
     // The noise and the index have four bytes each.
     const double noise = options_.sample == Sample::kNone ? 0
                          : options_.sample == Sample::kInverseCdf
@@ -69,6 +67,41 @@ class HardLayer : public Layer {
                              : static_cast<double>(p.kv_tokens);
     cost.bytes = AttentionBytes(p) + 4 * rows * (noise + 1);
     return cost;
+  }
+
+  absl::Status CheckBackward() const override {
+    if (device_ == Device::kCpu) return absl::OkStatus();
+    return absl::UnimplementedError(
+        absl::StrCat("hard has a backward pass on cpu alone, not on ", Name(device_)));
+  }
+  size_t kept_bytes() const override {
+    return Workspace::Measure([this](Workspace& workspace) { KeptIndex(workspace); });
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    return HardBackwardCpuWorkspaceBytes(problem(), threads);
+  }
+  Cost backward_cost() const override {
+    const Problem& p = problem();
+    const double rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
+    const double key_rows = static_cast<double>(p.batch * p.kv_heads * p.kv_tokens);
+    const double element = static_cast<double>(SizeOf(p.dtype));
+    const double head_dim = static_cast<double>(p.head_dim);
+    const double value_dim = static_cast<double>(p.value_dim);
+    Cost cost;
+    cost.flops = rows * value_dim;
+    cost.bytes = element * value_dim * (rows + key_rows) + 4 * rows;
+    if (options_.sample == Sample::kNone) return cost;
+    *cost.flops += 6 * head_dim * Pairs() + 2 * rows * value_dim;
+    *cost.bytes += element * (2 * head_dim * (rows + key_rows) + value_dim * key_rows);
+    return cost;
+  }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    if (options_.sample == Sample::kNone) {
+      const char* why = "an argmax is constant wherever it has a derivative";
+      return {{"q", why}, {"k", why}};
+    }
+    return {{NoiseName(options_), "noise: the estimate is a mean over it"},
+            {"baseline", "the estimate's mean does not depend on it"}};
   }
 
  protected:
@@ -82,6 +115,10 @@ class HardLayer : public Layer {
     call.noise = inputs.Get(NoiseName(options_));
     call.out = outputs.Get("out");
     call.index = outputs.Get("index");
+    if (!execution.kept.empty()) {
+      Workspace kept(execution.kept);
+      call.kept_index = KeptIndex(kept);
+    }
     call.sample = options_.sample;
     call.scale = static_cast<float>(Scale(problem(), options_));
     if (device_ != Device::kCpu) return RunCuda(call, execution);
@@ -89,7 +126,42 @@ class HardLayer : public Layer {
     return absl::OkStatus();
   }
 
+  absl::Status DoBackward(const BackwardCall& of_layer, const Execution& execution) override {
+    Workspace kept(execution.kept);
+    HardBackwardCall call;
+    call.q = of_layer.inputs.Get("q");
+    call.k = of_layer.inputs.Get("k");
+    call.v = of_layer.inputs.Get("v");
+    call.key_mask = of_layer.inputs.Get("key_mask");
+    call.index = KeptIndex(kept);
+    call.baseline = of_layer.inputs.Get("baseline");
+    call.out_gradient = of_layer.output_gradients.Get("out");
+    call.q_gradient = of_layer.input_gradients.Get("q");
+    call.k_gradient = of_layer.input_gradients.Get("k");
+    call.v_gradient = of_layer.input_gradients.Get("v");
+    call.scale = static_cast<float>(Scale(problem(), options_));
+    HardBackwardCpu(problem(), call, execution);
+    return absl::OkStatus();
+  }
+
  private:
+  // Returns the pairs of queries and keys of all heads.
+  double Pairs() const {
+    const Problem& p = problem();
+    double of_head = 0;
+    for (int64_t i = 0; i < p.query_tokens; ++i) {
+      const int64_t seen = p.causal ? i + p.causal_offset() + 1 : p.kv_tokens;
+      of_head += static_cast<double>(std::clamp<int64_t>(seen, 0, p.kv_tokens));
+    }
+    return static_cast<double>(p.batch * p.query_heads) * of_head;
+  }
+
+  // Returns the index, as a Run keeps it for Backward.
+  TensorView KeptIndex(Workspace& kept) const {
+    const Shape shape = {problem().batch, problem().query_heads, problem().query_tokens};
+    return TensorView(kept.Take<int32_t>(NumElements(shape)), DType::kI32, shape);
+  }
+
   absl::Status RunCuda(const HardCall& call, const Execution& execution) const {
     const Problem& p = problem();
     HardArguments arguments = {};
@@ -264,7 +336,10 @@ class Hard : public TechniqueOf<HardOptions> {
       noise.shape.push_back(p.kv_tokens);
       noise.noise = Distribution::kGumbel;
     }
+    TensorSpec baseline{"baseline", {p.batch, p.query_heads, p.query_tokens}};
+    baseline.optional = true;
     tensors.push_back(std::move(noise));
+    tensors.push_back(std::move(baseline));
     return tensors;
   }
 

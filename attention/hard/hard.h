@@ -27,14 +27,34 @@
 // A row that sees no key gives 0 and the index -1. A score that is NaN or -inf is never chosen. A u
 // below 0 counts as 0; one that is not below 1 draws the last key of a weight above 0.
 //
-// Source: Xu et al. 2015, "Show, attend and tell", arXiv:1502.03044v3, section 4.1 (sampling; there
-// learned by REINFORCE); scores as in dense attention. Gumbel-max: Maddison, Tarlow, Minka 2014,
+// Gradients, of a loss L with g_i = dL/dy_i, for the choice that the Run made:
+//
+//   dv_j  = sum_i [j = j*_i] g_i
+//   ds_ij = w_i ([j = j*_i] - p_ij)                      inverse_cdf and gumbel; w_i = b_i - R_i
+//
+// The choice has no derivative. With sample=none, therefore, no gradient reaches q and k. A drawn
+// key has the score-function estimate of the paper (its learning rule in section 4.1, with lambda_r
+// = 1; REINFORCE): -(R - b) grad log p_ij*, where R is the reward and b a baseline. A layer knows
+// no more of the loss than g, so that the reward of a row is minus the loss to first order in its
+// output, R_i = -g_i . y_i. Where L is linear in y, the mean of the gradients over the noise is the
+// gradient of L at soft attention, with any b that does not depend on the row's noise; otherwise
+// each is that of L linearised at the draw. The baseline is the optional input of that name, which
+// only Backward reads, 0 where it is left out: a moving average of the paper's kind is b = 0.9 b +
+// 0.1 mean R, broadcast to all rows. For another reward R', such as -L itself, with a baseline b'
+// of its own, it is b' - R' - g_i . y_i. The paper's entropy term, and its half of draws that are
+// replaced by their mean, are left out.
+//
+// Source: Xu et al. 2015, "Show, attend and tell", arXiv:1502.03044v3, section 4.1 (sampling and
+// its gradient); scores as in dense attention. Gumbel-max: Maddison, Tarlow, Minka 2014,
 // arXiv:1411.0030v2, section 2.
-// Cost: 2 pairs head_dim FLOPs, no exponentials unless inverse_cdf, which computes every score twice.
+// Cost: 2 pairs head_dim FLOPs, no exponentials unless inverse_cdf, which computes scores twice.
+// Backward: value_dim additions a row; where keys are drawn 6 pairs head_dim FLOPs, and every score
+// and its exponential computed twice. A Run keeps the index.
 //
 // The technique reads q, k, v, the optional key_mask, and u f32 [batch, query_heads, query_tokens]
-// or g f32 [batch, query_heads, query_tokens, kv_tokens]. It writes out and the optional index, i32
-// [batch, query_heads, query_tokens].
+// or g f32 [batch, query_heads, query_tokens, kv_tokens] with the optional baseline, f32 [batch,
+// query_heads, query_tokens]. It writes out and the optional index, i32 [batch, query_heads,
+// query_tokens].
 #ifndef TFB_ATTENTION_HARD_HARD_H_
 #define TFB_ATTENTION_HARD_HARD_H_
 

@@ -17,7 +17,8 @@ struct HardCall {
   ConstTensorView key_mask;  // or empty
   ConstTensorView noise;     // u or g; empty without sampling
   TensorView out;
-  TensorView index;  // or empty
+  TensorView index;       // or empty
+  TensorView kept_index;  // for the backward pass, or empty
   HardOptions::Sample sample = HardOptions::Sample::kNone;
   float scale = 1;
 };

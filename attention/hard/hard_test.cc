@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/cpu/kernels.h"
 #include "core/random.h"
@@ -511,6 +512,425 @@ TEST(Hard, TheMeanOfDrawsIsSoftAttention) {
   }
 }
 
+// ---- Gradients ----
+
+RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                         const NamedTensors& output_gradients, int threads = 2) {
+  return BackwardOfTechnique(Hard(), problem, ViewsOf(inputs), output_gradients,
+                             {options, Device::kCpu, 1, nullptr, threads})
+      .value();
+}
+
+// Two tiles of queries and three of keys, of grouped heads, of which one sequence has padding;
+// where causal, the first queries see no key.
+Problem UnevenProblem(bool causal, DType dtype = DType::kF32) {
+  Problem problem = Problem::SelfAttention(2, 4, 90, 10, causal, dtype);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  problem.kv_tokens = causal ? 75 : 150;
+  return problem;
+}
+NamedTensors UnevenInputs(const Problem& problem, const Options& options) {
+  NamedTensors inputs = Random(problem, options);
+  Tensor mask(DType::kU8, {2, problem.kv_tokens});
+  Fill(mask.view(), 1);
+  for (const int64_t j : {0, 3, 66, 74}) mask.span<uint8_t>()[problem.kv_tokens + j] = 0;
+  inputs["key_mask"] = std::move(mask);
+  return inputs;
+}
+NamedTensors OutGradient(const Problem& p, uint64_t seed = 5) {
+  NamedTensors gradients;
+  Tensor& g = gradients["out"] =
+      Tensor(p.dtype, {p.batch, p.query_heads, p.query_tokens, p.value_dim});
+  FillNormal(&g, seed, "out_gradient");
+  return gradients;
+}
+
+double Norm(const ConstTensorView& a) { return std::sqrt(SumOfProducts(a, a)); }
+
+TEST(Hard, AValuesGradientIsTheDefinitionsForTheChoiceMade) {
+  for (const char* sample : {"none", "inverse_cdf", "gumbel"}) {
+    const Options options = {{"sample", sample}};
+    for (const bool causal : {false, true}) {
+      const Problem problem = UnevenProblem(causal);
+      NamedTensors inputs = UnevenInputs(problem, options);
+      const NamedTensors g = OutGradient(problem);
+      const RunAndGradients pass = Backward(problem, inputs, options, g);
+      inputs["v"] = inputs["v"].CloneAs(DType::kF64);
+      DefinitionRequest request;
+      request.computed = &pass.outputs;  // the choice
+      const Tensor d = RandomDirection(inputs["v"].shape(), /*seed=*/23);
+      const double slope = CentralDifference(&inputs["v"], d.view(), [&] {
+        const NamedTensors defined =
+            DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}, request).value();
+        return SumOfProducts(defined.at("out").view(), g.at("out").view());
+      });
+      // An element is a sum of at most 180 rows of g, of which each rounds once.
+      const double bound = 180 * 0x1p-24 * Norm(g.at("out").view());
+      EXPECT_NEAR(SumOfProducts(pass.inputs.at("v").view(), d.view()), slope, bound)
+          << sample << (causal ? " causal" : "");
+    }
+  }
+}
+
+// The probabilities of the keys of a query by soft attention, in float64.
+class SoftRows {
+ public:
+  SoftRows(const Problem& problem, const NamedTensors& inputs)
+      : problem_(problem), inputs_(inputs), scale_(1 / std::sqrt(double(problem.head_dim))) {}
+
+  double Get(const char* name, int64_t b, int64_t h, int64_t i, int64_t c) const {
+    const ConstTensorView view = inputs_.at(name).view();
+    return view.Get(view.Offset(b, h, i, c));
+  }
+  bool Sees(int64_t b, int64_t i, int64_t j) const {
+    const auto mask = inputs_.find("key_mask");
+    const bool is_token = mask == inputs_.end() || *mask->second.view().At<uint8_t>(b, j) != 0;
+    return is_token && (!problem_.causal || j <= i + problem_.causal_offset());
+  }
+  // Returns log p_ij, -inf where the query does not see the key.
+  std::vector<double> Logs(int64_t b, int64_t h, int64_t i) const {
+    std::vector<double> logs(problem_.kv_tokens, -std::numeric_limits<double>::infinity());
+    double sum = 0;
+    for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
+      if (!Sees(b, i, j)) continue;
+      logs[j] = 0;
+      for (int64_t c = 0; c < problem_.head_dim; ++c) {
+        logs[j] += scale_ * Get("q", b, h, i, c) * Get("k", b, h / problem_.group(), j, c);
+      }
+      sum += std::exp(logs[j]);
+    }
+    for (double& log : logs) log -= std::log(sum);
+    return logs;
+  }
+  double scale() const { return scale_; }
+
+ private:
+  const Problem& problem_;
+  const NamedTensors& inputs_;
+  double scale_;
+};
+
+// sum_i w_i log p_ij* of one case, and |the terms of its gradient by q or by k|.
+class WeightedLogProbability {
+ public:
+  WeightedLogProbability(const Problem& problem, const NamedTensors& outputs, const NamedTensors& g,
+                         const Tensor& baseline)
+      : problem_(problem), outputs_(outputs) {
+    for (int64_t row = 0; row < problem.batch * problem.query_heads * problem.query_tokens; ++row) {
+      double weight = baseline.span<float>()[row];
+      for (int64_t c = 0; c < problem.value_dim; ++c) {
+        const int64_t n = row * problem.value_dim + c;
+        weight += double(g.at("out").span<float>()[n]) * outputs.at("out").span<float>()[n];
+      }
+      weights_.push_back(weight);
+    }
+  }
+
+  double Value(const SoftRows& soft) const {
+    double sum = 0;
+    ForEach([&](int64_t b, int64_t h, int64_t i, double weight, int64_t chosen) {
+      sum += weight * soft.Logs(b, h, i)[chosen];
+    });
+    return sum;
+  }
+  double NormOfTerms(const SoftRows& soft, const char* by) const {
+    const bool by_q = by[0] == 'q';
+    const Problem& p = problem_;
+    Tensor terms(DType::kF64, by_q ? Shape{p.batch, p.query_heads, p.query_tokens, p.head_dim}
+                                   : Shape{p.batch, p.kv_heads, p.kv_tokens, p.head_dim});
+    Fill(terms.view(), 0);
+    ForEach([&](int64_t b, int64_t h, int64_t i, double weight, int64_t chosen) {
+      const std::vector<double> logs = soft.Logs(b, h, i);
+      const int64_t kv_head = h / p.group();
+      for (int64_t j = 0; j < p.kv_tokens; ++j) {
+        const double share = (j == chosen ? 1 : 0) + std::exp(logs[j]);
+        for (int64_t c = 0; c < p.head_dim; ++c) {
+          const double other = by_q ? soft.Get("k", b, kv_head, j, c) : soft.Get("q", b, h, i, c);
+          double* term = by_q ? terms.view().MutableAt<double>(b, h, i, c)
+                              : terms.view().MutableAt<double>(b, kv_head, j, c);
+          *term += std::abs(soft.scale() * weight * share * other);
+        }
+      }
+    });
+    return Norm(terms.view());
+  }
+
+ private:
+  template <class Body>
+  void ForEach(const Body& body) const {
+    const Problem& p = problem_;
+    for (int64_t row = 0; row < static_cast<int64_t>(weights_.size()); ++row) {
+      const int chosen = outputs_.at("index").span<int32_t>()[row];
+      if (chosen < 0) continue;
+      body(row / p.query_tokens / p.query_heads, row / p.query_tokens % p.query_heads,
+           row % p.query_tokens, weights_[row], chosen);
+    }
+  }
+
+  const Problem& problem_;
+  const NamedTensors& outputs_;
+  std::vector<double> weights_;
+};
+
+TEST(Hard, TheGradientsOfQueriesAndKeysAreThoseOfTheWeightedLogProbabilities) {
+  for (const char* sample : {"inverse_cdf", "gumbel"}) {
+    const Options options = {{"sample", sample}};
+    for (const bool causal : {false, true}) {
+      const Problem problem = UnevenProblem(causal);
+      NamedTensors inputs = UnevenInputs(problem, options);
+      const NamedTensors g = OutGradient(problem);
+      Tensor& baseline = inputs["baseline"] = Tensor(DType::kF32, {2, 4, 90});
+      FillNormal(&baseline, 3, "baseline");
+      const RunAndGradients pass = Backward(problem, inputs, options, g);
+      const WeightedLogProbability log_probability(problem, pass.outputs, g, baseline);
+      const SoftRows soft(problem, inputs);
+      for (const char* by : {"q", "k"}) {
+        // Weights and their sums have a relative error of 2e-5 (Fp32Bound), as for outputs.
+        const double bound = 2e-5 * log_probability.NormOfTerms(soft, by);
+        inputs[by] = inputs[by].CloneAs(DType::kF64);
+        const Tensor d = RandomDirection(inputs[by].shape(), /*seed=*/23);
+        const double slope =
+            CentralDifference(&inputs[by], d.view(), [&] { return log_probability.Value(soft); });
+        EXPECT_NEAR(SumOfProducts(pass.inputs.at(by).view(), d.view()), slope, bound)
+            << by << " " << sample << (causal ? " causal" : "");
+      }
+    }
+  }
+}
+
+// The same small problem in each sequence of a batch, with noise of its own, and with the gradients
+// of soft attention in float64 by central differences.
+class Estimates {
+ public:
+  static constexpr int64_t kDraws = 4000;
+
+  Estimates(const std::string& sample, float baseline) : one_(Problem::SelfAttention(1, 2, 3, 4)) {
+    const Options options = {{"sample", sample}};
+    one_.kv_heads = 1;
+    one_.kv_tokens = 5;
+    inputs_ = Random(one_);
+    g_ = OutGradient(one_);
+    Problem all = one_;
+    all.batch = kDraws;
+    NamedTensors inputs = RandomInputs(Hard().InputSpecs(all, options).value(), /*seed=*/41);
+    for (const char* name : {"q", "k", "v"}) {
+      inputs[name] = Repeated(inputs_.at(name));
+    }
+    Fill((inputs["baseline"] = Tensor(DType::kF32, {kDraws, 2, 3})).view(), baseline);
+    NamedTensors g;
+    g["out"] = Repeated(g_.at("out"));
+    gradients_ = Backward(all, inputs, options, g).inputs;
+  }
+
+  // Expects that the means of all elements of a gradient are within four standard errors.
+  void ExpectUnbiased(const char* name, const std::string& label) const {
+    const Tensor& gradient = gradients_.at(name);
+    const int64_t size = gradient.num_elements() / kDraws;
+    for (int64_t n = 0; n < size; ++n) {
+      const double mean = Moment(gradient, n, 0, 1);
+      const double error = std::sqrt(Moment(gradient, n, mean, 2) / kDraws);
+      EXPECT_GT(error, 0);
+      EXPECT_NEAR(mean, OfSoftAttention(name, n), 4 * error) << name << " " << n << " " << label;
+    }
+  }
+  // Returns the sum of the variances of all elements.
+  double Variance(const char* name) const {
+    const Tensor& gradient = gradients_.at(name);
+    double sum = 0;
+    for (int64_t n = 0; n < gradient.num_elements() / kDraws; ++n) {
+      sum += Moment(gradient, n, Moment(gradient, n, 0, 1), 2);
+    }
+    return sum;
+  }
+
+ private:
+  static Tensor Repeated(const Tensor& one) {
+    Shape shape = one.shape();
+    shape[0] = kDraws;
+    Tensor all(one.dtype(), shape);
+    for (int64_t n = 0; n < kDraws; ++n) CopyElements(one.view(), Slice(all.view(), 0, n, 1));
+    return all;
+  }
+  // The mean of (x - center)^power over the draws of element n.
+  static double Moment(const Tensor& gradient, int64_t n, double center, int power) {
+    const int64_t size = gradient.num_elements() / kDraws;
+    double sum = 0;
+    for (int64_t draw = 0; draw < kDraws; ++draw) {
+      sum += std::pow(gradient.span<float>()[draw * size + n] - center, power);
+    }
+    return sum / kDraws;
+  }
+  double OfSoftAttention(const char* name, int64_t n) const {
+    NamedTensors inputs;
+    for (const auto& [input, tensor] : inputs_) inputs[input] = tensor.CloneAs(DType::kF64);
+    double& element = inputs[name].span<double>()[n];
+    const double at = element, h = 1e-5;
+    double loss[2];
+    for (const int side : {0, 1}) {
+      element = at + (side == 0 ? h : -h);
+      const NamedTensors defined = DefineTechnique(dense::Dense(), one_, ViewsOf(inputs)).value();
+      loss[side] = SumOfProducts(defined.at("out").view(), g_.at("out").view());
+    }
+    return (loss[0] - loss[1]) / (2 * h);
+  }
+
+  Problem one_;
+  NamedTensors inputs_, g_, gradients_;
+};
+
+TEST(Hard, TheMeanOfGradientsIsTheGradientOfSoftAttentionWithAnyBaseline) {
+  for (const char* sample : {"inverse_cdf", "gumbel"}) {
+    for (const float baseline : {0.0f, 0.7f}) {
+      const Estimates estimates(sample, baseline);
+      for (const char* name : {"q", "k", "v"}) {
+        estimates.ExpectUnbiased(name, absl::StrCat(sample, ", baseline ", baseline));
+      }
+    }
+  }
+}
+
+TEST(Hard, ABaselineFarFromTheRewardsCostsVariance) {
+  const Estimates near("inverse_cdf", 0), far("inverse_cdf", 10);
+  EXPECT_GT(far.Variance("q"), 10 * near.Variance("q"));
+  EXPECT_EQ(far.Variance("v"), near.Variance("v"));
+}
+
+TEST(Hard, WithoutSamplingOnlyValuesHaveAGradient) {
+  const Problem problem = UnevenProblem(true);
+  const auto layer = Hard().Create(problem, {}, Device::kCpu, 1).value();
+  ASSERT_EQ(layer->input_gradients().size(), 1u);
+  EXPECT_EQ(layer->input_gradients()[0].name, "v");
+  EXPECT_EQ(layer->stopped_gradients().count("q"), 1u);
+  EXPECT_EQ(layer->stopped_gradients().count("k"), 1u);
+}
+
+TEST(Hard, PaddingAndRowsWithoutKeysHaveGradientsOfExactlyZeroWhateverTheyHold) {
+  const Options options = {{"sample", "gumbel"}};
+  const Problem problem = UnevenProblem(true);
+  NamedTensors inputs = UnevenInputs(problem, options);
+  const NamedTensors g = OutGradient(problem);
+  const RunAndGradients before = Backward(problem, inputs, options, g);
+  const auto is_padding = [&](int64_t j) {
+    return inputs["key_mask"].span<uint8_t>()[problem.kv_tokens + j] == 0;
+  };
+  for (const char* name : {"k", "v"}) {
+    for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+      if (is_padding(j)) Fill(Slice(Slice(inputs[name].view(), 0, 1, 1), 2, j, 1), kNan);
+    }
+  }
+  const int64_t empty = -problem.causal_offset();  // queries 0 to empty - 1 see no key
+  ASSERT_GT(empty, 0);
+  const RunAndGradients after = Backward(problem, inputs, options, g);
+  for (const char* name : {"q", "k", "v"}) {
+    EXPECT_EQ(MaxDifference(after.inputs.at(name).view(), before.inputs.at(name).view()), 0);
+  }
+  EXPECT_EQ(MaxAbs(Slice(after.inputs.at("q").view(), 2, 0, empty)), 0);
+  EXPECT_GT(MaxAbs(Slice(after.inputs.at("q").view(), 2, empty + 10, 1)), 0);
+  for (const char* name : {"k", "v"}) {
+    for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+      if (!is_padding(j)) continue;
+      EXPECT_EQ(MaxAbs(Slice(Slice(after.inputs.at(name).view(), 0, 1, 1), 2, j, 1)), 0);
+    }
+  }
+}
+
+TEST(Hard, WithoutKeysQueriesHaveNoGradient) {
+  Problem problem = Problem::SelfAttention(1, 2, 3, 4);
+  problem.kv_tokens = 0;
+  for (const char* sample : {"inverse_cdf", "gumbel"}) {
+    const Options options = {{"sample", sample}};
+    const RunAndGradients pass =
+        Backward(problem, Random(problem, options), options, OutGradient(problem));
+    EXPECT_EQ(MaxAbs(pass.inputs.at("q").view()), 0);
+  }
+}
+
+TEST(Hard, ANanOfAFutureTokenReachesNoGradientOfThePast) {
+  const Options options = {{"sample", "gumbel"}};
+  const Problem problem = Problem::SelfAttention(1, 2, 80, 8, /*causal=*/true);
+  NamedTensors inputs = Random(problem, options);
+  NamedTensors g = OutGradient(problem);
+  Fill(Slice(g["out"].view(), 2, 70, 10), 0);  // nothing from the last queries
+  const RunAndGradients before = Backward(problem, inputs, options, g);
+  // Beside what is not finite, products are added one by one, not by fused multiply-adds. Both
+  // round each of an element's 160 terms, of 80 queries of two heads, at most 80 times.
+  const double weight = 8 * MaxAbs(g["out"].view()) * MaxAbs(inputs["v"].view());
+  const double term = weight * std::max(MaxAbs(inputs["q"].view()), MaxAbs(inputs["k"].view()));
+  for (const char* name : {"q", "k", "v"}) Fill(Slice(inputs[name].view(), 2, 70, 10), kNan);
+  const RunAndGradients after = Backward(problem, inputs, options, g);
+  for (const char* name : {"q", "k", "v"}) {
+    EXPECT_LE(MaxDifference(Slice(after.inputs.at(name).view(), 2, 0, 70),
+                            Slice(before.inputs.at(name).view(), 2, 0, 70)),
+              2 * 80 * 0x1p-24 * 160 * term)
+        << name;
+  }
+}
+
+// Of 16 bits, the gradients are those of the same numbers in fp32, rounded.
+TEST(Hard, GradientsOf16BitsAreThoseOfFp32Rounded) {
+  const Options options = {{"sample", "inverse_cdf"}};
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    const NamedTensors inputs = UnevenInputs(UnevenProblem(true, dtype), options);
+    const NamedTensors g = OutGradient(UnevenProblem(true, dtype));
+    const auto as_f32 = [](const NamedTensors& tensors) {
+      NamedTensors converted;
+      for (const auto& [name, tensor] : tensors) {
+        const bool is_half = IsFloating(tensor.dtype());
+        converted[name] = is_half ? tensor.CloneAs(DType::kF32) : tensor.Clone();
+      }
+      return converted;
+    };
+    const RunAndGradients pass = Backward(UnevenProblem(true, dtype), inputs, options, g);
+    const RunAndGradients whole = Backward(UnevenProblem(true), as_f32(inputs), options, as_f32(g));
+    for (const char* name : {"q", "k", "v"}) {
+      EXPECT_EQ(
+          MaxDifference(pass.inputs.at(name).view(), whole.inputs.at(name).CloneAs(dtype).view()),
+          0)
+          << name;
+    }
+  }
+}
+
+// Of 9 key-value heads, of 16 MiB each, two are packed at a time; of one sequence's 3, too.
+TEST(Hard, GradientsHaveTheSameBitsAloneAndForAnyNumberOfThreads) {
+  const Options options = {{"sample", "inverse_cdf"}};
+  Problem problem = Problem::SelfAttention(/*batch=*/3, /*heads=*/6, /*tokens=*/2, 64);
+  problem.kv_heads = 3;
+  problem.kv_tokens = 32768;
+  problem.value_dim = 1;
+  const NamedTensors inputs = Random(problem, options), g = OutGradient(problem);
+  const RunAndGradients together = Backward(problem, inputs, options, g, 3);
+  problem.batch = 1;
+  for (int64_t b = 0; b < 3; ++b) {
+    const auto of_sequence = [b](const NamedTensors& tensors) {
+      NamedTensors own;
+      for (const auto& [name, tensor] : tensors) {
+        const ConstTensorView view = Slice(tensor.view(), 0, b, 1);
+        own[name] = Tensor(view.dtype, view.shape());
+        CopyElements(view, own[name].view());
+      }
+      return own;
+    };
+    const RunAndGradients alone =
+        Backward(problem, of_sequence(inputs), options, of_sequence(g), 1);
+    for (const char* name : {"q", "k", "v"}) {
+      EXPECT_GT(MaxAbs(alone.inputs.at(name).view()), 0);
+      EXPECT_EQ(MaxDifference(alone.inputs.at(name).view(),
+                              Slice(together.inputs.at(name).view(), 0, b, 1)),
+                0)
+          << name << " " << b;
+    }
+  }
+}
+
+TEST(Hard, TheBackwardPassIsOfTheCpuAlone) {
+  const auto layer =
+      Hard().Create(Problem::SelfAttention(1, 1, 4, 4), {}, Device::kSimulator, 1).value();
+  EXPECT_EQ(layer->CheckBackward().message(),
+            "hard has a backward pass on cpu alone, not on simulator");
+}
+
 // ---- What tools ask ----
 
 TEST(Hard, TheDefinitionsWeightsAreOneAtTheIndex) {
@@ -538,6 +958,19 @@ TEST(Hard, CostCountsOneProductOfEachPair) {
   const double tensors = 4.0 * 3 * 5 * (2 + 2) * (4 + 2);
   EXPECT_EQ(flops({}).bytes, tensors + 4 * 3 * 4 * 5);
   EXPECT_EQ(flops({{"sample", "gumbel"}}).bytes, tensors + 4 * 3 * 4 * 5 * (1 + 5));
+}
+
+TEST(Hard, TheBackwardPassCountsThreeProductsOfEachPairWhereKeysAreDrawn) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 2, /*causal=*/true);
+  problem.kv_heads = 2;
+  const auto cost = [&](const Options& options) {
+    return Hard().Create(problem, options, Device::kCpu, 1).value()->backward_cost();
+  };
+  const double rows = 3 * 4 * 5, key_rows = 3 * 2 * 5;
+  EXPECT_EQ(cost({}).flops, rows * 2);
+  EXPECT_EQ(cost({}).bytes, 4 * 2 * (rows + key_rows) + 4 * rows);
+  EXPECT_EQ(cost({{"sample", "gumbel"}}).flops, 3 * 2 * 3 * 4 * 15 * 2 + 3 * rows * 2);
+  EXPECT_EQ(cost({{"sample", "gumbel"}}).bytes, 4 * 2 * (3 * rows + 4 * key_rows) + 4 * rows);
 }
 
 TEST(Hard, MoreKeysThanAnIndexCountsAreRefused) {

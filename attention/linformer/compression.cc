@@ -19,8 +19,6 @@ namespace {
 // a chunk, and chunks are short to have many blocks.
 constexpr int64_t kCpuChunk = 1024;
 constexpr int64_t kCudaChunk = 256;
-constexpr int64_t kBlockTokens = 128;
-constexpr int64_t kBlockSlots = 64;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

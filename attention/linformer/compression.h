@@ -8,6 +8,9 @@
 //   a block of 128 tokens at 64 channels is 32 KiB of rows, which stay in L1 while E's 128 x slots
 //   and the slots' sums, 64 KiB at 256 slots, pass by from L2
 //
+// The backward pass of sums over the sequence, x' = E x, is E^T dx' for the rows and dx' x^T for E,
+// summed over the heads that share it; a maximum's gradient is the first largest row's.
+//
 // linformer_cuda.cu has the CUDA kernels.
 #ifndef TFB_ATTENTION_LINFORMER_COMPRESSION_H_
 #define TFB_ATTENTION_LINFORMER_COMPRESSION_H_
@@ -80,6 +83,19 @@ class Compressor {
                    const Execution& execution) const;
   double flops() const;
 
+  // The tensors of a backward pass on the CPU. Gradients are added to f32 and float64 ones; those
+  // that are empty or null are not computed.
+  struct Gradients {
+    ConstTensorView slots;     // f32 [batch, heads, slots, channels]: what is given
+    TensorView x;              // f32 [batch, heads, tokens, channels]
+    double* tables = nullptr;  // in the layout of the parameter
+  };
+  size_t backward_workspace_bytes(int threads) const;
+  // Adds the gradients of a Run of x. It allocates nothing, and the result does not depend on the
+  // number of threads.
+  void Backward(const ConstTensorView& x, const ConstTensorView& key_mask,
+                const Gradients& gradients, const Execution& execution) const;
+
  private:
   // Rows of floats.
   struct Rows {
@@ -108,6 +124,33 @@ class Compressor {
   void Pool(const Call& call, int64_t head, int64_t slot, float* scratch) const;
   void Convolve(const Call& call, int64_t head, int64_t first_slot, float* scratch) const;
   absl::Status RunCuda(const Call& call, const Execution& execution) const;
+
+  // compression_backward.cc
+  struct BackwardMemory;
+  struct BackwardScratch;
+  struct BackwardCall;
+  static constexpr int64_t kBlockTokens = 128;
+  static constexpr int64_t kBlockSlots = 64;
+  BackwardMemory LayOutBackward(int threads, Workspace& workspace) const;
+  void PackGradients(const BackwardCall& call, int64_t head) const;
+  void AddToRow(const BackwardCall& call, int64_t head, int64_t token, const float* from) const;
+  template <class Body>
+  void ForEachHeadOf(int64_t table, const Body& body) const;
+  int64_t Tables() const;
+  void GradientOfProductRows(const BackwardCall& call, int64_t head, int64_t first,
+                             const BackwardScratch& scratch) const;
+  void GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
+                              const BackwardScratch& scratch) const;
+  void GradientOfPooledRows(const BackwardCall& call, int64_t head, int64_t slot,
+                            const BackwardScratch& scratch) const;
+  void GradientOfMaximum(const BackwardCall& call, int64_t head, int64_t slot,
+                         const BackwardScratch& scratch) const;
+  void GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,
+                               const BackwardScratch& scratch) const;
+  void GradientOfConvolution(const BackwardCall& call, int64_t table, int64_t t,
+                             const BackwardScratch& scratch) const;
+  void GradientOfDepthwise(const BackwardCall& call, int64_t table, int64_t t,
+                           const BackwardScratch& scratch) const;
 
   Device device_ = Device::kCpu;
   Compression kind_ = Compression::kProduct;

@@ -146,8 +146,10 @@ absl::Status FitTables(const Plan& plan, const ConstTensorView& k, const ConstTe
 
 // Tells whether e is still as drawn, not given by the caller.
 bool IsUnfitted(const Tensor& e) {
-  const auto values = e.span<float>();
-  return std::all_of(values.begin(), values.end(), [](float value) { return value == 0; });
+  for (int64_t n = 0; n < e.num_elements(); ++n) {
+    if (e.view().Get(n) != 0) return false;
+  }
+  return true;
 }
 
 bool SameBits(const Tensor& a, const Tensor& b) {
@@ -195,6 +197,28 @@ class Compress : public FlashStep {
     const ConstTensorView key_mask = tensors.Get("key_mask");
     TFB_RETURN_IF_ERROR(keys_.Run(tensors.Get("k"), key_mask, key_memory_, execution));
     return values_.Run(tensors.Get("v"), key_mask, value_memory_, execution);
+  }
+
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    return std::max(keys_.backward_workspace_bytes(threads),
+                    values_.backward_workspace_bytes(threads));
+  }
+  absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
+                        const ParameterGradients& of_parameters,
+                        const Execution& execution) override {
+    const auto sums = [&](const char* name) -> double* {
+      const auto parameter = parameters_.find(name);
+      return parameter == parameters_.end() ? nullptr : of_parameters.Of(parameter->second.raw());
+    };
+    const ConstTensorView key_mask = tensors.Get("key_mask");
+    keys_.Backward(tensors.Get("k"), key_mask,
+                   {gradients.Get("key_slots"), gradients.Get("k"), sums("e")}, execution);
+    values_.Backward(
+        tensors.Get("v"), key_mask,
+        {gradients.Get("value_slots"), gradients.Get("v"), sums(plan_.has_f ? "f" : "e")},
+        execution);
+    return absl::OkStatus();
   }
 
   double flops() const override { return keys_.flops() + values_.flops(); }

@@ -58,6 +58,10 @@
 // depthwise one N(0, 1 / w), so that slots of N(0, 1) keys are N(0, 1): the scale of the authors'
 // code. Untrained, it estimates nothing.
 //
+// Gradients: those of e and f add up over what shares them. A maximum's is the first largest row's,
+// or nobody's where the 0 of padding is largest. A fitted E counts as a constant: no gradient goes
+// through the fit to the keys and values, and that of e is of E as any other parameter's.
+//
 // Cost: 2 slots (head_dim + value_dim) FLOPs a token and key-value head to compress (a convolution:
 // 2 (head_dim^2 + value_dim^2), depthwise 2 (head_dim + value_dim); a window: one an element), and
 // as many a token and query head to attend. K and V are read once; slots kv_tokens parameters a

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -13,6 +14,7 @@
 #include "attention/dense/dense.h"
 #include "attention/multi_head/multi_head.h"
 #include "core/definition.h"
+#include "core/random.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -726,6 +728,18 @@ TEST(Linformer, AFitOfEqualOrOfNonFiniteKeysIsTheirMeanOrAnError) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("finite"));
 }
 
+TEST(Linformer, WithoutTokensQueriesHaveNoGradient) {
+  Problem problem = Problem::SelfAttention(1, 1, 3, 4);
+  problem.kv_tokens = 0;
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
+    const RunAndGradients pass =
+        Backward(problem, Random(problem), {{"projection", projection}}, OutputGradients(problem));
+    EXPECT_EQ(MaxAbs(pass.inputs.at("q").view()), 0);
+    for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
+  }
+}
+
 // ---- Edges, cost ----
 
 TEST(Linformer, WithoutTokensThereAreNoSlotsAndRowsAreEmpty) {
@@ -757,6 +771,126 @@ TEST(Linformer, ANanReachesItsWindowAloneAndAllRows) {
         EXPECT_FALSE(std::isnan(*both.run.at("out").view().At<float>(0, 0, i, 2)));
         EXPECT_TRUE(std::isnan(*both.run.at("out").view().At<float>(0, 1, i, 2)));
       }
+    }
+  }
+}
+
+// ---- Gradients ----
+
+// A problem of grouped heads whose second sequence has padding.
+Problem UnevenProblem(int64_t tokens, int64_t value_dim = 10) {
+  Problem problem = Problem::SelfAttention(2, 4, tokens, 10);
+  problem.kv_heads = 2;
+  problem.query_tokens = 20;
+  problem.value_dim = value_dim;
+  return problem;
+}
+const int64_t kPadding[] = {0, 5, 6, 7, 17};
+NamedTensors UnevenInputs(const Problem& problem) {
+  NamedTensors inputs = Random(problem);
+  Tensor mask(DType::kU8, {2, problem.kv_tokens});
+  Fill(mask.view(), 1);
+  for (const int64_t j : kPadding) mask.span<uint8_t>()[problem.kv_tokens + j] = 0;
+  inputs["key_mask"] = std::move(mask);
+  return inputs;
+}
+NamedTensors OutputGradients(const Problem& p) {
+  NamedTensors gradients;
+  gradients["out"] = Tensor(p.dtype, {p.batch, p.query_heads, p.query_tokens, p.value_dim});
+  gradients["log_sum_exp"] = Tensor(DType::kF32, {p.batch, p.query_heads, p.query_tokens});
+  for (auto& [name, gradient] : gradients) FillNormal(&gradient, 5, name);
+  return gradients;
+}
+RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                         const NamedTensors& output_gradients, int threads = 2,
+                         const NamedTensors* parameters = nullptr) {
+  return BackwardOfTechnique(Linformer(), problem, ViewsOf(inputs), output_gradients,
+                             {options, kCpu, 1, parameters, threads})
+      .value();
+}
+
+void ExpectGradientsOfTheDefinition(const Problem& problem, const Options& options,
+                                    const NamedTensors* parameters = nullptr) {
+  const NamedTensors inputs = UnevenInputs(problem), g = OutputGradients(problem);
+  const RunAndGradients pass = Backward(problem, inputs, options, g, 2, parameters);
+  RunRequest request{options};
+  request.parameters = parameters;
+  std::vector<std::string> names = {"q", "k", "v"};
+  for (const auto& [name, gradient] : pass.parameters) names.push_back(name);
+  for (const std::string& name : names) {
+    const DirectionalDerivative d =
+        DerivativeOf(name, Linformer(), problem, inputs, g, pass, request);
+    EXPECT_NE(d.of_definition, 0) << name;
+    EXPECT_NEAR(d.of_layer, d.of_definition, d.bound) << name << ", " << ToString(options);
+  }
+}
+
+// Two blocks of 128 tokens; windows of 2, the 75 slots of which are two blocks of 64.
+TEST(Linformer, GradientsAreTheDefinitionsUnderEverySharing) {
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
+    for (const char* sharing : {"none", "headwise", "key_value", "layerwise"}) {
+      ExpectGradientsOfTheDefinition(
+          UnevenProblem(149), {{"k", "75"}, {"projection", projection}, {"sharing", sharing}});
+    }
+    ExpectGradientsOfTheDefinition(UnevenProblem(70, /*value_dim=*/7),
+                                   {{"k", "16"}, {"projection", projection}});
+  }
+}
+
+TEST(Linformer, GradientsOfMoreSlotsThanAreTakenAtOnce) {
+  ExpectGradientsOfTheDefinition(UnevenProblem(20), {{"k", "300"}, {"sharing", "key_value"}});
+}
+
+// The fit is of another sequence, whose matrix counts as a constant.
+TEST(Linformer, AFittedMatrixHasAGradientAndTheFitNone) {
+  const Problem problem = UnevenProblem(30);
+  for (const char* sharing : {"none", "headwise"}) {
+    const Options options = {{"k", "12"}, {"projection", "fit"}, {"sharing", sharing}};
+    const auto layer = Linformer().Create(problem, options, kCpu, 1).value();
+    RunLayer(*layer, ViewsOf(Random(problem, /*seed=*/3))).value();
+    ExpectGradientsOfTheDefinition(problem, options, &layer->parameters());
+  }
+}
+
+TEST(Linformer, AMaximumsGradientIsTheFirstLargestRowsOrThatOfPaddingNobodys) {
+  Problem problem = Problem::SelfAttention(1, 1, 6, 1);
+  problem.query_tokens = 1;
+  NamedTensors inputs = Random(problem);
+  inputs["v"] = FloatsOf({1, 1, 6, 1}, {2, 3, 3, -1, -7, -2});
+  Tensor mask(DType::kU8, {1, 6});
+  Fill(mask.view(), 1);
+  mask.span<uint8_t>()[5] = 0;
+  inputs["key_mask"] = std::move(mask);
+  Fill(inputs["q"].view(), 0);  // both slots weigh 1/2
+  NamedTensors g = OutputGradients(problem);
+  Fill(g["out"].view(), 6);
+  const RunAndGradients pass = Backward(problem, inputs, {{"k", "2"}, {"projection", "max"}}, g);
+  EXPECT_THAT(pass.inputs.at("v").span<float>(), ElementsAre(0, 3, 0, 0, 0, 0));
+}
+
+TEST(Linformer, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
+  const Problem problem = UnevenProblem(149);
+  const NamedTensors g = OutputGradients(problem);
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
+    NamedTensors inputs = UnevenInputs(problem);
+    const Options options = {{"k", "75"}, {"projection", projection}, {"sharing", "key_value"}};
+    const RunAndGradients before = Backward(problem, inputs, options, g, /*threads=*/1);
+    for (const int64_t j : kPadding) {
+      for (const char* name : {"k", "v"}) {
+        EXPECT_EQ(MaxAbs(Slice(Slice(before.inputs.at(name).view(), 0, 1, 1), 2, j, 1)), 0);
+        Fill(Slice(Slice(inputs[name].view(), 0, 1, 1), 2, j, 1),
+             std::numeric_limits<float>::quiet_NaN());
+      }
+    }
+    const RunAndGradients after = Backward(problem, inputs, options, g, /*threads=*/3);
+    for (const auto& [name, gradient] : before.inputs) {
+      EXPECT_EQ(MaxDifference(after.inputs.at(name).view(), gradient.view()), 0) << name;
+    }
+    for (const auto& [name, gradient] : before.parameters) {
+      EXPECT_GT(MaxAbs(gradient.view()), 0) << name;
+      EXPECT_EQ(MaxDifference(after.parameters.at(name).view(), gradient.view()), 0) << name;
     }
   }
 }

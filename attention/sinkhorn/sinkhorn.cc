@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/sinkhorn/sinkhorn_backward.h"
 #include "attention/sinkhorn/sinkhorn_cpu.h"
 #include "attention/sinkhorn/sinkhorn_cuda.h"
 #include "attention/sinkhorn/sinkhorn_functors.h"
@@ -167,6 +168,34 @@ class SortBlocks : public FlashStep {
     return product(s.batch, s.heads) * of_head;
   }
 
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    return SortBackwardWorkspaceBytes(sizes_, {problem_.head_dim, problem_.value_dim}, threads);
+  }
+  absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
+                        const ParameterGradients& of_parameters,
+                        const Execution& execution) override {
+    const auto sums = [&](const char* name) -> double* {
+      const auto parameter = parameters_.find(name);
+      return parameter == parameters_.end() ? nullptr : of_parameters.Of(parameter->second.raw());
+    };
+    SortBackwardCall call;
+    call.forward = SortCallOf(tensors);
+    call.sort_is_given = !tensors.Get("sort").empty();
+    call.mixed[0] = {tensors.Get("k"), Numbers("null_key"), gradients.Get("sorted_keys"),
+                     gradients.Get("k"), sums("null_key")};
+    call.mixed[1] = {tensors.Get("v"), Numbers("null_value"), gradients.Get("sorted_values"),
+                     gradients.Get("v"), sums("null_value")};
+    call.pooled = PooledRowsOf<PooledGradients>(gradients);
+    call.network = {sums("hidden_weights"), sums("hidden_bias"), sums("score_weights"),
+                    sums("score_bias")};
+    call.logits_gradient = gradients.Get("logits");
+    call.noise_gradient = gradients.Get("g");
+    call.sort_gradient = gradients.Get("sort");
+    SortBackwardCpu(call, execution);
+    return absl::OkStatus();
+  }
+
   absl::Status Run(const Inputs& tensors, const Outputs& outputs,
                    const Execution& execution) override {
     return device_ == Device::kCpu ? SortAndMix(tensors, outputs, execution)
@@ -197,30 +226,42 @@ class SortBlocks : public FlashStep {
             Numbers("score_bias")};
   }
 
-  std::array<PooledRows, 2> PooledRowsOf(const Inputs& inputs) const {
+  // Returns the rows that are pooled, or their gradients.
+  template <class Rows, class Views>
+  std::array<Rows, 2> PooledRowsOf(const Views& tensors) const {
     if (options_.scores == SortScores::kGiven) return {};
-    const PooledRows keys = {inputs.Get("k"), 1};
+    const Rows keys = {tensors.Get("k"), 1};
     switch (options_.pooled) {
       case Pooled::kQueriesAndKeys:
-        return {PooledRows{inputs.Get("q"), problem_.group()}, keys};
+        return {Rows{tensors.Get("q"), problem_.group()}, keys};
       case Pooled::kHidden: {
-        const ConstTensorView x = inputs.Get("x");  // the same for all heads
-        const Shape shape = {x.dim(0), sizes_.heads, x.dim(1), x.dim(2)};
-        const Shape strides = {x.stride(0), 0, x.stride(1), x.stride(2)};
-        return {PooledRows{ConstTensorView(x.data, x.dtype, shape, strides), 1}, PooledRows()};
+        auto x = tensors.Get("x");  // the same for all heads
+        if (x.empty()) return {};
+        x.rank = 4;
+        x.dims = {x.dim(0), sizes_.heads, x.dim(1), x.dim(2)};
+        x.strides = {x.stride(0), 0, x.stride(1), x.stride(2)};
+        return {Rows{x, 1}, Rows()};
       }
       default:
-        return {keys, PooledRows()};
+        return {keys, Rows()};
     }
+  }
+
+  SortCall SortCallOf(const Inputs& inputs) const {
+    return {sizes_,
+            Network(),
+            PooledRowsOf<PooledRows>(inputs),
+            inputs.Get("key_mask"),
+            inputs.Get("logits"),
+            inputs.Get("g"),
+            sort_};
   }
 
   absl::Status SortAndMix(const Inputs& inputs, const Outputs& outputs,
                           const Execution& execution) const {
     const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
     if (given.empty()) {
-      SortCpu({sizes_, Network(), PooledRowsOf(inputs), key_mask, inputs.Get("logits"),
-               inputs.Get("g"), sort_},
-              execution);
+      SortCpu(SortCallOf(inputs), execution);
     } else {
       TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
     }
@@ -283,7 +324,7 @@ class SortBlocks : public FlashStep {
     SortArguments arguments = {};
     arguments.sizes = sizes_;
     arguments.network = Network();
-    const std::array<PooledRows, 2> pooled = PooledRowsOf(inputs);
+    const auto pooled = PooledRowsOf<PooledRows>(inputs);
     for (size_t n = 0; n < pooled.size() && !pooled[n].rows.empty(); ++n) {
       arguments.pooled_rows[n] = ToDeviceView(pooled[n].rows);
       arguments.channels[n] = pooled[n].rows.dim(3);

@@ -52,6 +52,10 @@
 // has `null_key`, a masked softmax instead of the balance (its S can be given too), and half of the
 // heads on rotated tokens. Its null keys and values are the source of ours; the paper has none.
 //
+// Gradients go through all of this: the attention, the sums, the iterations one by one, the network
+// and what is pooled. The noise g and a given `sort` have gradients too; behind a given `sort` they
+// end. That K^s and V^s are rounded to 16 bits counts as no change.
+//
 // Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
 // N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in
 // tokens while N is below 2 b, and tokens^(3/2) with blocks of b = sqrt(tokens / 2). SortCut: n instead

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/random.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -691,6 +692,188 @@ TEST(Sinkhorn, GivenLogitsAndNullKeysMatchSinkhornTransformer) {
     }
     for (auto& [parameter, tensor] : parameters) tensor = file.tensors.at(parameter).Clone();
     ExpectOutputsOf(file, problem, inputs, parameters, options, 1e-12);
+  }
+}
+
+// ---- Gradients ----
+
+// A problem of grouped heads whose last block is short and whose second sequence has padding.
+Problem UnevenProblem(bool causal) {
+  Problem problem = Problem::SelfAttention(2, 4, 50, 10, causal);
+  problem.kv_heads = 2;
+  problem.value_dim = 6;
+  return problem;
+}
+NamedTensors UnevenInputs(const Problem& problem, const Options& options) {
+  NamedTensors inputs = Random(problem, options);
+  Tensor mask(DType::kU8, {problem.batch, problem.kv_tokens});
+  Fill(mask.view(), 1);
+  for (const int64_t j : {0, 8, 9, 30, 49}) {
+    mask.span<uint8_t>()[(problem.batch - 1) * problem.kv_tokens + j] = 0;
+  }
+  inputs["key_mask"] = std::move(mask);
+  return inputs;
+}
+NamedTensors OutputGradients(const Problem& p) {
+  NamedTensors gradients;
+  gradients["out"] = Tensor(p.dtype, {p.batch, p.query_heads, p.query_tokens, p.value_dim});
+  gradients["log_sum_exp"] = Tensor(DType::kF32, {p.batch, p.query_heads, p.query_tokens});
+  for (auto& [name, gradient] : gradients) FillNormal(&gradient, 5, name);
+  return gradients;
+}
+RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                         const NamedTensors& output_gradients, int threads = 2) {
+  return BackwardOfTechnique(Sinkhorn(), problem, ViewsOf(inputs), output_gradients,
+                             {options, Device::kCpu, 1, nullptr, threads})
+      .value();
+}
+
+void ExpectGradientsOfTheDefinition(const Problem& problem, const NamedTensors& inputs,
+                                    const Options& options) {
+  const NamedTensors g = OutputGradients(problem);
+  const RunAndGradients pass = Backward(problem, inputs, options, g);
+  std::vector<std::string> names;
+  for (const auto& [name, gradient] : pass.parameters) names.push_back(name);
+  for (const auto& [name, gradient] : pass.inputs) {
+    if (inputs.count(name) > 0) names.push_back(name);
+  }
+  for (const std::string& name : names) {
+    const DirectionalDerivative d =
+        DerivativeOf(name, Sinkhorn(), problem, inputs, g, pass, {options});
+    EXPECT_NE(d.of_definition, 0) << name;
+    EXPECT_NEAR(d.of_layer, d.of_definition, d.bound) << name << ", " << ToString(options);
+  }
+}
+
+TEST(Sinkhorn, GradientsAreTheDefinitions) {
+  const Options common = {{"block", "8"}, {"iterations", "3"}};
+  const Options each[] = {
+      {},
+      {{"scores", "linear"}, {"hidden", "0"}},
+      {{"pooled", "queries_and_keys"}, {"scores", "log_relu"}, {"gumbel", "true"}},
+      {{"pooled", "hidden"}, {"scores", "linear"}, {"hidden", "5"}},
+      {{"scores", "given"}, {"gumbel", "true"}, {"temperature", "2"}}};
+  for (const Options& options : each) {
+    for (const bool causal : {false, true}) {
+      const Problem problem = UnevenProblem(causal);
+      const Options all = With(common, options);
+      ExpectGradientsOfTheDefinition(problem, UnevenInputs(problem, all), all);
+      const Options more = With(all, {causal ? std::make_pair("null_key", "true")
+                                             : std::make_pair("sorted_blocks", "2")});
+      ExpectGradientsOfTheDefinition(problem, UnevenInputs(problem, more), more);
+    }
+  }
+}
+
+TEST(Sinkhorn, AGivenMatrixHasAGradientAndNothingBehindIt) {
+  const Options options = {{"block", "8"}, {"pooled", "queries_and_keys"}};
+  for (const bool causal : {false, true}) {
+    const Problem problem = UnevenProblem(causal);
+    NamedTensors inputs = UnevenInputs(problem, options);
+    FillUniform(&(inputs["sort"] = Tensor(DType::kF32, {2, 2, 7, 7})), 3, "sort", 0, 1);
+    const NamedTensors g = OutputGradients(problem);
+    const RunAndGradients pass = Backward(problem, inputs, options, g);
+    for (const char* name : {"q", "k", "v", "sort"}) {
+      const DirectionalDerivative d =
+          DerivativeOf(name, Sinkhorn(), problem, inputs, g, pass, {options});
+      EXPECT_NEAR(d.of_layer, d.of_definition, d.bound) << name;
+    }
+    for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
+  }
+}
+
+// Of 70 blocks more than a panel of 64, and of 70 channels more than a part of 64.
+TEST(Sinkhorn, GradientsOfMoreBlocksAndChannelsThanAreTakenAtOnce) {
+  const Options options = {{"block", "1"}, {"iterations", "2"}, {"hidden", "3"}};
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(1, 1, 70, 70, causal);
+    problem.value_dim = 3;
+    ExpectGradientsOfTheDefinition(problem, Random(problem, options), options);
+  }
+}
+
+// 100 matrices of 210 x 210 doubles are more than 32 MiB: every other one is stored.
+TEST(Sinkhorn, GradientsOfMoreIterationsThanAreStored) {
+  const Options options = {{"block", "1"}, {"iterations", "100"}, {"scores", "given"}};
+  const Problem problem = Problem::SelfAttention(1, 1, 210, 2, /*causal=*/true);
+  const NamedTensors inputs = Random(problem, options), g = OutputGradients(problem);
+  const RunAndGradients pass = Backward(problem, inputs, options, g);
+  const DirectionalDerivative d =
+      DerivativeOf("logits", Sinkhorn(), problem, inputs, g, pass, {options});
+  EXPECT_NEAR(d.of_layer, d.of_definition, d.bound);
+}
+
+// The first step of an iteration takes any number that is added to a row of scores away.
+TEST(Sinkhorn, TheGradientsOfARowOfScoresSumToZero) {
+  const Options options = With(Block(8), {{"gumbel", "true"}});
+  for (const bool causal : {false, true}) {
+    const Problem problem = UnevenProblem(causal);
+    const RunAndGradients pass =
+        Backward(problem, UnevenInputs(problem, options), options, OutputGradients(problem));
+    const std::vector<double> gradient = Values(pass.inputs.at("g"));
+    for (size_t row = 0; row < gradient.size(); row += 7) {
+      double sum = 0, magnitude = 0;
+      for (size_t t = row; t < row + 7; ++t) {
+        sum += gradient[t];
+        magnitude += std::abs(gradient[t]);
+      }
+      EXPECT_LE(std::abs(sum), 0x1p-24 * magnitude);
+      const bool has_choice = !causal || row % 49 > 7;
+      EXPECT_EQ(magnitude > 0, has_choice);
+    }
+  }
+}
+
+TEST(Sinkhorn, WithoutTokensParametersHaveNoGradient) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(1, 2, 0, 4, causal);
+    const RunAndGradients pass = Backward(problem, Random(problem), {}, OutputGradients(problem));
+    EXPECT_EQ(pass.parameters.size(), 4u);
+    for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
+  }
+}
+
+TEST(Sinkhorn, GradientsOfEarlyBlocksReachNoLaterToken) {
+  const Options options = {{"block", "8"}, {"pooled", "queries_and_keys"}};
+  const Problem problem = UnevenProblem(/*causal=*/true);
+  NamedTensors g = OutputGradients(problem);
+  for (auto& [name, gradient] : g) Fill(Slice(gradient.view(), 2, 24, 26), 0);
+  const RunAndGradients pass = Backward(problem, UnevenInputs(problem, options), options, g);
+  for (const char* name : {"q", "k", "v"}) {
+    const ConstTensorView gradient = pass.inputs.at(name).view();
+    EXPECT_EQ(MaxAbs(Slice(gradient, 2, 24, 26)), 0);
+    EXPECT_GT(MaxAbs(Slice(gradient, 2, 23, 1)), 0);
+  }
+}
+
+TEST(Sinkhorn, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
+  for (const char* pooled : {"keys", "hidden"}) {
+    const Options options = {{"block", "8"}, {"pooled", pooled}};
+    for (const bool causal : {false, true}) {
+      const Problem problem = UnevenProblem(causal);
+      NamedTensors inputs = UnevenInputs(problem, options);
+      const NamedTensors g = OutputGradients(problem);
+      const RunAndGradients before = Backward(problem, inputs, options, g, /*threads=*/1);
+      for (const int64_t j : {0, 8, 9, 30, 49}) {
+        for (const char* name : {"k", "v"}) {
+          EXPECT_EQ(MaxAbs(Slice(Slice(before.inputs.at(name).view(), 0, 1, 1), 2, j, 1)), 0);
+          Fill(Slice(Slice(inputs[name].view(), 0, 1, 1), 2, j, 1),
+               std::numeric_limits<float>::quiet_NaN());
+        }
+        if (inputs.count("x") == 0) continue;
+        EXPECT_EQ(MaxAbs(Slice(Slice(before.inputs.at("x").view(), 0, 1, 1), 1, j, 1)), 0);
+        Fill(Slice(Slice(inputs["x"].view(), 0, 1, 1), 1, j, 1),
+             std::numeric_limits<float>::quiet_NaN());
+      }
+      const RunAndGradients after = Backward(problem, inputs, options, g, /*threads=*/3);
+      for (const auto& [name, gradient] : before.inputs) {
+        EXPECT_EQ(MaxDifference(after.inputs.at(name).view(), gradient.view()), 0) << name;
+      }
+      for (const auto& [name, gradient] : before.parameters) {
+        EXPECT_GT(MaxAbs(gradient.view()), 0) << name;
+        EXPECT_EQ(MaxDifference(after.parameters.at(name).view(), gradient.view()), 0) << name;
+      }
+    }
   }
 }
 

@@ -1,0 +1,290 @@
+// The backward pass of a Compressor on the CPU. Each gradient has one task that owns it: those of
+// rows a task of a block of tokens or slots of a head; those of tables a task of some of their elements,
+// which walks the heads that share the table in their order.
+#include <algorithm>
+#include <cmath>
+
+#include "attention/linformer/compression.h"
+#include "core/cpu/kernels.h"
+#include "core/flash/rows.h"
+
+namespace tfb::linformer {
+namespace {
+
+constexpr int64_t kSlotColumns = 256;  // slots of a block of E's gradient
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+// The scratch of one thread.
+struct Compressor::BackwardScratch {
+  float* rows;     // [kBlockTokens][row]
+  float* product;  // [kBlockTokens][kSlotColumns], [channels][kBlockSlots] or [channels][row]
+  double* sums;    // [channels]
+};
+
+struct Compressor::BackwardMemory {
+  float* slots;       // [heads][slots][row]: the slots' gradients, 0 behind the channels
+  float* transposed;  // [heads][channels][slot_row]
+  int64_t slot_row;
+  float* rows;  // of the threads' scratch
+  float* product;
+  int64_t product_floats;
+  double* sums;
+};
+
+struct Compressor::BackwardCall {
+  Call forward;
+  const Gradients& gradients;
+  const BackwardMemory& memory;
+
+  float* Slots(const Compressor& of, int64_t head) const {
+    return memory.slots + head * of.sizes_.slots * of.row();
+  }
+  float* Transposed(const Compressor& of, int64_t head) const {
+    return memory.transposed + head * of.sizes_.channels * memory.slot_row;
+  }
+};
+
+Compressor::BackwardMemory Compressor::LayOutBackward(int threads, Workspace& workspace) const {
+  const int64_t heads = sizes_.batch * sizes_.heads;
+  BackwardMemory memory;
+  // A product reads whole blocks of slots.
+  memory.slot_row = RoundUp(sizes_.slots, kBlockSlots);
+  memory.slots = workspace.Take<float>(heads * sizes_.slots * row());
+  memory.transposed = workspace.Take<float>(heads * sizes_.channels * memory.slot_row);
+  memory.product_floats = std::max(
+      {kBlockTokens * kSlotColumns, sizes_.channels * kBlockSlots, sizes_.channels * row()});
+  memory.rows = workspace.Take<float>(threads * kBlockTokens * row());
+  memory.product = workspace.Take<float>(threads * memory.product_floats);
+  memory.sums = workspace.Take<double>(threads * sizes_.channels);
+  return memory;
+}
+
+size_t Compressor::backward_workspace_bytes(int threads) const {
+  return Workspace::Measure([&](Workspace& workspace) { LayOutBackward(threads, workspace); });
+}
+
+void Compressor::Backward(const ConstTensorView& x, const ConstTensorView& key_mask,
+                          const Gradients& gradients, const Execution& execution) const {
+  Workspace workspace(execution.workspace);
+  const BackwardMemory memory = LayOutBackward(execution.pool->threads(), workspace);
+  const bool is_plain =
+      x.dtype == DType::kF32 && x.stride(3) == 1 && key_mask.empty() && sizes_.channels == row();
+  const Memory no_slots;
+  const BackwardCall call = {{x, key_mask, no_slots, is_plain}, gradients, memory};
+  const int64_t heads = sizes_.batch * sizes_.heads;
+  const auto for_each = [&](int64_t outer, int64_t inner, auto task_of) {
+    execution.pool->ParallelFor(outer * inner, [&](int64_t task, int worker) {
+      const BackwardScratch scratch = {memory.rows + worker * kBlockTokens * row(),
+                                       memory.product + worker * memory.product_floats,
+                                       memory.sums + worker * sizes_.channels};
+      task_of(task / inner, task % inner, scratch);
+    });
+  };
+  execution.pool->ParallelFor(heads, [&](int64_t head, int) { PackGradients(call, head); });
+  const int64_t token_blocks = CeilDiv(sizes_.tokens, kBlockTokens);
+  if (!gradients.x.empty()) {
+    if (kind_ == Compression::kProduct) {
+      for_each(token_blocks, heads, [&](int64_t block, int64_t head, const auto& scratch) {
+        GradientOfProductRows(call, head, block * kBlockTokens, scratch);
+      });
+    } else if (kind_ == Compression::kConvolution) {
+      for_each(CeilDiv(sizes_.slots, kBlockSlots), heads,
+               [&](int64_t block, int64_t head, const auto& scratch) {
+                 GradientOfConvolvedRows(call, head, block * kBlockSlots, scratch);
+               });
+    } else {
+      for_each(sizes_.slots, heads, [&](int64_t slot, int64_t head, const auto& scratch) {
+        GradientOfPooledRows(call, head, slot, scratch);
+      });
+    }
+  }
+  if (gradients.tables == nullptr) return;
+  if (kind_ == Compression::kProduct) {
+    for_each(token_blocks, Tables(), [&](int64_t block, int64_t table, const auto& scratch) {
+      GradientOfProductTable(call, table, block * kBlockTokens, scratch);
+    });
+  } else {
+    for_each(sizes_.window, Tables(), [&](int64_t t, int64_t table, const auto& scratch) {
+      if (kind_ == Compression::kConvolution) {
+        GradientOfConvolution(call, table, t, scratch);
+      } else {
+        GradientOfDepthwise(call, table, t, scratch);
+      }
+    });
+  }
+}
+
+int64_t Compressor::Tables() const {
+  return (sizes_.batch - 1) * table_of_batch_ + (sizes_.heads - 1) * table_of_head_ + 1;
+}
+
+template <class Body>
+void Compressor::ForEachHeadOf(int64_t table, const Body& body) const {
+  for (int64_t head = 0; head < sizes_.batch * sizes_.heads; ++head) {
+    const int64_t of_head =
+        head / sizes_.heads * table_of_batch_ + head % sizes_.heads * table_of_head_;
+    if (of_head == table) body(head);
+  }
+}
+
+// Packs the slots' gradients of a head, row by row and channel by channel.
+void Compressor::PackGradients(const BackwardCall& call, int64_t head) const {
+  const ConstTensorView& from = call.gradients.slots;
+  float* slots = call.Slots(*this, head);
+  float* transposed = call.Transposed(*this, head);
+  std::fill_n(transposed, sizes_.channels * call.memory.slot_row, 0.0f);
+  for (int64_t s = 0; s < sizes_.slots; ++s) {
+    float* to = slots + s * row();
+    LoadRow(from, from.Offset(head / sizes_.heads, head % sizes_.heads, s), from.stride(3),
+            sizes_.channels, to);
+    std::fill(to + sizes_.channels, to + row(), 0.0f);
+    for (int64_t c = 0; c < sizes_.channels; ++c) transposed[c * call.memory.slot_row + s] = to[c];
+  }
+}
+
+// Adds to the gradient of a token, where it is one.
+void Compressor::AddToRow(const BackwardCall& call, int64_t head, int64_t token,
+                          const float* from) const {
+  const int64_t b = head / sizes_.heads;
+  if (!IsToken(call.forward, b, token)) return;
+  const TensorView& x = call.gradients.x;
+  float* to = x.MutableAt<float>(b, head % sizes_.heads, token);
+  for (int64_t c = 0; c < sizes_.channels; ++c) to[c * x.stride(3)] += from[c];
+}
+
+void Compressor::GradientOfProductRows(const BackwardCall& call, int64_t head, int64_t first,
+                                       const BackwardScratch& scratch) const {
+  const int64_t count = std::min(kBlockTokens, sizes_.tokens - first);
+  BestCpuKernels().gemm(count, row(), sizes_.slots, TableOf(head) + first * sizes_.slots,
+                        sizes_.slots, 1, call.Slots(*this, head), row(), scratch.rows, row(),
+                        false);
+  for (int64_t n = 0; n < count; ++n) AddToRow(call, head, first + n, scratch.rows + n * row());
+}
+
+void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
+                                        const BackwardScratch& scratch) const {
+  const int64_t count = std::min(kBlockTokens, sizes_.tokens - first);
+  double* sums = call.gradients.tables + table * sizes_.slots * sizes_.tokens;
+  for (int64_t slot = 0; slot < sizes_.slots; slot += kSlotColumns) {
+    const int64_t columns = std::min(kSlotColumns, sizes_.slots - slot);
+    std::fill_n(scratch.product, count * kSlotColumns, 0.0f);
+    ForEachHeadOf(table, [&](int64_t head) {
+      const Rows rows = TokenRows(call.forward, head, first, 1, count, scratch.rows);
+      BestCpuKernels().gemm(count, RoundUp(columns, kColumnQuantum), sizes_.channels, rows.first,
+                            rows.stride, 1, call.Transposed(*this, head) + slot,
+                            call.memory.slot_row, scratch.product, kSlotColumns, true);
+    });
+    for (int64_t s = 0; s < columns; ++s) {
+      double* to = sums + (slot + s) * sizes_.tokens + first;
+      for (int64_t n = 0; n < count; ++n) to[n] += scratch.product[n * kSlotColumns + s];
+    }
+  }
+}
+
+// For the mean, the maximum and the depthwise convolution of a window.
+void Compressor::GradientOfPooledRows(const BackwardCall& call, int64_t head, int64_t slot,
+                                      const BackwardScratch& scratch) const {
+  const int64_t begin = slot * sizes_.window;
+  const int64_t count = std::min(sizes_.window, sizes_.tokens - begin);
+  const float* gradient = call.Slots(*this, head) + slot * row();
+  if (kind_ == Compression::kMax) {
+    return GradientOfMaximum(call, head, slot, scratch);
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    const float* kernel =
+        kind_ == Compression::kDepthwiseConvolution ? TableOf(head) + n * row() : nullptr;
+    for (int64_t c = 0; c < sizes_.channels; ++c) {
+      scratch.rows[c] =
+          kernel != nullptr ? kernel[c] * gradient[c] : gradient[c] / static_cast<float>(count);
+    }
+    AddToRow(call, head, begin + n, scratch.rows);
+  }
+}
+
+// The largest row of each channel is the first one, as in a Run, and a NaN where there is one.
+void Compressor::GradientOfMaximum(const BackwardCall& call, int64_t head, int64_t slot,
+                                   const BackwardScratch& scratch) const {
+  const int64_t b = head / sizes_.heads, begin = slot * sizes_.window;
+  const int64_t count = std::min(sizes_.window, sizes_.tokens - begin);
+  const float* gradient = call.Slots(*this, head) + slot * row();
+  float* largest = scratch.product;
+  float* place = scratch.product + row();
+  for (int64_t n = 0; n < count; ++n) {
+    const float* from = TokenRows(call.forward, head, begin + n, 1, 1, scratch.rows).first;
+    for (int64_t c = 0; c < sizes_.channels; ++c) {
+      if (n > 0 && !(from[c] > largest[c]) && !std::isnan(from[c])) continue;
+      largest[c] = from[c];
+      place[c] = static_cast<float>(n);
+    }
+  }
+  const TensorView& x = call.gradients.x;
+  for (int64_t c = 0; c < sizes_.channels; ++c) {
+    const int64_t token = begin + static_cast<int64_t>(place[c]);
+    if (!IsToken(call.forward, b, token)) continue;  // the maximum is the 0 of padding
+    *x.MutableAt<float>(b, head % sizes_.heads, token, c) += gradient[c];
+  }
+}
+
+void Compressor::GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,
+                                         const BackwardScratch& scratch) const {
+  const int64_t count = std::min(kBlockSlots, sizes_.slots - first_slot);
+  for (int64_t t = 0; t < sizes_.window; ++t) {
+    BestCpuKernels().gemm(sizes_.channels, RoundUp(count, kColumnQuantum), sizes_.channels,
+                          TableOf(head) + t * sizes_.channels * row(), row(), 1,
+                          call.Transposed(*this, head) + first_slot, call.memory.slot_row,
+                          scratch.product, kBlockSlots, false);
+    for (int64_t s = 0; s < count; ++s) {
+      for (int64_t c = 0; c < sizes_.channels; ++c) {
+        scratch.rows[c] = scratch.product[c * kBlockSlots + s];
+      }
+      AddToRow(call, head, (first_slot + s) * sizes_.window + t, scratch.rows);
+    }
+  }
+}
+
+// Adds the gradient of the kernel's matrix t, [out][in].
+void Compressor::GradientOfConvolution(const BackwardCall& call, int64_t table, int64_t t,
+                                       const BackwardScratch& scratch) const {
+  const int64_t channels = sizes_.channels;
+  std::fill_n(scratch.product, channels * row(), 0.0f);
+  ForEachHeadOf(table, [&](int64_t head) {
+    for (int64_t first = 0; first < sizes_.slots; first += kBlockSlots) {
+      const int64_t count = std::min(kBlockSlots, sizes_.slots - first);
+      const Rows rows = TokenRows(call.forward, head, first * sizes_.window + t, sizes_.window,
+                                  count, scratch.rows);
+      BestCpuKernels().gemm(channels, row(), count, rows.first, 1, rows.stride,
+                            call.Slots(*this, head) + first * row(), row(), scratch.product, row(),
+                            true);
+    }
+  });
+  double* sums = call.gradients.tables + table * channels * channels * sizes_.window;
+  for (int64_t in = 0; in < channels; ++in) {
+    for (int64_t out = 0; out < channels; ++out) {
+      sums[(out * channels + in) * sizes_.window + t] += scratch.product[in * row() + out];
+    }
+  }
+}
+
+// Adds the gradient of the kernels' elements t.
+void Compressor::GradientOfDepthwise(const BackwardCall& call, int64_t table, int64_t t,
+                                     const BackwardScratch& scratch) const {
+  const int64_t channels = sizes_.channels;
+  std::fill_n(scratch.sums, channels, 0.0);
+  ForEachHeadOf(table, [&](int64_t head) {
+    const float* gradient = call.Slots(*this, head);
+    for (int64_t slot = 0; slot < sizes_.slots; ++slot, gradient += row()) {
+      const float* from =
+          TokenRows(call.forward, head, slot * sizes_.window + t, 1, 1, scratch.rows).first;
+      for (int64_t c = 0; c < channels; ++c) {
+        scratch.sums[c] += static_cast<double>(gradient[c]) * static_cast<double>(from[c]);
+      }
+    }
+  });
+  double* sums = call.gradients.tables + table * channels * sizes_.window;
+  for (int64_t c = 0; c < channels; ++c) sums[c * sizes_.window + t] += scratch.sums[c];
+}
+
+}  // namespace tfb::linformer
