@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "core/command_line.h"
 #include "core/output_file.h"
 #include "core/safetensors.h"
@@ -23,6 +24,7 @@
 #include "harness/inputs/job.h"
 #include "harness/inputs/technique_help.h"
 #include "harness/inputs/technique_tensors.h"
+#include "harness/judge/bound_layer.h"
 #include "harness/judge/evaluate.h"
 #include "harness/measure/machine.h"
 #include "results/files.h"
@@ -58,6 +60,12 @@ ABSL_FLAG(std::string, parameters, "",
           "A safetensors file of parameters, which replace those drawn from the seed.");
 ABSL_FLAG(std::string, dump_parameters, "",
           "The safetensors file to write the technique's parameters to, as used.");
+ABSL_FLAG(
+    bool, backward, false,
+    "Also call the backward pass. The input file then has grad_out, the gradient of a loss by the "
+    "output, of the output's shape, and may have grad_log_sum_exp. --output gets grad_NAME, the "
+    "loss's gradient by each input and parameter; the norm of each is printed, and what in it is "
+    "NaN or infinite. With --draw_input grad_out is drawn, too.");
 ABSL_FLAG(bool, causal, false,
           "Query i sees keys up to i + (keys - queries), as with a key-value cache.");
 ABSL_FLAG(int64_t, rows, 256,
@@ -76,8 +84,8 @@ constexpr char kUsage[] =
     "apply --technique=NAME[:option=value,...] --help [--input=FILE] [flags]\n"
     "Prints the technique's formula, options, inputs, outputs and parameters, with their shapes\n"
     "for the file's sizes, or else for 512 tokens.\n\n"
-    "Exit status: 0 done, 1 an error exceeds its bound (the result is written all the same),\n"
-    "2 bad usage.";
+    "Exit status: 0 done, 1 an error exceeds its bound or a gradient is not finite (the result is\n"
+    "written all the same), 2 bad usage.";
 
 absl::Status WithFlag(absl::string_view flag, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
@@ -236,6 +244,40 @@ std::map<std::string, std::string> MetadataOf(const Job& job) {
           {"made_by", "Transformer Family Bench, //harness:apply"}};
 }
 
+constexpr char kGradient[] = "grad_";  // with the name of a tensor behind it
+
+// Moves the gradients of inputs and parameters to the outputs, which are written. Returns their
+// names there.
+absl::StatusOr<std::vector<std::string>> NameGradients(Accuracy* accuracy) {
+  std::vector<std::string> names;
+  for (NamedTensors* gradients : {&accuracy->input_gradients, &accuracy->parameter_gradients}) {
+    for (auto& [name, gradient] : *gradients) {
+      names.push_back(absl::StrCat(kGradient, name));
+      if (accuracy->outputs.emplace(names.back(), std::move(gradient)).second) continue;
+      return absl::InternalError(absl::StrCat("two tensors would be written as ", names.back()));
+    }
+  }
+  return names;
+}
+
+// Returns the gradients of outputs that the input file has, by the outputs' names.
+absl::StatusOr<NamedTensors> ReadOutputGradients(const Job& job,
+                                                 const std::vector<TensorSpec>& specs) {
+  TFB_RETURN_IF_ERROR(CheckTensorsAreThere(job.input, specs));
+  for (const TensorSpec& spec : specs) {
+    const Tensor* tensor = job.input.captured->Find(spec.name);
+    if (tensor == nullptr || tensor->shape() == spec.shape) continue;
+    return absl::InvalidArgumentError(absl::StrCat(spec.name, " is ", ShapeString(tensor->shape()),
+                                                   "; the output is ", ShapeString(spec.shape)));
+  }
+  TFB_ASSIGN_OR_RETURN(NamedTensors read, MakeInputs(job.input, specs, job.problem, job.seed));
+  NamedTensors gradients;
+  for (auto& [name, tensor] : read) {
+    gradients[std::string(absl::StripPrefix(name, kGradient))] = std::move(tensor);
+  }
+  return gradients;
+}
+
 absl::Status WriteFiles(const Job& job, const Accuracy& accuracy) {
   const std::string output = absl::GetFlag(FLAGS_output);
   if (!output.empty()) {
@@ -308,6 +350,36 @@ void PrintErrors(const Job& job, const Accuracy& accuracy) {
               FormatSignificant(accuracy.kept->recall));
   }
   for (const auto& [name, value] : accuracy.statistics) PrintLine(name, FormatSignificant(value));
+}
+
+// Prints the norm of each gradient. Returns whether all of their elements are finite.
+bool PrintGradients(const NamedTensors& tensors, const std::vector<std::string>& names,
+                    const std::map<std::string, std::string>& stopped) {
+  bool all_finite = true;
+  for (const std::string& name : names) {
+    const Tensor& gradient = tensors.at(name);
+    double squares = 0;
+    int64_t not_finite = 0;
+    const ConstTensorView view = gradient.view();
+    for (int64_t n = 0; n < gradient.num_elements(); ++n) {
+      const double element = view.Get(n);
+      squares += element * element;
+      not_finite += std::isfinite(element) ? 0 : 1;
+    }
+    all_finite = all_finite && not_finite == 0;
+    PrintLine(absl::StrCat("norm of ", name),
+              absl::StrCat(FormatSignificant(std::sqrt(squares)),
+                           not_finite == 0 ? ""
+                                           : absl::StrCat("  NaN or infinite: ", not_finite, " of ",
+                                                          gradient.num_elements(), " elements")));
+  }
+  for (const auto& [name, reason] : stopped) {
+    PrintLine(absl::StrCat("no ", kGradient, name), reason);
+  }
+  return all_finite;
+}
+
+void PrintEnd(const Job& job, const Accuracy& accuracy) {
   for (const auto& [flag, path] : {std::make_pair("output", absl::GetFlag(FLAGS_output)),
                                    {"parameters", absl::GetFlag(FLAGS_dump_parameters)}}) {
     if (!path.empty()) PrintLine(absl::StrCat(flag, " written to"), CallerPath(path));
@@ -348,11 +420,18 @@ absl::StatusOr<int> DrawInput() {
   }
   TFB_ASSIGN_OR_RETURN(Job job, ReadWithoutInput());
   TFB_RETURN_IF_ERROR(CheckDirection(job));
-  // What the technique refuses, such as a list of another length than it has layers, is refused here
-  // and not first by the run that reads the tensors.
-  TFB_RETURN_IF_ERROR(
-      job.technique->Create(job.problem, job.options, Device::kCpu, job.seed).status());
-  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs, job.LoadInputs());
+  // What the technique refuses, such as a list of another length than it has layers, is refused
+  // here and not first by the run that reads the tensors.
+  job.device = Device::kCpu;
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, job.CreateLayer());
+  TFB_ASSIGN_OR_RETURN(NamedTensors inputs, job.LoadInputs());
+  if (absl::GetFlag(FLAGS_backward)) {
+    TFB_RETURN_IF_ERROR(layer->CheckBackward());
+    TFB_ASSIGN_OR_RETURN(NamedTensors gradients, DrawOutputGradients(*layer, job.seed));
+    for (auto& [name, gradient] : gradients) {
+      inputs[absl::StrCat(kGradient, name)] = std::move(gradient);
+    }
+  }
   const std::string path = CallerPath(absl::GetFlag(FLAGS_draw_input));
   const absl::Status written = WriteSafetensors(path, inputs, MetadataOf(job));
   if (!written.ok()) return WithFlag("draw_input", written);
@@ -386,7 +465,18 @@ absl::StatusOr<int> Apply() {
   TFB_ASSIGN_OR_RETURN(const Job job, ReadJob());
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
                        job.technique->InputSpecs(job.problem, job.options));
-  if (const absl::Status read = CheckTensorsAreRead(job.input, specs); !read.ok()) {
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, job.CreateLayer());
+  const bool backward = absl::GetFlag(FLAGS_backward);
+  if (backward) TFB_RETURN_IF_ERROR(layer->CheckBackward());
+  std::vector<TensorSpec> gradient_specs;
+  for (TensorSpec spec : backward ? layer->output_gradients() : std::vector<TensorSpec>()) {
+    spec.optional = spec.name != "out";
+    spec.name = absl::StrCat(kGradient, spec.name);
+    gradient_specs.push_back(std::move(spec));
+  }
+  std::vector<TensorSpec> all_read = specs;
+  all_read.insert(all_read.end(), gradient_specs.begin(), gradient_specs.end());
+  if (const absl::Status read = CheckTensorsAreRead(job.input, all_read); !read.ok()) {
     return WithFlag("input", read);
   }
   const absl::StatusOr<NamedTensors> inputs = job.LoadInputs();
@@ -397,10 +487,16 @@ absl::StatusOr<int> Apply() {
   request.job = job;
   request.inputs = &*inputs;
   request.pool = &pool;
+  NamedTensors output_gradients;
+  if (backward) {
+    absl::StatusOr<NamedTensors> read = ReadOutputGradients(job, gradient_specs);
+    if (!read.ok()) return WithFlag("backward", read.status());
+    output_gradients = *std::move(read);
+    request.output_gradients = &output_gradients;
+  }
   if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
     request.rows = SampleRows(job.problem.query_tokens, rows, job.seed);
   }
-  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer, job.CreateLayer());
   std::vector<std::string> given_parameters;
   if (const std::string path = absl::GetFlag(FLAGS_parameters); !path.empty()) {
     absl::StatusOr<SafetensorsFile> file = ReadSafetensors(CallerPath(path));
@@ -409,11 +505,16 @@ absl::StatusOr<int> Apply() {
     const absl::Status fits = layer->SetParameters(std::move(file->tensors));
     if (!fits.ok()) return WithFlag("parameters", fits);
   }
-  TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, EvaluateLayer(request, layer.get()));
+  TFB_ASSIGN_OR_RETURN(Accuracy accuracy, EvaluateLayer(request, layer.get()));
+  TFB_ASSIGN_OR_RETURN(const std::vector<std::string> gradients, NameGradients(&accuracy));
   TFB_RETURN_IF_ERROR(WriteFiles(job, accuracy));
   PrintDrawn(job, specs, given_parameters, accuracy.parameters);
   PrintErrors(job, accuracy);
-  return accuracy.passed ? kExitDone : kExitCheckFailed;
+  const bool are_finite =
+      !backward || PrintGradients(accuracy.outputs, gradients, layer->stopped_gradients());
+  PrintEnd(job, accuracy);
+  if (!are_finite) absl::PrintF("FAILED: a gradient has elements that are NaN or infinite\n");
+  return accuracy.passed && are_finite ? kExitDone : kExitCheckFailed;
 }
 
 }  // namespace

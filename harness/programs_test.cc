@@ -225,6 +225,7 @@ TEST_F(Programs, EveryFlagHasItsDefault) {
     return flags;
   };
   EXPECT_EQ(defaults("tiny_apply"),
+            "--backward  (default: false)\n"
             "--causal  (default: false)\n"
             "--contestants  (default: none)\n"
             "--device  (default: cpu)\n"
@@ -364,6 +365,115 @@ TEST_F(Programs, ApplyConvertsToTheDtypeThatIsAskedFor) {
     EXPECT_THAT(finished.out, HasSubstr(absl::StrCat("over that of dense attention in ", dtype)));
     EXPECT_EQ(Name(Read("out.safetensors").at("out").dtype()), dtype);
   }
+}
+
+TEST_F(Programs, ApplyWritesTheGradientsOfALoss) {
+  ASSERT_EQ(Apply("--technique=tiny --heads=2 --backward --draw_input=drawn.safetensors").exit_code,
+            0);
+  NamedTensors drawn = Read("drawn.safetensors");
+  ASSERT_EQ(drawn.count("grad_out"), 1u);
+  EXPECT_EQ(drawn.at("grad_out").shape(), drawn.at("q").shape());
+  for (const char* dtype : {"f32", "bf16", "f16"}) {
+    const Finished finished =
+        Apply(absl::StrCat("--technique=tiny --input=drawn.safetensors --backward "
+                           "--output=out.safetensors --dtype=",
+                           dtype));
+    EXPECT_EQ(finished.exit_code, 0) << finished.err;
+    const NamedTensors out = Read("out.safetensors");
+    EXPECT_EQ(out.count("out"), 1u);
+    for (const char* name : {"q", "k", "v", "gain"}) {
+      const Tensor& gradient = out.at(absl::StrCat("grad_", name));
+      EXPECT_EQ(Name(gradient.dtype()), std::string(name) == "gain" ? "f32" : dtype);
+      double squares = 0;
+      for (int64_t n = 0; n < gradient.num_elements(); ++n) {
+        squares += gradient.view().Get(n) * gradient.view().Get(n);
+      }
+      EXPECT_GT(squares, 0);
+      // The norm is printed with three digits.
+      const std::string begin = absl::StrCat("norm of grad_", name);
+      const size_t at = finished.out.find(begin);
+      ASSERT_NE(at, std::string::npos) << finished.out;
+      EXPECT_NEAR(std::atof(finished.out.c_str() + at + begin.size()), std::sqrt(squares),
+                  5e-3 * std::sqrt(squares));
+    }
+  }
+  // Twice the gradient of the output makes twice the gradients, exactly.
+  const NamedTensors once = Read("out.safetensors");
+  for (int64_t n = 0; n < drawn.at("grad_out").num_elements(); ++n) {
+    drawn.at("grad_out").view().Set(n, 2 * drawn.at("grad_out").view().Get(n));
+  }
+  ASSERT_TRUE(WriteSafetensors(Path("twice.safetensors"), drawn).ok());
+  ASSERT_EQ(
+      Apply("--technique=tiny --input=twice.safetensors --backward --output=twice_out.safetensors")
+          .exit_code,
+      0);
+  ASSERT_EQ(Apply("--technique=tiny --input=drawn.safetensors --backward --output=out.safetensors")
+                .exit_code,
+            0);
+  const NamedTensors one = Read("out.safetensors"), two = Read("twice_out.safetensors");
+  for (const char* name : {"grad_q", "grad_k", "grad_v", "grad_gain"}) {
+    for (int64_t n = 0; n < one.at(name).num_elements(); ++n) {
+      ASSERT_EQ(two.at(name).view().Get(n), 2 * one.at(name).view().Get(n)) << name;
+    }
+  }
+}
+
+TEST_F(Programs, ApplyReadsTheGradientOfLogSumExpToo) {
+  NamedTensors tensors;
+  for (const char* name : {"q", "k", "v", "grad_out"}) {
+    FillNormal(&(tensors[name] = Tensor(DType::kF32, {1, 2, 9, 8})), 1, name);
+  }
+  const auto gradient_of_k = [&] {
+    EXPECT_TRUE(WriteSafetensors(Path("loss.safetensors"), tensors).ok());
+    EXPECT_EQ(Apply("--technique=tiny --input=loss.safetensors --backward "
+                    "--output=loss_out.safetensors")
+                  .exit_code,
+              0);
+    return Read("loss_out.safetensors").at("grad_k").Clone();
+  };
+  const Tensor without = gradient_of_k();
+  FillNormal(&(tensors["grad_log_sum_exp"] = Tensor(DType::kF32, {1, 2, 9})), 1, "e");
+  const Tensor with = gradient_of_k();
+  EXPECT_NE(without.view().Get(0), with.view().Get(0));
+}
+
+TEST_F(Programs, ApplyRefusesABackwardPassWithoutItsGradients) {
+  WriteQkv("qkv.safetensors");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=qkv.safetensors --backward",
+                 "has no grad_out; the technique reads grad_out, grad_log_sum_exp (where there is "
+                 "one); the file has k, q, v");
+  ExpectRefusal("tiny_apply", "--technique=tiny_wrong_scale --input=qkv.safetensors --backward",
+                "apply: a layer with a fault has no backward pass");
+  ExpectRefusal("tiny_apply",
+                "--technique=tiny_wrong_scale --backward --draw_input=new.safetensors",
+                "apply: a layer with a fault has no backward pass");
+  NamedTensors tensors;
+  for (const char* name : {"q", "k", "v"}) {
+    FillNormal(&(tensors[name] = Tensor(DType::kF32, {1, 2, 9, 8})), 1, name);
+  }
+  FillNormal(&(tensors["grad_out"] = Tensor(DType::kF32, {1, 2, 10, 8})), 1, "g");
+  ASSERT_TRUE(WriteSafetensors(Path("long.safetensors"), tensors).ok());
+  ExpectRefusal("tiny_apply", "--technique=tiny --input=long.safetensors --backward",
+                "apply: --backward: grad_out is [1, 2, 10, 8]; the output is [1, 2, 9, 8]");
+  // Without the flag it is a tensor that would be passed over.
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=long.safetensors",
+                 "\"grad_out\" would not be read");
+}
+
+TEST_F(Programs, ApplySaysWhichGradientsAreNotFinite) {
+  NamedTensors tensors;
+  for (const char* name : {"q", "k", "v", "grad_out"}) {
+    FillNormal(&(tensors[name] = Tensor(DType::kF32, {1, 1, 4, 8})), 1, name);
+  }
+  tensors.at("grad_out").view().Set(5, std::numeric_limits<double>::infinity());
+  ASSERT_TRUE(WriteSafetensors(Path("infinite.safetensors"), tensors).ok());
+  const Finished finished =
+      Apply("--technique=tiny --causal --input=infinite.safetensors --backward");
+  EXPECT_EQ(finished.exit_code, 1);
+  // Query 0 sees key 0 alone, whose value has one channel with the infinite gradient.
+  EXPECT_THAT(finished.out,
+              AllOf(HasSubstr("NaN or infinite: 1 of 32 elements"),
+                    HasSubstr("FAILED: a gradient has elements that are NaN or infinite\n")));
 }
 
 TEST_F(Programs, ApplyReadsTheLayerThatIsNamed) {

@@ -47,7 +47,13 @@ ABSL_FLAG(
     std::string, input, "real,gaussian",
     "Of real, gaussian, peaked, needle, text, FILE.safetensors. Tensors of real models and files "
     "make accuracy cases of their own sizes; drawn ones make scaling cases over --lengths.");
-ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs and of parameters.");
+ABSL_FLAG(
+    std::string, pass, "forward",
+    "Of forward, backward, training. forward: a run, as in inference. backward: the backward pass "
+    "of a run that kept what it needs. training: such a run and its backward pass, which is the "
+    "step. Errors are the forward pass's: captured tensors beside other inputs are for that "
+    "alone.");
+ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs, output gradients and parameters.");
 ABSL_FLAG(bool, counterparts, true,
           "Also run the dense counterpart of each case, so that there is a ratio.");
 
@@ -124,6 +130,7 @@ CaseFlags CaseFlagsFromFlags() {
   flags.causal = absl::GetFlag(FLAGS_causal);
   flags.inputs = absl::GetFlag(FLAGS_input);
   flags.threads = absl::GetFlag(FLAGS_threads);
+  flags.passes = absl::GetFlag(FLAGS_pass);
   flags.seed = absl::GetFlag(FLAGS_seed);
   flags.counterparts = absl::GetFlag(FLAGS_counterparts);
   flags.accuracy = absl::GetFlag(FLAGS_accuracy);

@@ -765,6 +765,7 @@ TEST_F(SweepTest, EveryFlagHasItsDefault) {
             "--memory_limit  (default: none)\n"
             "--min_time  (default: 10ms)\n"
             "--output  (default: none)\n"
+            "--pass  (default: forward)\n"
             "--python  (default: python3)\n"
             "--repetitions  (default: 33)\n"
             "--resume  (default: false)\n"
@@ -808,6 +809,12 @@ TEST_F(SweepTest, ADryRunShowsTheCasesThatTheFlagsMake) {
           .out,
       "toy_mean rounds=2, cuda, batch 7, 4 heads of 3 over 2 key-value heads, 5 tokens, bf16, "
       "needle\n1 cases\n");
+  EXPECT_EQ(Run({"--dry_run", "--techniques=toy_mean", "--lengths=16", "--counterparts=false",
+                 "--pass=forward,training"})
+                .out,
+            "toy_mean, " + plain +
+                "toy_mean, cpu, batch 1, 2 heads of 8, 16 tokens, causal, f32, gaussian, training\n"
+                "2 cases\n");
   const std::string text =
       "toy_hidden, cpu, batch 1, 6 heads of 32, 16 tokens, causal, f32, text\n";
   EXPECT_EQ(Run({"--dry_run", "--techniques=toy_hidden", "--input=text", "--lengths=16"}).out,

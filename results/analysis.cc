@@ -118,20 +118,26 @@ Analysis::Analysis(const ResultSet& results) : results_(results), partners_(resu
   Group();
 }
 
+std::string Analysis::KeyOnMachine(const Case& result) const {
+  const auto machine = machine_names_.find(result.environment_id());
+  return absl::StrCat(CaseKey(result), " on ",
+                      machine == machine_names_.end() ? result.environment_id() : machine->second);
+}
+
 void Analysis::SelectCases() {
   std::map<std::string, int> places;
   std::vector<std::string> keys;
+  std::set<Case::Pass> passes;
   for (const Case& result : results_.cases()) {
-    const auto machine = machine_names_.find(result.environment_id());
-    keys.push_back(
-        absl::StrCat(CaseKey(result), " on ",
-                     machine == machine_names_.end() ? result.environment_id() : machine->second));
+    keys.push_back(KeyOnMachine(result));
     places[keys.back()] = static_cast<int>(keys.size()) - 1;
   }
   for (int i = 0; i < results_.cases_size(); ++i) {
     const Case& last = results_.cases(places[keys[i]]);
     if (&last == &results_.cases(i)) {
       cases_.push_back(&last);
+      passes.insert(last.key().pass());
+      if (last.key().pass() == Case::PASS_FORWARD) forward_cases_[keys[i]] = &last;
     } else if (last.environment_id() != results_.cases(i).environment_id() &&
                !results_.cases(i).outcome().unfinished()) {
       // Within one sweep a later record has the samples of the earlier one, and more; so has the
@@ -139,6 +145,17 @@ void Analysis::SelectCases() {
       ++superseded_cases_;
     }
   }
+  passes_.assign(passes.begin(), passes.end());
+}
+
+const Case* Analysis::ForwardOf(const Case& result) const {
+  if (result.key().pass() == Case::PASS_FORWARD) return &result;
+  Case forward;
+  *forward.mutable_key() = result.key();
+  forward.mutable_key()->set_pass(Case::PASS_FORWARD);
+  forward.set_environment_id(result.environment_id());
+  const auto found = forward_cases_.find(KeyOnMachine(forward));
+  return found == forward_cases_.end() ? nullptr : found->second;
 }
 
 void Analysis::FindCounterparts() {

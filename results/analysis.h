@@ -70,6 +70,8 @@ class Analysis {
   // Returns the cases in the file's order; of several with one key on one machine, only the last.
   const std::vector<const Case*>& cases() const { return cases_; }
   int64_t superseded_cases() const { return superseded_cases_; }
+  // Returns the passes of the cases, each once: the forward pass, the backward pass, training.
+  const std::vector<Case::Pass>& passes() const { return passes_; }
   const std::vector<SeriesGroup>& groups() const { return groups_; }
   // Returns one environment for each machine, in the file's order.
   const std::vector<const Environment*>& machines() const { return machines_; }
@@ -77,11 +79,15 @@ class Analysis {
   // Returns an empty environment where the file lacks the case's own.
   const Environment& EnvironmentOf(const Case& result) const;
   const Case* DenseOf(const Case& result) const { return partners_.Find(result); }
+  // Returns the case of the forward pass whose output a case has, as both differ only in the pass:
+  // that case's errors are those of this one's output. Returns null where there is none.
+  const Case* ForwardOf(const Case& result) const;
   const Series* SeriesOf(const Case& result) const;
   // Returns the row that `series` is compared with at `tokens`, or null.
   const Series* DenseSeriesOf(const Series& series, int64_t tokens) const;
 
  private:
+  std::string KeyOnMachine(const Case& result) const;
   void SelectCases();
   void FindCounterparts();
   std::string RowKeyOf(const Case& result) const;
@@ -98,6 +104,8 @@ class Analysis {
   std::vector<const Environment*> machines_;
   std::vector<const Case*> cases_;
   int64_t superseded_cases_ = 0;
+  std::vector<Case::Pass> passes_;
+  std::map<std::string, const Case*> forward_cases_;  // by key and machine
   // Maps a case that ran only as a counterpart to the row of a technique that is compared with it,
   // or with another case of the same row of counterparts.
   std::map<const Case*, std::string> counterparts_;

@@ -55,5 +55,54 @@ TEST(Analysis, CounterpartsThatShareATechniqueAreOneRowInAnyOrderOfTheFile) {
   EXPECT_NE(key.find("options=memory%3D1 "), std::string::npos) << key;
 }
 
+// A forward and a training case of "plain" and of "near" at 256 and 512 tokens, whose training step
+// gains less over dense than its run, and an error of the forward cases.
+ResultSet MakePasses() {
+  ResultSet results;
+  *results.add_environments() = synthetic::MakeEnvironment();
+  for (const Case::Pass pass : {Case::PASS_FORWARD, Case::PASS_TRAINING}) {
+    for (const char* technique : {"plain", "near"}) {
+      for (const int64_t tokens : {256, 512}) {
+        synthetic::CaseSpec spec;
+        spec.technique = technique;
+        spec.tokens = tokens;
+        spec.pass = pass;
+        const double gain = technique[0] == 'p' ? 1 : pass == Case::PASS_FORWARD ? 4 : 2;
+        spec.median_ns = 1e3 * static_cast<double>(tokens) / gain;
+        *results.add_cases() = synthetic::MakeCase(spec);
+      }
+    }
+  }
+  return results;
+}
+
+TEST(Analysis, EachPassIsAGroupWithItsOwnDenseCases) {
+  const ResultSet results = MakePasses();
+  const Analysis analysis(results);
+  EXPECT_EQ(analysis.passes(), (std::vector<Case::Pass>{Case::PASS_FORWARD, Case::PASS_TRAINING}));
+  ASSERT_EQ(analysis.groups().size(), 2u);
+  for (const SeriesGroup& group : analysis.groups()) {
+    const Case::Pass pass = group.first().key().pass();
+    ASSERT_EQ(group.series.size(), 2u);
+    for (const Series& series : group.series) {
+      for (const Case* result : series.cases) EXPECT_EQ(result->key().pass(), pass);
+      const double gain = series.is_baseline ? 1 : pass == Case::PASS_FORWARD ? 4 : 2;
+      EXPECT_NEAR(series.speed_ups.at(512).ratio, gain, 1e-9);
+    }
+  }
+  // A row of a technique has one key, whatever the pass: its errors are found by it.
+  EXPECT_EQ(analysis.groups()[0].series[1].row_key, analysis.groups()[1].series[1].row_key);
+}
+
+TEST(Analysis, TheForwardCaseOfATrainingStepDiffersOnlyInThePass) {
+  ResultSet results = MakePasses();
+  results.mutable_cases(1)->mutable_key()->set_seed(2);  // forward, "plain" at 512 tokens
+  const Analysis analysis(results);
+  EXPECT_EQ(analysis.ForwardOf(results.cases(0)), &results.cases(0));
+  EXPECT_EQ(analysis.ForwardOf(results.cases(4)), &results.cases(0));
+  EXPECT_EQ(analysis.ForwardOf(results.cases(5)), nullptr);
+  EXPECT_EQ(analysis.ForwardOf(results.cases(6)), &results.cases(2));
+}
+
 }  // namespace
 }  // namespace tfb

@@ -41,6 +41,7 @@ std::string BenchmarkName(const Case& result) {
   parts.push_back(absl::StrCat("seed:", key.seed()));
   if (key.threads() > 0) parts.push_back(absl::StrCat("threads:", key.threads()));
   if (key.purpose() == Case::PURPOSE_ACCURACY) parts.push_back("accuracy");
+  if (key.pass() != Case::PASS_FORWARD) parts.emplace_back(Name(key.pass()));
   return absl::StrJoin(parts, "/");
 }
 

@@ -23,7 +23,7 @@ struct ChoiceErrors {
   std::string inputs;
 };
 
-// Collects the errors of every case of `purpose` with the group's element type; for scaling, only
+// Collects the errors of the cases of `purpose` with the group's element type; for scaling, only
 // those on the group's own input.
 ChoiceErrors FindErrors(const Analysis& analysis, const TableGroup& group, Case::Purpose purpose) {
   ChoiceErrors errors;
@@ -32,6 +32,8 @@ ChoiceErrors FindErrors(const Analysis& analysis, const TableGroup& group, Case:
   for (const Case* result : analysis.cases()) {
     const Series* series = analysis.SeriesOf(*result);
     if (result->key().dtype() != group.first().key().dtype() || series == nullptr) continue;
+    const Case::Pass pass = result->key().pass();
+    if (pass != Case::PASS_FORWARD && pass != group.pass()) continue;
     if (result->outcome().status() == Outcome::STATUS_FAILED) failed.insert(series->row_key);
     if (result->key().purpose() != purpose) continue;
     InputProfile input = result->key().input();
@@ -79,13 +81,12 @@ std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& grou
 
 // Returns a key that is equal for groups that differ only in their mask.
 std::string KeyWithoutMask(const TableGroup& group) {
-  const Case::Key& key = group.first().key();
-  ProblemSize problem = key.problem();
-  problem.clear_causal();
+  Case::Key key = group.first().key();
+  key.mutable_problem()->clear_causal();
   const void* machine = group.front().environment;
-  return absl::StrCat(Name(key.device()), " ", Name(key.dtype()), " ",
-                      DescribeProblem(problem, false), " ", LengthName(group), " ",
-                      DescribeInput(key.input()), " ", reinterpret_cast<uintptr_t>(machine));
+  return absl::StrCat(Name(key.device()), " ", Name(key.dtype()), " ", DescribeProblem(key, false),
+                      " ", LengthName(group), " ", DescribeInput(key.input()), " ",
+                      reinterpret_cast<uintptr_t>(machine));
 }
 
 }  // namespace
@@ -129,14 +130,14 @@ std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableG
   return medians;
 }
 
-std::vector<TableGroup> MainGroups(const Analysis& analysis) {
+std::vector<TableGroup> MainGroups(const Analysis& analysis, Case::Pass pass) {
   struct Masks {
     std::vector<TableGroup> groups;
     size_t choices = 0;
   };
   std::vector<std::pair<std::string, Masks>> all;  // in the order of the file
   for (const TableGroup& group : TableGroups(analysis)) {
-    if (group.purpose() == Case::PURPOSE_ACCURACY) continue;
+    if (group.purpose() == Case::PURPOSE_ACCURACY || group.pass() != pass) continue;
     const std::vector<ChoiceSet> sets = FindChoiceSets(analysis, group, SharedLength(group));
     if (sets.empty()) continue;
     const std::string key = KeyWithoutMask(group);
@@ -156,6 +157,17 @@ std::vector<TableGroup> MainGroups(const Analysis& analysis) {
                             b.first().key().problem().causal();
                    });
   return most->second.groups;
+}
+
+std::vector<Case::Pass> PassesToChooseBy(const Analysis& analysis) {
+  std::vector<Case::Pass> passes;
+  for (const Case::Pass pass : analysis.passes()) {
+    if (!MainGroups(analysis, pass).empty()) passes.push_back(pass);
+  }
+  if (passes.size() > 1) {
+    passes.erase(std::remove(passes.begin(), passes.end(), Case::PASS_BACKWARD), passes.end());
+  }
+  return passes;
 }
 
 std::string NameInText(const Series& series) {

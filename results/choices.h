@@ -21,7 +21,7 @@ struct Choice {
   double time_ns = 0;
   double error = 0;  // against dense, the median over its cases on ChoiceSet::inputs
   std::optional<SpeedUpInterval> speed_up;
-  std::optional<double> memory;  // workspace and parameters, bytes
+  std::optional<double> memory;  // MemoryAt
 };
 
 // Tells whether `a` dominates `b`: it is no worse in time and error, and better in one of them.
@@ -40,17 +40,22 @@ struct ChoiceSet {
 int64_t SharedLength(const TableGroup& group);
 
 // Returns the techniques of a scaling group by counterpart, the largest set first. Errors come from
-// the accuracy cases of the same element type, or from the group itself where those give no choice.
-// Leaves out a technique of which any case failed.
+// the accuracy cases of the same element type, or from scaling cases on the group's input where
+// those give no choice: of the forward pass, whose outputs are those of all passes. Leaves out a
+// technique of which any case of that pass or of the group's failed.
 std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup& group,
                                       int64_t tokens);
 
 // Returns the median errors against dense by Series::row_key, as FindChoiceSets uses them.
 std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableGroup& group);
 
-// Returns the scaling groups that differ only in their mask and have the most techniques to choose
-// from, those without a mask first. Returns none where no group has two techniques to choose from.
-std::vector<TableGroup> MainGroups(const Analysis& analysis);
+// Returns the scaling groups of a pass that differ only in their mask and have the most techniques
+// to choose from, those without a mask first. Returns none where no group has two techniques to
+// choose from.
+std::vector<TableGroup> MainGroups(const Analysis& analysis, Case::Pass pass);
+// Returns the passes that have main groups. The backward pass, which is a part of a step, is among
+// them only where there is no other.
+std::vector<Case::Pass> PassesToChooseBy(const Analysis& analysis);
 
 // Returns the series' name, cut to half a usual line, since text is broken only at spaces.
 std::string NameInText(const Series& series);

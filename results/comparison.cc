@@ -108,7 +108,8 @@ std::map<std::string, std::string> FieldsOf(const Case::Key& key) {
           {"inputs", DescribeInput(key.input())},
           {"lengths", absl::StrCat(LengthOf(problem))},
           {"problems", DescribeProblem(problem, /*with_tokens=*/false)},
-          {"purposes", std::string(Name(key.purpose()))}};
+          {"purposes", std::string(Name(key.purpose()))},
+          {"passes", std::string(Name(key.pass()))}};
 }
 
 // Says why the two sides have no key in common: lists the fields that share no value.

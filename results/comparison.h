@@ -90,7 +90,7 @@ struct Comparison {
 //                   or over the peak, does not confirm is ambiguous: dense changed. Nothing is
 //                   judged under three samples, nor is a setup below 5 % of its run; a setup that
 //                   was below and no longer is, is compared with those 5 %.
-//   working memory  workspace and parameters, which have no noise
+//   working memory  workspace, parameters and what a run keeps for its backward pass: no noise
 //   errors          a bound that was met and is exceeded now; an error against dense that grew; an
 //                   error that the current set lacks, unless its case says why it was not measured
 //   status          a case that was ok, and is not now

@@ -89,6 +89,27 @@ TEST(Compare, ASlowerTechniqueRegresses) {
   EXPECT_TRUE(absl::StrContains(worst.subject, "near window=256, cpu f32"));
 }
 
+TEST(Compare, PassesAreCasesOfTheirOwnAndWhatIsKeptIsMemory) {
+  CaseSpec spec;
+  ResultSet base, now;
+  for (ResultSet* set : {&base, &now}) *set->add_environments() = MakeEnvironment();
+  *base.add_cases() = MakeCase(spec);
+  spec.pass = Case::PASS_TRAINING;
+  *now.add_cases() = MakeCase(spec);
+  EXPECT_TRUE(absl::StrContains(Compare(base, now, {}).status().message(),
+                                "no case in common (1 and 1 cases); passes: forward / training"));
+  *base.add_cases() = MakeCase(spec);
+  Outcome* outcome = now.mutable_cases(0)->mutable_outcome();
+  outcome->set_kept_bytes(2 * outcome->kept_bytes());
+  CompareOptions options;
+  options.allow_missing = true;
+  const Comparison comparison = CompareOrDie(base, now, options);
+  EXPECT_EQ(comparison.cases, 1);
+  ASSERT_EQ(comparison.Count(Verdict::kRegressed), 1) << Text(comparison);
+  EXPECT_EQ(comparison.findings.front().what, "working memory");
+  EXPECT_TRUE(absl::StrContains(comparison.findings.front().subject, ", training step, "));
+}
+
 TEST(Compare, EveryNumberThatVanishesCounts) {
   const auto lose = [](void (*lose_from)(Outcome*), bool allow_missing = false) {
     ResultSet now = MakeSweep();

@@ -42,6 +42,25 @@ std::string DescribeProblem(const ProblemSize& problem, bool with_tokens) {
   return absl::StrJoin(parts, ", ");
 }
 
+absl::string_view DescribePass(Case::Pass pass) {
+  switch (pass) {
+    case Case::PASS_FORWARD:
+      return "run";
+    case Case::PASS_BACKWARD:
+      return "backward pass";
+    case Case::PASS_TRAINING:
+      return "training step";
+    default:
+      return "call of an unknown pass";
+  }
+}
+
+std::string DescribeProblem(const Case::Key& key, bool with_tokens) {
+  const std::string problem = DescribeProblem(key.problem(), with_tokens);
+  if (key.pass() == Case::PASS_FORWARD) return problem;
+  return absl::StrCat(problem, ", ", DescribePass(key.pass()));
+}
+
 std::string DescribeInput(const InputProfile& input) {
   std::vector<std::string> parts;
   const std::string& source = input.file().empty() ? input.model() : input.file();
@@ -56,7 +75,7 @@ std::string DescribeInput(const InputProfile& input) {
 std::string DescribeCase(const Case& result) {
   const Case::Key& key = result.key();
   std::string text = absl::StrCat(Printable(DisplayName(result)), ", ", Name(key.device()), " ",
-                                  Name(key.dtype()), ", ", DescribeProblem(key.problem(), true));
+                                  Name(key.dtype()), ", ", DescribeProblem(key, true));
   const std::string input = DescribeInput(key.input());
   if (!input.empty()) absl::StrAppend(&text, ", ", input);
   return text;

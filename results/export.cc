@@ -69,7 +69,12 @@ absl::string_view NameOf(Crossover::Kind kind) {
   return "";
 }
 
-Fields KeyFields(const Case& result) {
+// Tells whether the file has another pass than the forward one.
+bool HasPasses(const Analysis& analysis) {
+  return !analysis.passes().empty() && analysis.passes().back() != Case::PASS_FORWARD;
+}
+
+Fields KeyFields(const Analysis& analysis, const Case& result) {
   const Case::Key& key = result.key();
   const ProblemSize& problem = key.problem();
   const InputProfile& input = key.input();
@@ -96,6 +101,7 @@ Fields KeyFields(const Case& result) {
   fields.emplace_back("seed", Value::Text(absl::StrCat(key.seed())));
   fields.emplace_back("threads", Value::Number(key.threads()));
   fields.emplace_back("purpose", Value::Text(Name(key.purpose())));
+  if (HasPasses(analysis)) fields.emplace_back("pass", Value::Text(Name(key.pass())));
   return fields;
 }
 
@@ -210,6 +216,10 @@ Fields CostFields(const Analysis& analysis, const Case& result) {
       {"load_observed_seconds", Known(load.observed_seconds() > 0, load.observed_seconds())}};
   Fields fields;
   for (const auto& [name, number] : numbers) fields.emplace_back(name, Value::Number(number));
+  if (HasPasses(analysis)) {
+    fields.emplace_back("kept_bytes",
+                        Value::Number(Known(outcome.has_kept_bytes(), outcome.kept_bytes())));
+  }
   return fields;
 }
 
@@ -322,9 +332,10 @@ Fields CsvFields(const Analysis& analysis, const Case& result) {
                    {"host", Value::Text(environment.host())},
                    {"cpu_model", Value::Text(environment.cpu_model())},
                    {"git_commit", Value::Text(environment.git_commit())}};
-  for (const Fields& part : {KeyFields(result), TechniqueFields(result), StatusFields(result),
-                             TimeFields(analysis, result), CostFields(analysis, result),
-                             CurveFields(analysis, result), ErrorFields(result)}) {
+  for (const Fields& part :
+       {KeyFields(analysis, result), TechniqueFields(result), StatusFields(result),
+        TimeFields(analysis, result), CostFields(analysis, result), CurveFields(analysis, result),
+        ErrorFields(result)}) {
     fields.insert(fields.end(), part.begin(), part.end());
   }
   std::vector<std::string> statistics;
@@ -445,7 +456,7 @@ Json JsonEnvironment(const Environment& environment) {
 Json JsonCase(const Analysis& analysis, const Case& result) {
   Json json;
   json["environment"] = result.environment_id();
-  json["key"] = JsonObject(KeyFields(result));
+  json["key"] = JsonObject(KeyFields(analysis, result));
   // Options are an object, so that readers need not parse a text.
   json["key"]["options"] = std::map<std::string, std::string>(result.key().options().begin(),
                                                               result.key().options().end());

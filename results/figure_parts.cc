@@ -267,8 +267,8 @@ std::vector<Figure> FiguresOf(FigureKind kind, const Analysis& analysis,
 
 std::string GroupName(const Analysis& analysis, const SeriesGroup& group) {
   const Case::Key& key = group.first().key();
-  std::string name = absl::StrCat(Name(key.device()), " ", Name(key.dtype()), ", ",
-                                  DescribeProblem(key.problem(), false));
+  std::string name =
+      absl::StrCat(Name(key.device()), " ", Name(key.dtype()), ", ", DescribeProblem(key, false));
   const std::string input = DescribeInput(key.input());
   if (!input.empty()) absl::StrAppend(&name, ", input ", input);
   if (analysis.machines().size() > 1 && group.environment != nullptr) {

@@ -26,13 +26,11 @@ std::optional<double> Middle(const Entry& entry, const char* statistic) {
 namespace {
 
 std::string ProfileTitle(const Analysis& analysis, const Case& result) {
-  const Case::Key& key = result.key();
-  ProblemSize problem = key.problem();
-  problem.clear_causal();
-  InputProfile input = key.input();
-  input.clear_layer();
-  std::string title = absl::StrCat("input ", DescribeInput(input), ", ", Name(key.device()), " ",
-                                   Name(key.dtype()), ", ", DescribeProblem(problem, false));
+  Case::Key key = result.key();
+  key.mutable_problem()->clear_causal();
+  key.mutable_input()->clear_layer();
+  std::string title = absl::StrCat("input ", DescribeInput(key.input()), ", ", Name(key.device()),
+                                   " ", Name(key.dtype()), ", ", DescribeProblem(key, false));
   if (analysis.machines().size() > 1) {
     absl::StrAppend(&title, ", on ", Printable(analysis.EnvironmentOf(result).host()));
   }
@@ -56,8 +54,9 @@ Entry* EntryOf(const Series& series, std::vector<Entry>* entries) {
 void AddCase(const Analysis& analysis, const Series& series, const Case& result, Entry* entry) {
   const Outcome& outcome = result.outcome();
   entry->failed = entry->failed || outcome.status() == Outcome::STATUS_FAILED;
-  if (outcome.has_against_dense()) {
-    const ErrorMeasure& error = outcome.against_dense();
+  const Case* judged = analysis.ForwardOf(result);
+  if (judged != nullptr && judged->outcome().has_against_dense()) {
+    const ErrorMeasure& error = judged->outcome().against_dense();
     const std::optional<double> value = error.has_relative_frobenius()
                                             ? std::optional<double>(error.relative_frobenius())
                                             : BoundedValue(error);
@@ -95,7 +94,9 @@ void BorrowTimes(const Analysis& analysis, std::vector<Entry>* entries) {
     for (const SeriesGroup& group : analysis.groups()) {
       if (group.purpose == Case::PURPOSE_ACCURACY) continue;
       for (const Series& series : group.series) {
-        if (series.row_key != entry.series->row_key || series.run_ns.empty()) continue;
+        const bool is_same = series.row_key == entry.series->row_key &&
+                             series.first().key().pass() == entry.series->first().key().pass();
+        if (!is_same || series.run_ns.empty()) continue;
         const auto speed_up = series.speed_ups.find(series.run_ns.rbegin()->first);
         if (speed_up == series.speed_ups.end()) continue;
         entry.ratios.push_back(1 / speed_up->second.ratio);

@@ -23,8 +23,9 @@ inline constexpr char kFlopsSaved[] = "flops_saved";
 // One technique with its options on one input profile, over layers, masks and seeds.
 struct Entry {
   const Series* series = nullptr;
-  const Series* dense = nullptr;                 // its counterpart; itself where it has none
-  std::vector<double> errors, times_ns, ratios;  // against dense; of a run; over dense's time
+  const Series* dense = nullptr;  // its counterpart; itself where it has none
+  // Against dense, of the forward pass; of a call; over dense's time.
+  std::vector<double> errors, times_ns, ratios;
   std::map<std::string, std::vector<double>> statistics;
   bool failed = false;
   bool borrowed_ratio = false;  // from another input, at the longest length with a time

@@ -39,7 +39,7 @@ struct Figure {
 // Scaling figures show median time over tokens on logarithmic axes, one figure for each group of
 // cases that differ only in technique and tokens. They show dense for reference, each technique's
 // own counterpart as a thin line, a ring where the two cross, and slopes of the expected exponents.
-// Memory figures show workspace and parameters over tokens in the same panels.
+// Memory figures show working memory (results/statistics.h) over tokens in the same panels.
 std::vector<Figure> ScalingFigures(const Analysis& analysis, const SeriesFilter& filter);
 std::vector<Figure> MemoryFigures(const Analysis& analysis, const SeriesFilter& filter);
 // Frontier figures show error against dense over time relative to dense, one figure for each input
@@ -52,7 +52,8 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
 std::vector<Figure> FiguresOf(FigureKind kind, const Analysis& analysis,
                               const SeriesFilter& filter);
 
-// Returns the name of a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian".
+// Returns the name of a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian",
+// or "cpu f32, 8 heads of 64, causal, training step, input gaussian".
 std::string GroupName(const Analysis& analysis, const SeriesGroup& group);
 
 }  // namespace tfb

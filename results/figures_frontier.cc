@@ -348,6 +348,9 @@ std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter
     figure.caption =
         "Medians over layers, masks and seeds. Filled and joined: techniques that no other of the "
         "panel beats in both directions. A thin line follows one technique through its options.";
+    if (entries->front().series->first().key().pass() != Case::PASS_FORWARD) {
+      figure.caption += " Errors are those of the forward pass.";
+    }
     if (std::any_of(entries->begin(), entries->end(),
                     [](const Entry& entry) { return entry.borrowed_ratio; })) {
       figure.caption +=

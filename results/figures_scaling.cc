@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "results/describe.h"
 #include "results/figure_parts.h"
 #include "results/figures.h"
 #include "results/reader.h"
@@ -241,10 +242,11 @@ Table DataTable(const SeriesGroup& group, const LengthFigure& figure) {
 }
 
 std::vector<Figure> LengthFigures(const Analysis& analysis, const SeriesFilter& filter,
-                                  const LengthFigure& kind) {
+                                  LengthFigure (*kind_of)(Case::Pass)) {
   std::vector<Figure> figures;
   for (const SeriesGroup& group : analysis.groups()) {
     if (group.purpose == Case::PURPOSE_ACCURACY) continue;
+    const LengthFigure kind = kind_of(group.first().key().pass());
     std::vector<const Series*> members = figure::Members(group, filter);
     members.erase(std::remove_if(members.begin(), members.end(),
                                  [&kind](const Series* series) {
@@ -274,26 +276,36 @@ std::vector<Figure> LengthFigures(const Analysis& analysis, const SeriesFilter& 
   return figures;
 }
 
+LengthFigure ScalingFigure(Case::Pass pass) {
+  const absl::string_view call = DescribePass(pass);
+  return {FigureKind::kScaling, &TimePoints, figure::TimeAxis(absl::StrCat("time of a ", call)),
+          absl::StrCat("Median time of a warm ", call,
+                       ", setup apart; a whisker is the median's 95% interval. Bold: what "
+                       "techniques are held against, black for all of a panel, or dotted in a "
+                       "technique's colour for the dense counterpart of its own. Ring: where a "
+                       "technique and its counterpart cross, where their intervals tell. Dashed "
+                       "slopes: the growth that the techniques promise.")};
+}
+
+LengthFigure MemoryFigure(Case::Pass pass) {
+  const bool keeps = pass != Case::PASS_FORWARD;
+  return {
+      FigureKind::kMemory, &MemoryPoints,
+      figure::BytesAxis(keeps ? "workspace, parameters, kept" : "workspace and parameters"),
+      absl::StrCat("Working memory: what a technique needs beyond its inputs and outputs",
+                   keeps ? ", and what a run keeps for its backward pass, the output included" : "",
+                   ". Bold: what techniques are held against, dotted in a technique's colour "
+                   "for the dense counterpart of its own.")};
+}
+
 }  // namespace
 
 std::vector<Figure> ScalingFigures(const Analysis& analysis, const SeriesFilter& filter) {
-  return LengthFigures(
-      analysis, filter,
-      {FigureKind::kScaling, &TimePoints, figure::TimeAxis("time of a run"),
-       "Median time of a warm run, setup apart; a whisker is the median's 95% interval. Bold: what "
-       "techniques are held against, black for all of a panel, or dotted in a technique's colour "
-       "for "
-       "the dense counterpart of its own. Ring: where a technique and its counterpart cross, where "
-       "their intervals tell. Dashed slopes: the growth that the techniques promise."});
+  return LengthFigures(analysis, filter, &ScalingFigure);
 }
 
 std::vector<Figure> MemoryFigures(const Analysis& analysis, const SeriesFilter& filter) {
-  return LengthFigures(
-      analysis, filter,
-      {FigureKind::kMemory, &MemoryPoints, figure::BytesAxis("workspace and parameters"),
-       "Working memory: what a technique needs beyond its inputs and outputs. Bold: what "
-       "techniques "
-       "are held against, dotted in a technique's colour for the dense counterpart of its own."});
+  return LengthFigures(analysis, filter, &MemoryFigure);
 }
 
 }  // namespace tfb

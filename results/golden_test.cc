@@ -484,6 +484,43 @@ TEST(Golden, EveryFieldOfAnExport) {
                Render(results, OptionsOf(RenderFormat::kBenchmarkJson, true, 0)));
 }
 
+// "plain" and "near" in all three passes with the errors of the forward pass, and "sketch", which
+// has no backward pass. In a training step near is faster than plain from twice as many tokens on.
+ResultSet MakePasses() {
+  ResultSet results = synthetic::MakeSweep();
+  const std::vector<Case> forward(results.cases().begin(), results.cases().end());
+  for (const Case::Pass pass : {Case::PASS_BACKWARD, Case::PASS_TRAINING}) {
+    for (const Case& one : forward) {
+      if (one.key().purpose() != Case::PURPOSE_SCALING) continue;
+      Case* result = results.add_cases();
+      *result = one;
+      result->mutable_key()->set_pass(pass);
+      Outcome* outcome = result->mutable_outcome();
+      if (one.key().technique() == "sketch") {
+        outcome->Clear();
+        outcome->set_status(Outcome::STATUS_UNSUPPORTED);
+        outcome->set_reason("the layer has no backward pass");
+        continue;
+      }
+      const bool is_step = pass == Case::PASS_TRAINING;
+      outcome->set_flops((is_step ? 3.5 : 2.5) * outcome->flops());
+      outcome->set_kept_bytes(8 * one.key().problem().query_tokens() * 65 * 4);
+      const double factor = (is_step ? 3.5 : 2.5) * (one.key().technique() == "near" ? 2 : 1);
+      for (double& ns : *outcome->mutable_timing()->mutable_run_ns()) ns *= factor;
+    }
+  }
+  return results;
+}
+
+TEST(Golden, EachPass) {
+  const ResultSet results = MakePasses();
+  ExpectGolden("passes.txt",
+               Render(results, OptionsOf(RenderFormat::kTerminal, /*details=*/true, 120)));
+  ExpectGolden(
+      "passes.html",
+      WithoutPathsAndTitledRows(InLines(Render(results, OptionsOf(RenderFormat::kHtml, true, 0)))));
+}
+
 // Somebody else's code has a mark in tables and plots, and a table that says what it is.
 TEST(Golden, Contestants) {
   ResultSet results = synthetic::MakeSweep();
@@ -565,9 +602,9 @@ TEST(Golden, AComparisonWithEveryVerdict) {
                RenderComparison(*comparison, ComparisonFormat::kJson, false, style));
 }
 
-// Beside each run, or beside some of them, fixed arithmetic was timed, which is slower by a fifth now
-// where runs are slower by a half. Instructions are twice as many at one length, and scatter more
-// than they grow at the others.
+// Beside each run, or beside some of them, fixed arithmetic was timed, which is slower by a fifth
+// now where runs are slower by a half. Instructions are twice as many at one length, and scatter
+// more than they grow at the others.
 TEST(Golden, AComparisonOverFixedArithmeticAndOneOfInstructions) {
   ResultSet base = MakeShortSweep();
   for (Case& result : *base.mutable_cases()) {

@@ -426,6 +426,7 @@ std::string CaseKey(const Case::Key& key) {
   const ProblemSize& problem = key.problem();
   const InputProfile& input = key.input();
   const std::string details = CanonicalOptions({input.details().begin(), input.details().end()});
+  const bool is_forward = key.pass() == Case::PASS_FORWARD;
   return absl::StrCat("technique=", Escape(key.technique()),
                       " options=", Escape(CanonicalOptions(key)),
                       " device=", NameOrNumber(key.device()), " dtype=", NameOrNumber(key.dtype()),
@@ -436,7 +437,8 @@ std::string CaseKey(const Case::Key& key) {
                       " input=", Escape(input.name()), " file=", Escape(input.file()),
                       " model=", Escape(input.model()), " layer=", Escape(input.layer()),
                       " details=", Escape(details), " seed=", key.seed(),
-                      " threads=", key.threads(), " purpose=", NameOrNumber(key.purpose()));
+                      " threads=", key.threads(), " purpose=", NameOrNumber(key.purpose()),
+                      is_forward ? "" : " pass=", is_forward ? "" : NameOrNumber(key.pass()));
 }
 
 std::string CaseKey(const Case& result) { return CaseKey(result.key()); }
@@ -475,6 +477,19 @@ absl::string_view Name(Case::Purpose purpose) {
       return "accuracy";
     case Case::PURPOSE_SCALING:
       return "scaling";
+    default:
+      return "unspecified";
+  }
+}
+
+absl::string_view Name(Case::Pass pass) {
+  switch (pass) {
+    case Case::PASS_FORWARD:
+      return "forward";
+    case Case::PASS_BACKWARD:
+      return "backward";
+    case Case::PASS_TRAINING:
+      return "training";
     default:
       return "unspecified";
   }

@@ -99,8 +99,9 @@ std::string CanonicalOptions(const std::map<std::string, std::string>& options);
 std::string CanonicalOptions(const Case::Key& key);
 
 // Returns the whole key as one line, which is equal for two cases exactly when their keys are: e.g.
-// "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling". Uses the
-// map of options, or their text where the map is empty. The environment is not part of a key.
+// "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling", with
+// " pass=training" where the pass is not the forward one. Uses the map of options, or their text
+// where the map is empty. The environment is not part of a key.
 std::string CaseKey(const Case& result);
 std::string CaseKey(const Case::Key& key);
 
@@ -109,6 +110,7 @@ std::string CaseKey(const Case::Key& key);
 absl::string_view Name(DeviceType device);
 absl::string_view Name(ElementType dtype);
 absl::string_view Name(Case::Purpose purpose);
+absl::string_view Name(Case::Pass pass);  // "forward", "backward", "training"
 absl::string_view Name(Outcome::Status status);
 absl::string_view Name(TechniqueDescription::Exactness exactness);
 absl::string_view Name(TechniqueDescription::InputKind kind);

@@ -396,6 +396,10 @@ TEST(CaseKey, DiffersWhereAnyPartOfTheKeyDiffers) {
       [](Case::Key* key) { key->set_seed(2); },
       [](Case::Key* key) { key->set_threads(1); },
       [](Case::Key* key) { key->set_purpose(Case::PURPOSE_ACCURACY); },
+      [](Case::Key* key) { key->set_pass(Case::PASS_BACKWARD); },
+      [](Case::Key* key) { key->set_pass(Case::PASS_TRAINING); },
+      [](Case::Key* key) { key->set_pass(static_cast<Case::Pass>(40)); },
+      [](Case::Key* key) { key->set_pass(static_cast<Case::Pass>(41)); },
   };
   for (const auto& change : changes) {
     Case changed = base;
@@ -423,6 +427,18 @@ TEST(CaseKey, ReadsAsOneLine) {
             "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 query_heads=8 "
             "kv_heads=8 query_tokens=512 kv_tokens=512 head_dim=64 value_dim=64 causal=1 "
             "input=gaussian file= model= layer= details= seed=1 threads=2 purpose=scaling");
+}
+
+// So that a file of before there were other passes has the same cases.
+TEST(CaseKey, OfTheForwardPassSaysNothingOfIt) {
+  CaseSpec spec;
+  const Case silent = MakeCase(spec);
+  Case forward = silent;
+  forward.mutable_key()->set_pass(Case::PASS_FORWARD);
+  EXPECT_EQ(forward.SerializeAsString(), silent.SerializeAsString());
+  EXPECT_EQ(CaseKey(forward).find("pass"), std::string::npos);
+  spec.pass = Case::PASS_TRAINING;
+  EXPECT_EQ(CaseKey(MakeCase(spec)), CaseKey(forward) + " pass=training");
 }
 
 TEST(Wire, AFieldIsWholeCutOrMalformed) {

@@ -24,7 +24,8 @@ struct RenderOptions : ReportOptions {
 // for Google Benchmark's JSON results/benchmark_json.h.
 //
 // CSV (RFC 4180) has a header line, then one line per case, in the order of the file; absent values
-// are empty fields, and numbers that are not finite are inf, -inf and nan. Times are in ns.
+// are empty fields, and numbers that are not finite are inf, -inf and nan. Times are in ns. The
+// columns pass and kept_bytes are there where the file has another pass than the forward one.
 //
 // JSON is {"format", "environments": [...], "cases": [...]}; absent values are left out, numbers
 // that are not finite are the strings "Infinity", "-Infinity" and "NaN", as in Protobuf's JSON, and

@@ -1025,6 +1025,30 @@ TEST(RenderCsv, HasOneLineACaseWithEveryFieldOfTheHeader) {
   EXPECT_EQ(last_near[Column(csv, "key")], CaseKey(sweep.cases(sweep.cases_size() - 2)));
 }
 
+TEST(RenderCsv, PassesHaveColumnsWhereThereIsAnotherThanTheForwardOne) {
+  ResultSet sweep = MakeSweep();
+  const std::vector<std::vector<std::string>> forward =
+      ParseCsv(AsFormat(sweep, RenderFormat::kCsv));
+  EXPECT_EQ(std::count(forward[0].begin(), forward[0].end(), "pass"), 0);
+  synthetic::CaseSpec spec;
+  spec.pass = Case::PASS_TRAINING;
+  *sweep.add_cases() = synthetic::MakeCase(spec);
+  const std::vector<std::vector<std::string>> csv = ParseCsv(AsFormat(sweep, RenderFormat::kCsv));
+  EXPECT_EQ(csv[0].size(), forward[0].size() + 2);
+  EXPECT_EQ(csv[1][Column(csv, "pass")], "forward");
+  EXPECT_EQ(csv[1][Column(csv, "kept_bytes")], "");
+  EXPECT_EQ(csv.back()[Column(csv, "pass")], "training");
+  EXPECT_EQ(std::stod(csv.back()[Column(csv, "kept_bytes")]), 8 * 512 * 65 * 4);
+  const json parsed = json::parse(AsFormat(sweep, RenderFormat::kJson));
+  EXPECT_EQ(parsed["cases"].front()["key"]["pass"], "forward");
+  EXPECT_FALSE(parsed["cases"].front()["costs"].contains("kept_bytes"));
+  EXPECT_EQ(parsed["cases"].back()["key"]["pass"], "training");
+  EXPECT_EQ(parsed["cases"].back()["costs"]["kept_bytes"], 8 * 512 * 65 * 4);
+  const std::string benchmark = AsFormat(sweep, RenderFormat::kBenchmarkJson);
+  EXPECT_NE(benchmark.find("threads:2/training\""), std::string::npos);
+  EXPECT_EQ(benchmark.find("forward"), std::string::npos);
+}
+
 TEST(RenderCsv, ZeroCasesAreAHeaderLine) {
   EXPECT_EQ(ParseCsv(AsFormat(ResultSet(), RenderFormat::kCsv)).size(), 1u);
 }

@@ -25,15 +25,17 @@ std::vector<Table> ScalingTables(const Analysis& analysis);
 // included with `details`, or where there are no others.
 std::vector<Table> StreamingTables(const Analysis& analysis, bool details);
 // Returns three sentences: the fastest technique within a limit of the error against dense; from
-// which length on it is faster than dense, and its memory; what did not run, and why. Returns none
-// where there are no cases.
+// which length on it is faster than dense, and its memory; what did not run, and why. The first two
+// are there for the forward pass and for the training step, of those that were measured. Returns
+// none where there are no cases.
 std::vector<std::string> HeadlineSentences(const Analysis& analysis);
-// Returns the first two of them, or none where no two techniques have both a time and an error.
+// Returns all but the last of them, or none where no two techniques have both a time and an error.
 std::vector<std::string> RecommendationSentences(const Analysis& analysis);
 // The Pareto-optimal techniques of each scaling table in speed and error, among those with the same
 // dense counterpart, at the longest length that most techniques ran.
 struct ChoiceReport {
-  std::vector<Table> first;  // one for each mask of the cases with the most techniques
+  // One for each mask of the cases with the most techniques, of the forward pass and of training.
+  std::vector<Table> first;
   std::vector<Table> more;
 };
 ChoiceReport ChoiceTables(const Analysis& analysis);
@@ -56,11 +58,11 @@ std::vector<Table> StatisticsTables(const Analysis& analysis);
 std::vector<Table> CostTables(const Analysis& analysis);
 // Explains the marks in `tables`. Returns an empty text where there are none.
 std::string LegendLine(const std::vector<Table>& tables);
-// Returns, where contestants computed what techniques of the suite compute, how many times as fast the
-// suite's are, by length and threads. A cell holds the fastest contestant.
+// Returns, where contestants computed what techniques of the suite compute, how many times as fast
+// the suite's are, by length and threads. A cell holds the fastest contestant.
 std::vector<Table> DuelTables(const Analysis& analysis);
-// Returns where contestants come from, what judges them, and what they run with; nothing where there
-// are none.
+// Returns where contestants come from, what judges them, and what they run with; nothing where
+// there are none.
 std::vector<Table> ContestantTables(const Analysis& analysis);
 // Returns everything that is known of each machine, and the contestants.
 std::vector<Table> EnvironmentTables(const Analysis& analysis);

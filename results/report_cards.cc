@@ -30,7 +30,7 @@ TableCell MemoryCell(const Analysis& analysis, const Series& series, int64_t tok
 
 void AddColumns(TechniqueCard* card) {
   if (!card->numbers.columns.empty()) return;
-  card->numbers.columns = {{"configuration"},  {"mask"},        {"tokens", true},
+  card->numbers.columns = {{"configuration"},  {"pass"},        {"mask"},        {"tokens", true},
                            {"speed-up", true}, {"error", true}, {"memory", true}};
 }
 
@@ -49,8 +49,9 @@ void AddRow(const Analysis& analysis, const TableGroup& group, const Series& ser
   const Series* dense = analysis.DenseSeriesOf(series, tokens);
   AddColumns(card);
   card->numbers.AddRow(
-      {SeriesName(series), series.first().key().problem().causal() ? "causal" : "full",
-       absl::StrCat(tokens),
+      {SeriesName(series),
+       analysis.passes().size() > 1 ? TableCell(std::string(Name(group.pass()))) : TableCell("-"),
+       series.first().key().problem().causal() ? "causal" : "full", absl::StrCat(tokens),
        series.is_baseline || speed_up == series.speed_ups.end()
            ? TableCell("-")
            : SpeedUpCell(std::optional<SpeedUpInterval>(speed_up->second)),
@@ -75,7 +76,10 @@ void AddReason(const Case& result, TechniqueCard* card) {
 
 // Returns the scaling groups of the cards: those of MainGroups, or all where there are none.
 std::vector<TableGroup> GroupsOf(const Analysis& analysis) {
-  std::vector<TableGroup> groups = MainGroups(analysis);
+  std::vector<TableGroup> groups;
+  for (const Case::Pass pass : PassesToChooseBy(analysis)) {
+    for (TableGroup& group : MainGroups(analysis, pass)) groups.push_back(std::move(group));
+  }
   if (!groups.empty()) return groups;
   for (const TableGroup& group : TableGroups(analysis)) {
     if (group.purpose() != Case::PURPOSE_ACCURACY) groups.push_back(group);

@@ -59,8 +59,8 @@ std::string ChoiceTitle(const TableGroup& group, const ChoiceSet& set, int64_t t
   const Case::Key& key = group.first().key();
   return absl::StrCat(
       "Choices at ", tokens, " ", LengthName(group), ", ", Name(key.device()), " ",
-      Name(key.dtype()), ", ", DescribeProblem(key.problem(), false), ", input ",
-      DescribeInput(key.input()), ": of ", set.choices.size(),
+      Name(key.dtype()), ", ", DescribeProblem(key, false), ", input ", DescribeInput(key.input()),
+      ": of ", set.choices.size(),
       set.dense == nullptr ? "" : absl::StrCat(" held against ", NameInText(*set.dense)),
       ", those that no other beats in both time and error on input ", set.inputs);
 }
@@ -82,7 +82,10 @@ Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, int64_t tokens)
          FormatSignificant(choice.time_ns / unit.ns), FormatBytes(choice.memory)},
         FamilyOf(*choice.series));
   }
-  table.notes.push_back("error: median over the technique's cases on that input");
+  table.notes.push_back(
+      group.pass() == Case::PASS_FORWARD
+          ? "error: median over the technique's cases on that input"
+          : "error: of the forward pass, median over the technique's cases on that input");
   const std::string beaten = BeatenNote(set.choices);
   if (!beaten.empty()) absl::StrAppend(&table.notes.back(), "; ", beaten);
   return table;
@@ -128,12 +131,14 @@ std::vector<Table> ChoiceTablesOf(const Analysis& analysis, const TableGroup& gr
 ChoiceReport ChoiceTables(const Analysis& analysis) {
   ChoiceReport report;
   std::vector<const SeriesGroup*> first;
-  for (const TableGroup& group : MainGroups(analysis)) {
-    std::vector<Table> tables = WithRows(ChoiceTablesOf(analysis, group));
-    if (tables.empty()) continue;
-    first.push_back(&group.front());
-    report.first.push_back(std::move(tables.front()));
-    for (size_t i = 1; i < tables.size(); ++i) report.more.push_back(std::move(tables[i]));
+  for (const Case::Pass pass : PassesToChooseBy(analysis)) {
+    for (const TableGroup& group : MainGroups(analysis, pass)) {
+      std::vector<Table> tables = WithRows(ChoiceTablesOf(analysis, group));
+      if (tables.empty()) continue;
+      first.push_back(&group.front());
+      report.first.push_back(std::move(tables.front()));
+      for (size_t i = 1; i < tables.size(); ++i) report.more.push_back(std::move(tables[i]));
+    }
   }
   for (const TableGroup& group : TableGroups(analysis)) {
     if (group.purpose() == Case::PURPOSE_ACCURACY) continue;

@@ -105,10 +105,10 @@ Table CostTable(const TableGroup& group) {
   const RowHead head(group, true);
   head.AddColumns(&table);
   const TableColumn columns[] = {
-      {LengthName(group), true}, {"setup\nms", true},      {"cold run\nms", true},
-      {"run\nms", true},         {"95%\ninterval", true},  {"end to end\nms", true},
-      {"GFLOP/s", true},         {"GB/s", true},           {"workspace", true},
-      {"parameters", true},      {"samples\n(lost)", true}};
+      {LengthName(group), true}, {"setup\nms", true},     {"cold run\nms", true},
+      {"run\nms", true},         {"95%\ninterval", true}, {"end to end\nms", true},
+      {"GFLOP/s", true},         {"GB/s", true},          {"workspace", true},
+      {"parameters", true},      {"kept", true},          {"samples\n(lost)", true}};
   table.columns.insert(table.columns.end(), std::begin(columns), std::end(columns));
   bool few_samples = false;
   for (const Row& row : RowsOf(group, true)) {
@@ -134,6 +134,7 @@ Table CostTable(const TableGroup& group) {
           FormatBytes(outcome.has_parameter_bytes()
                           ? std::optional<double>(outcome.parameter_bytes())
                           : std::nullopt),
+          FormatBytes(KeptBytes(*result)),
           absl::StrCat(run.samples, " (", timing.discarded_samples(), ")")}) {
       cells.emplace_back(text);
     }

@@ -6,9 +6,11 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "results/choices.h"
+#include "results/describe.h"
 #include "results/reader.h"
 #include "results/report.h"
 #include "results/report_rows.h"
@@ -99,6 +101,13 @@ std::string FastestText(const Mask& mask) {
                       mask.sure ? "" : ", of too few samples to be sure");
 }
 
+// Returns the beginning of a sentence about a pass: "In a training step, with ..." from "With ...".
+std::string OfPass(Case::Pass pass, std::string sentence) {
+  if (pass == Case::PASS_FORWARD) return sentence;
+  sentence.front() = absl::ascii_tolower(static_cast<unsigned char>(sentence.front()));
+  return absl::StrCat("In a ", DescribePass(pass), ", ", sentence);
+}
+
 std::string FastestSentence(const std::vector<Mask>& masks, double limit) {
   std::vector<std::string> parts;
   for (const Mask& mask : masks) parts.push_back(FastestText(mask));
@@ -186,14 +195,15 @@ std::string MissingSentence(const Analysis& analysis) {
 
 }  // namespace
 
-std::vector<std::string> RecommendationSentences(const Analysis& analysis) {
-  const std::vector<TableGroup> groups = MainGroups(analysis);
+namespace {
+
+std::vector<std::string> SentencesOf(const Analysis& analysis,
+                                     const std::vector<TableGroup>& groups) {
   std::vector<Mask> masks;
   for (const TableGroup& group : groups) {
     const int64_t tokens = SharedLength(group);
     masks.push_back({&group, tokens, FindChoiceSets(analysis, group, tokens).front(), nullptr});
   }
-  if (masks.empty()) return {};
   const std::optional<double> limit = FindFastest(&masks);
   if (limit.has_value()) return {FastestSentence(masks, *limit), CostSentence(masks)};
   return {absl::StrCat("No technique with an error of at most ",
@@ -202,6 +212,18 @@ std::vector<std::string> RecommendationSentences(const Analysis& analysis) {
                        " at ", LengthText(masks.front()), ConditionsText(masks.front()), "."),
           absl::StrCat("At that length ", DenseName(masks.front()),
                        " is the choice; other lengths are in the tables.")};
+}
+
+}  // namespace
+
+std::vector<std::string> RecommendationSentences(const Analysis& analysis) {
+  std::vector<std::string> sentences;
+  for (const Case::Pass pass : PassesToChooseBy(analysis)) {
+    for (std::string& sentence : SentencesOf(analysis, MainGroups(analysis, pass))) {
+      sentences.push_back(OfPass(pass, std::move(sentence)));
+    }
+  }
+  return sentences;
 }
 
 std::vector<std::string> HeadlineSentences(const Analysis& analysis) {

@@ -124,19 +124,17 @@ std::string LengthName(const TableGroup& group) {
 }
 
 std::string GroupTitle(absl::string_view what, const TableGroup& group) {
-  const Case::Key& key = group.first().key();
+  Case::Key key = group.first().key();
   const bool accuracy = group.purpose() == Case::PURPOSE_ACCURACY;
-  ProblemSize problem = key.problem();
-  InputProfile input = key.input();
   if (accuracy) {
-    problem.clear_causal();
-    input.clear_layer();
+    key.mutable_problem()->clear_causal();
+    key.mutable_input()->clear_layer();
   }
   const std::string device =
       accuracy && HasSeveralDevices(group) ? "" : absl::StrCat(Name(key.device()), " ");
   std::string title =
-      absl::StrCat(what, ": ", device, Name(key.dtype()), ", ", DescribeProblem(problem, accuracy));
-  const std::string described = DescribeInput(input);
+      absl::StrCat(what, ": ", device, Name(key.dtype()), ", ", DescribeProblem(key, accuracy));
+  const std::string described = DescribeInput(key.input());
   if (!described.empty()) absl::StrAppend(&title, ", input ", described);
   return title;
 }
@@ -366,6 +364,11 @@ std::vector<Table> WithRows(std::vector<Table> tables) {
                tables.end());
   for (Table& table : tables) DropEmptyColumns(&table);
   return tables;
+}
+
+std::optional<double> KeptBytes(const Case& result) {
+  if (!result.outcome().has_kept_bytes()) return std::nullopt;
+  return static_cast<double>(result.outcome().kept_bytes());
 }
 
 std::optional<double> MemoryAt(const Series& series, int64_t tokens) {

@@ -29,6 +29,7 @@ struct TableGroup {
   std::vector<const SeriesGroup*> groups;
   const SeriesGroup& front() const { return *groups.front(); }
   Case::Purpose purpose() const { return front().purpose; }
+  Case::Pass pass() const { return first().key().pass(); }
   const Case& first() const { return front().first(); }
   std::vector<const Series*> AllSeries() const {
     std::vector<const Series*> all;
@@ -102,8 +103,11 @@ std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumb
 std::optional<double> MedianValue(const std::vector<const Case*>& cases, const CaseNumber& number);
 std::optional<double> WorstValue(const std::vector<const Case*>& cases, const CaseNumber& number);
 
-// Returns the most workspace and parameters of the row's cases at that length, in bytes.
+// Returns the most working memory (results/statistics.h) of the row's cases at that length, in
+// bytes.
 std::optional<double> MemoryAt(const Series& series, int64_t tokens);
+// Returns the bytes that a run keeps for its backward pass, where that is timed.
+std::optional<double> KeptBytes(const Case& result);
 bool AnyHas(const TableGroup& group, const CaseNumber& number);
 
 // Returns the error against dense that compares techniques: the relative one where it is known.

@@ -91,8 +91,15 @@ struct ScalingMarks {
   bool counterpart = false, shorter = false, above = false, bandwidth = false;
 };
 
+std::string CallsText(Case::Pass pass) {
+  if (pass == Case::PASS_BACKWARD) return "backward passes";
+  if (pass == Case::PASS_TRAINING) return "training steps, a run and its backward pass,";
+  return "runs";
+}
+
 std::string ScalingNotes(const TableGroup& group, const ScalingMarks& marks) {
-  std::vector<std::string> notes = {"medians of warm runs without setup"};
+  std::vector<std::string> notes = {
+      absl::StrCat("medians of warm ", CallsText(group.pass()), " without setup")};
   if (marks.fitted.size() == 1) {
     notes.push_back(absl::StrCat("growth: exponent from ", marks.fitted.begin()->first, " to ",
                                  marks.fitted.begin()->second, " ", LengthName(group)));
@@ -106,7 +113,10 @@ std::string ScalingNotes(const TableGroup& group, const ScalingMarks& marks) {
   if (marks.counterpart) {
     notes.push_back("a technique with a dense counterpart of its own below it is compared with it");
   }
-  notes.push_back("memory: workspace and parameters");
+  const bool keeps = group.pass() != Case::PASS_FORWARD;
+  notes.push_back(keeps ? "memory: workspace, parameters and what is kept"
+                        : "memory: workspace and parameters");
+  if (keeps) notes.push_back("kept: by a run for its backward pass, with the output");
   if (marks.bandwidth) notes.push_back("bw: of the measured bandwidth, else of arithmetic");
   return absl::StrJoin(notes, "; ");
 }
@@ -214,6 +224,7 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   table.columns.push_back({absl::StrCat("speed-up\nat ", shared), true, 0, 2});
   table.columns.push_back({"faster than\ndense from", true, 0, 2});
   table.columns.push_back({absl::StrCat("memory\nat ", shared), true});
+  table.columns.push_back({absl::StrCat("kept\nat ", shared), true});
   table.columns.push_back({"of\npeak", true});
   const bool has_bits = AnyHas(group, BitsPerByte);
   if (has_bits) table.columns.push_back({absl::StrCat("bits per byte\nat ", shared), true});
@@ -234,6 +245,9 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
     cells.push_back(series.crossover.has_value() ? CrossoverCell(*series.crossover) : "-");
     const auto at_shared = series.by_tokens.find(shared);
     cells.push_back(FormatBytes(MemoryAt(series, shared)));
+    cells.push_back(at_shared == series.by_tokens.end()
+                        ? TableCell("-")
+                        : FormatBytes(WorstValue(at_shared->second, KeptBytes)));
     cells.push_back(series.longest() == nullptr ? "-" : PeakCell(analysis, *series.longest()));
     marks.bandwidth = marks.bandwidth || cells.back().text.find("bw") != std::string::npos;
     if (has_bits) {

@@ -306,7 +306,7 @@ std::optional<double> ShareOfBandwidthPeak(const Case& result, const Environment
 std::optional<double> WorkingMemoryBytes(const Outcome& outcome) {
   if (!outcome.has_peak_workspace_bytes()) return std::nullopt;
   return static_cast<double>(outcome.peak_workspace_bytes()) +
-         static_cast<double>(outcome.parameter_bytes());
+         static_cast<double>(outcome.parameter_bytes()) + static_cast<double>(outcome.kept_bytes());
 }
 
 std::optional<double> BoundedValue(const ErrorMeasure& error) {

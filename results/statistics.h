@@ -143,8 +143,9 @@ std::optional<double> GigabytesPerSecond(const Case& result);
 std::optional<double> ShareOfComputePeak(const Case& result, const Environment& environment);
 std::optional<double> ShareOfBandwidthPeak(const Case& result, const Environment& environment);
 
-// Returns the bytes of workspace and parameters, which a technique needs beside inputs and outputs.
-// Returns nothing where the workspace is unknown.
+// Returns the bytes of workspace and parameters, which a technique needs beside inputs and outputs,
+// and of what a run keeps for its backward pass where that is timed. Returns nothing where the
+// workspace is unknown.
 std::optional<double> WorkingMemoryBytes(const Outcome& outcome);
 
 // Returns the value of the metric that `error` bounds, or its relative Frobenius norm where it

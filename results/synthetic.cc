@@ -97,6 +97,7 @@ Case MakeCase(const CaseSpec& spec) {
   outcome->set_parameter_bytes(0);
   outcome->set_input_bytes(3 * 8 * spec.tokens * 64 * 4);
   outcome->set_output_bytes(8 * spec.tokens * 64 * 4);
+  if (spec.pass != Case::PASS_FORWARD) outcome->set_kept_bytes(8 * spec.tokens * 65 * 4);
   if (spec.purpose == Case::PURPOSE_ACCURACY) {
     const bool exact = spec.exactness == TechniqueDescription::EXACTNESS_EXACT;
     SetErrors(2e-7, spec.technique == "plain" ? 2e-7 : exact ? 0.18 : 0.61, outcome);
@@ -134,6 +135,7 @@ Case MakeUnmeasured(const CaseSpec& spec, Outcome::Status status, absl::string_v
   key->set_seed(spec.seed);
   key->set_threads(spec.device == DEVICE_TYPE_CPU ? 2 : 0);
   key->set_purpose(spec.purpose);
+  key->set_pass(spec.pass);
 
   TechniqueDescription* technique = result.mutable_technique();
   technique->set_display_name(

@@ -27,6 +27,7 @@ struct CaseSpec {
   ElementType dtype = ELEMENT_TYPE_F32;
   int64_t tokens = 512;
   Case::Purpose purpose = Case::PURPOSE_SCALING;
+  Case::Pass pass = Case::PASS_FORWARD;
   TechniqueDescription::Exactness exactness = TechniqueDescription::EXACTNESS_EXACT;
   double expected_growth = 2;
   double median_ns = 1e6;  // of a run; 0 for a case without times
@@ -34,8 +35,9 @@ struct CaseSpec {
   std::string environment_id = "env";
 };
 
-// Makes a case of 1 x 8 heads x `tokens` x 64 with status ok, samples, flops and memory. Accuracy
-// cases have both errors and a bound of 2e-6.
+// Makes a case of 1 x 8 heads x `tokens` x 64 with status ok, samples, flops and memory, of passes
+// other than the forward one also what a run keeps. Accuracy cases have both errors and a bound of
+// 2e-6.
 Case MakeCase(const CaseSpec& spec);
 
 // Makes a case with the same key, a status and a reason, and nothing measured.

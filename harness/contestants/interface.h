@@ -1,5 +1,5 @@
-// A contestant is somebody else's code, which is measured and judged beside ours. A harness sees it as
-// a technique, and what is here beyond that.
+// A contestant is somebody else's code, which is measured and judged beside ours. A harness sees it
+// as a technique, and what is here beyond that.
 #ifndef TFB_HARNESS_CONTESTANTS_INTERFACE_H_
 #define TFB_HARNESS_CONTESTANTS_INTERFACE_H_
 
@@ -44,12 +44,16 @@ class ContestantLayer : public Layer {
   // Returns what computes, by name: the versions of libraries, their threads and settings.
   virtual std::map<std::string, std::string> about() const { return {}; }
 
+  absl::Status CheckBackward() const override {
+    return absl::UnimplementedError("a contestant is measured in the forward pass alone");
+  }
+
   // Tells whether the code runs in another process. Such a layer times its own calls, so that
   // nothing that is said between the processes is in a time.
   virtual bool times_itself() const { return false; }
-  // Return the seconds of `calls` runs, one after the other; of one run after `flush_bytes` of other
-  // memory were written; and of Setup. Runs are on the inputs of the last Run, and the result of the
-  // last of them is written to its outputs.
+  // Return the seconds of `calls` runs, one after the other; of one run after `flush_bytes` of
+  // other memory were written; and of Setup. Runs are on the inputs of the last Run, and the result
+  // of the last of them is written to its outputs.
   virtual absl::StatusOr<double> RunSeconds(int64_t /*calls*/) { return NoClock(); }
   virtual absl::StatusOr<double> ColdRunSeconds(int64_t /*flush_bytes*/) { return NoClock(); }
   virtual absl::StatusOr<double> SetupSeconds() { return NoClock(); }

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/status.h"
+#include "results/reader.h"
 
 namespace tfb {
 
@@ -25,7 +26,8 @@ std::string Job::DisplayName() const {
 
 std::string Job::ToString() const {
   return absl::StrCat(DisplayName(), ", ", Name(device), ", ", problem.ToString(), ", ",
-                      input.ToString());
+                      input.ToString(), pass == Case::PASS_FORWARD ? "" : ", ",
+                      pass == Case::PASS_FORWARD ? "" : Name(pass));
 }
 
 absl::StatusOr<NamedTensors> Job::LoadInputs() const {

@@ -29,6 +29,7 @@ struct Job {
   int threads = 1;    // of the CPU pool
   uint64_t seed = 1;  // of drawn inputs and of parameters
   Case::Purpose purpose = Case::PURPOSE_SCALING;
+  Case::Pass pass = Case::PASS_FORWARD;  // what is timed
   bool added = false;  // whether it is a dense counterpart that the caller did not name
   bool check = true;   // whether to compare the outputs with the float64 definition
   // Why the job cannot run, if that is known beforehand: NotFound where the input lacks a tensor.
@@ -38,7 +39,9 @@ struct Job {
   Options ChangedOptions() const;
   // Returns "longformer window=256": with the changed options.
   std::string DisplayName() const;
-  std::string ToString() const;  // the display name, device, problem and input
+  // Returns the display name, device, problem and input, and the pass where it is not the forward
+  // one.
+  std::string ToString() const;
 
   // Returns the technique's inputs, on the host, with the errors of InputSpecs and MakeInputs.
   absl::StatusOr<NamedTensors> LoadInputs() const;

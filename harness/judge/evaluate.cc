@@ -271,6 +271,85 @@ double DefinitionBound(const Job& job) {
   return AbsoluteBound(job.problem.dtype, Keys(job.problem));
 }
 
+// Tensors of a layer's device between guard bands.
+class GuardedTensors {
+ public:
+  static absl::StatusOr<GuardedTensors> Allocate(const std::vector<TensorSpec>& specs,
+                                                 Device device) {
+    GuardedTensors guarded;
+    for (const TensorSpec& spec : specs) {
+      TFB_ASSIGN_OR_RETURN(GuardedTensor tensor,
+                           GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, device));
+      TFB_RETURN_IF_ERROR(tensor.Upload(Contents::kUnwritten));
+      guarded.views_.Set(spec.name, tensor.device_view());
+      guarded.tensors_[spec.name] = std::move(tensor);
+    }
+    return guarded;
+  }
+
+  const Outputs& views() const { return views_; }
+  void Poison() {
+    for (auto& [name, tensor] : tensors_) tensor.Poison();
+  }
+  // Checks the bands, with messages that begin with `what`, and returns copies on the host.
+  absl::StatusOr<NamedTensors> Download(absl::string_view what) {
+    NamedTensors copies;
+    for (auto& [name, tensor] : tensors_) {
+      TFB_RETURN_IF_ERROR(tensor.Download());
+      TFB_RETURN_IF_ERROR(tensor.CheckGuards(absl::StrCat(what, " ", name)));
+      Tensor& copy = copies[name] = Tensor(tensor.view().dtype, tensor.view().shape());
+      CopyElements(tensor.view(), copy.view());
+    }
+    return copies;
+  }
+
+ private:
+  std::map<std::string, GuardedTensor> tensors_;
+  Outputs views_;
+};
+
+// The memory of a backward pass between guard bands.
+class GuardedBackward {
+ public:
+  // Binds the backward pass of a layer that has one.
+  static absl::StatusOr<GuardedBackward> Bind(const Inputs& output_gradients, ThreadPool* pool,
+                                              BoundLayer* bound) {
+    const Layer& layer = *bound->layer;
+    GuardedBackward backward;
+    TFB_ASSIGN_OR_RETURN(backward.inputs_,
+                         GuardedTensors::Allocate(layer.input_gradients(), bound->device));
+    TFB_ASSIGN_OR_RETURN(backward.parameters_,
+                         GuardedTensors::Allocate(layer.parameter_gradients(), bound->device));
+    TFB_ASSIGN_OR_RETURN(backward.kept_,
+                         GuardedMemory::Allocate(KeptMemoryBytes(layer), bound->device));
+    TFB_RETURN_IF_ERROR(backward.kept_.Upload(Contents::kUnwritten));
+    TFB_ASSIGN_OR_RETURN(
+        backward.workspace_,
+        GuardedWorkspace::Allocate(layer.backward_workspace_bytes(pool->threads()), bound->device));
+    bound->BindBackward(output_gradients, backward.inputs_.views(), backward.parameters_.views(),
+                        backward.kept_.device_bytes());
+    return backward;
+  }
+
+  // Sets the backward pass up and calls it, behind a Run, and adds the gradients to `run`.
+  absl::Status Call(BoundLayer bound, LayerRun* run) {
+    bound.execution.workspace = workspace_.bytes();
+    TFB_RETURN_IF_ERROR(
+        workspace_.Call("workspace of SetUpBackward", [&] { return bound.SetUpBackward(); }));
+    TFB_RETURN_IF_ERROR(workspace_.Call("workspace of Backward", [&] { return bound.Backward(); }));
+    TFB_RETURN_IF_ERROR(kept_.Download());
+    TFB_RETURN_IF_ERROR(kept_.CheckGuards("kept memory"));
+    TFB_ASSIGN_OR_RETURN(run->input_gradients, inputs_.Download("gradient of input"));
+    TFB_ASSIGN_OR_RETURN(run->parameter_gradients, parameters_.Download("gradient of parameter"));
+    return absl::OkStatus();
+  }
+
+ private:
+  GuardedTensors inputs_, parameters_;
+  GuardedMemory kept_;
+  GuardedWorkspace workspace_;
+};
+
 // Runs the layer on the negative of every number.
 absl::Status RunOnNegative(const BoundLayer& bound) {
   NamedTensors negative;
@@ -285,8 +364,8 @@ absl::Status RunOnNegative(const BoundLayer& bound) {
   return other.Run();
 }
 
-// Returns a number that other contents of the contiguous tensors among them would hardly have; 0 where
-// they are not in the host's memory.
+// Returns a number that other contents of the contiguous tensors among them would hardly have; 0
+// where they are not in the host's memory.
 uint64_t ChecksumOf(const Inputs& inputs, Device device) {
   if (device != Device::kCpu) return 0;
   constexpr uint64_t kOffset = 0xcbf29ce484222325, kPrime = 0x100000001b3;  // FNV-1a's
@@ -307,7 +386,8 @@ uint64_t ChecksumOf(const Inputs& inputs, Device device) {
 }  // namespace
 
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
-                                 ThreadPool* pool) {
+                                 ThreadPool* pool, const Inputs* output_gradients) {
+  if (output_gradients != nullptr) TFB_RETURN_IF_ERROR(layer->CheckBackward());
   BoundLayer bound;
   bound.layer = layer;
   bound.inputs = inputs;
@@ -318,13 +398,11 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   if (is_contestant) bound.inputs = ViewsOf(own_inputs);
   TFB_ASSIGN_OR_RETURN(bound.runtime, RuntimeOf(device));
   const int64_t allocated_before = bound.runtime == nullptr ? 0 : bound.runtime->allocated_bytes();
-  std::map<std::string, GuardedTensor> guarded;
-  for (const TensorSpec& spec : layer->outputs()) {
-    TFB_ASSIGN_OR_RETURN(GuardedTensor output,
-                         GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, device));
-    TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
-    bound.outputs.Set(spec.name, output.device_view());
-    guarded[spec.name] = std::move(output);
+  TFB_ASSIGN_OR_RETURN(GuardedTensors outputs, GuardedTensors::Allocate(layer->outputs(), device));
+  bound.outputs = outputs.views();
+  std::optional<GuardedBackward> backward;
+  if (output_gradients != nullptr) {
+    TFB_ASSIGN_OR_RETURN(backward, GuardedBackward::Bind(*output_gradients, pool, &bound));
   }
   LayerRun run;
   run.workspace_bytes = layer->workspace_bytes(pool->threads());
@@ -339,18 +417,14 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup", [&] { return bound.Setup(); }));
   if (is_contestant) {
     TFB_RETURN_IF_ERROR(RunOnNegative(bound));
-    for (auto& [name, tensor] : guarded) tensor.Poison();
+    outputs.Poison();
   }
   TFB_RETURN_IF_ERROR(workspace.Call("workspace", [&] { return bound.Run(); }));
+  if (backward.has_value()) TFB_RETURN_IF_ERROR(backward->Call(bound, &run));
   if (ChecksumOf(bound.inputs, device) != inputs_before) {
     return absl::InternalError("the layer wrote into its inputs");
   }
-  for (auto& [name, tensor] : guarded) {
-    TFB_RETURN_IF_ERROR(tensor.Download());
-    TFB_RETURN_IF_ERROR(tensor.CheckGuards(absl::StrCat("output ", name)));
-    Tensor& copy = run.outputs[name] = Tensor(tensor.view().dtype, tensor.view().shape());
-    CopyElements(tensor.view(), copy.view());
-  }
+  TFB_ASSIGN_OR_RETURN(run.outputs, outputs.Download("output"));
   return run;
 }
 
@@ -393,8 +467,15 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request) {
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer) {
   TFB_ASSIGN_OR_RETURN(const DeviceTensors read,
                        DeviceTensors::Of(request.job.device, ViewsOf(*request.inputs)));
-  TFB_ASSIGN_OR_RETURN(LayerRun run,
-                       RunOnce(layer, request.job.device, read.inputs(), request.pool));
+  DeviceTensors output_gradients;
+  if (request.output_gradients != nullptr) {
+    TFB_ASSIGN_OR_RETURN(output_gradients,
+                         DeviceTensors::Of(request.job.device, ViewsOf(*request.output_gradients)));
+  }
+  TFB_ASSIGN_OR_RETURN(
+      LayerRun run,
+      RunOnce(layer, request.job.device, read.inputs(), request.pool,
+              request.output_gradients == nullptr ? nullptr : &output_gradients.inputs()));
   TFB_ASSIGN_OR_RETURN(Accuracy accuracy, Judge(request, layer->parameters(), run.outputs));
   accuracy.statistics = layer->statistics();
   accuracy.cost = layer->cost();
@@ -403,6 +484,8 @@ absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* la
   accuracy.parameter_bytes = 0;
   for (const auto& entry : accuracy.parameters) *accuracy.parameter_bytes += entry.second.bytes();
   accuracy.outputs = std::move(run.outputs);
+  accuracy.input_gradients = std::move(run.input_gradients);
+  accuracy.parameter_gradients = std::move(run.parameter_gradients);
   return accuracy;
 }
 

@@ -28,6 +28,9 @@ struct EvaluateRequest {
   const NamedTensors* inputs = nullptr;  // on the host, as Technique::InputSpecs says
   std::vector<int64_t> rows;             // query tokens to check, ascending; empty for all
   ThreadPool* pool = nullptr;
+  // The gradients of outputs, by the outputs' names, on the host. Where they are set, EvaluateLayer
+  // also calls the backward pass.
+  const NamedTensors* output_gradients = nullptr;
   // The registry in which dense counterparts are looked up.
   const Registry* registry = &Registry::Global();
 };
@@ -41,8 +44,8 @@ struct Bounded {
 
 struct Accuracy {
   OutputError against_definition;
-  // The bound of against_definition.max_abs_over_max_value (AbsoluteBound); infinite for a contestant
-  // that only approximates its definition.
+  // The bound of against_definition.max_abs_over_max_value (AbsoluteBound); infinite for a
+  // contestant that only approximates its definition.
   double definition_bound = 0;
   // Absolute, of log_sum_exp; absent where the technique has none.
   std::optional<Bounded> log_sum_exp_error;
@@ -68,8 +71,9 @@ struct Accuracy {
   Cost cost;
   std::optional<size_t> workspace_bytes;  // absent where outputs alone were judged
   std::optional<size_t> parameter_bytes;
-  NamedTensors outputs;     // all rows, in the problem's dtype
-  NamedTensors parameters;  // of the layer that ran
+  NamedTensors outputs;                               // all rows, in the problem's dtype
+  NamedTensors input_gradients, parameter_gradients;  // where the request has output gradients
+  NamedTensors parameters;                            // of the layer that ran
 };
 constexpr int64_t kMaxWeightBytes = int64_t{1} << 28;
 
@@ -86,16 +90,21 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer);
 
 struct LayerRun {
-  NamedTensors outputs;  // of every output, the optional ones included
+  NamedTensors outputs;                               // of every output, the optional ones included
+  NamedTensors input_gradients, parameter_gradients;  // all, where output gradients were given
   size_t workspace_bytes = 0;
-  size_t device_bytes = 0;  // of the device's memory, for outputs and workspace; 0 on the CPU
+  size_t device_bytes = 0;  // of the device's memory, that this call took; 0 on the CPU
 };
 // Sets the layer up and runs it once on `inputs`, which are in the memory of its device and may
 // lack optional tensors. Returns Internal where the layer writes beyond its outputs or its
 // workspace, or on a CPU into its inputs, or a kernel fails. A contestant on a CPU runs once on
 // other inputs before, so that one that gives its last result again is wrong here.
+//
+// With `output_gradients`, which are in the memory of the device, the run keeps memory, and its
+// backward pass is set up and called; what it writes is checked likewise. Returns the layer's
+// reason where it has no backward pass.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
-                                 ThreadPool* pool);
+                                 ThreadPool* pool, const Inputs* output_gradients = nullptr);
 
 // Judges outputs that a layer with these parameters gave for request.inputs. Fills the fields of
 // Accuracy down to `failure`, and `counterpart`.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/random.h"
 #include "core/status.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -389,6 +391,216 @@ TEST_F(Evaluation, EveryFurtherOutputIsJudgedInItsOwnUnits) {
     EXPECT_FALSE(failed.passed) << name;
     EXPECT_THAT(failed.failure, HasSubstr("error of output " + name));
     EXPECT_TRUE(judge(name, fine).passed) << name;
+  }
+}
+
+double Norm(const Tensor& tensor) {
+  double squares = 0;
+  for (int64_t n = 0; n < tensor.num_elements(); ++n) {
+    squares += tensor.view().Get(n) * tensor.view().Get(n);
+  }
+  return std::sqrt(squares);
+}
+
+// The tensors of a loss sum <g, out> + <e, log_sum_exp> of the tiny technique, in float64.
+struct TinyLoss {
+  const Technique& technique;
+  const Problem problem;
+  const Options options;
+  const NamedTensors& gradients;  // g and e
+  NamedTensors point;             // inputs, and the parameter gain
+
+  NamedTensors Define() const {
+    NamedTensors parameters, inputs, outputs;
+    for (const auto& [name, tensor] : point) {
+      (name == "gain" ? parameters : inputs)[name] = tensor.Clone();
+    }
+    DefinitionRequest request;
+    request.weights = true;
+    EXPECT_TRUE(
+        technique.Define(problem, options, parameters, ViewsOf(inputs), request, &outputs).ok());
+    return outputs;
+  }
+
+  double Value() const {
+    const NamedTensors outputs = Define();
+    double sum = 0;
+    for (const auto& [name, g] : gradients) {
+      const Tensor& y = outputs.at(name);
+      for (int64_t n = 0; n < g.num_elements(); ++n) sum += g.view().Get(n) * y.view().Get(n);
+    }
+    return sum;
+  }
+
+  // Returns the sum of the sizes of all products that the derivative along the direction d of the
+  // tensor consists of: with s' the derivative of the score,
+  //   sum_ij p_ij (g_i . v'_j + s'_ij (g_i . v_j - g_i . y_i + e_i)).
+  double TermsAlong(const std::string& name, const Tensor& d) const {
+    const NamedTensors outputs = Define();
+    const auto at = [](const Tensor& tensor, int64_t row, int64_t c) {
+      return std::abs(tensor.view().Get(row * 16 + c));
+    };
+    const auto of = [&](const std::string& tensor) -> const Tensor& {
+      return tensor == name ? d : point.at(tensor);
+    };
+    double sum = 0;
+    for (int64_t bh = 0; bh < problem.batch * problem.query_heads; ++bh) {
+      for (int64_t i = 0; i < problem.query_tokens; ++i) {
+        const int64_t row = bh * problem.query_tokens + i;
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          const int64_t key = bh * problem.kv_tokens + j;
+          double score = 0, values = 0;
+          for (int64_t c = 0; c < 16; ++c) {
+            const double g = at(gradients.at("out"), row, c);
+            score += at(of("q"), row, c) * at(of("k"), key, c) / 4;
+            values += g * at(of("v"), key, c);
+            if (name != "v") values += g * at(outputs.at("out"), row, c);
+          }
+          if (name != "v") {
+            values += std::abs(gradients.at("log_sum_exp").view().Get(row));
+            values *= score * std::abs(of("gain").view().Get(bh % problem.query_heads));
+          }
+          sum += outputs.at("weights").view().Get(row * problem.kv_tokens + j) * values;
+        }
+      }
+    }
+    return sum;
+  }
+};
+
+// The derivative along a direction of length 1 is the central difference of the definition with a
+// step of 1e-5 of the tensor's length. Each product in it has at most the relative error that the
+// forward pass's bound allows a term p_ij v_j. One direction is that of the gradient itself, along
+// which an error of its size shows most; another one is random.
+TEST_F(Evaluation, GradientsAreThoseOfTheDefinition) {
+  const Technique& technique = **registry_.Find("tiny");
+  const Problem problem = Problem::SelfAttention(2, 4, 20, 16, true);
+  EvaluateRequest request;
+  request.job.technique = &technique;
+  request.job.options = {{"window", "12"}};
+  request.job.problem = problem;
+  request.pool = &pool_;
+  request.registry = &registry_;
+  NamedTensors inputs = *MakeInputs({}, *technique.InputSpecs(problem, {}), problem, 3);
+  request.inputs = &inputs;
+  NamedTensors gradients;
+  FillNormal(&(gradients["out"] = Tensor(DType::kF32, {2, 4, 20, 16})), 5, "g");
+  FillNormal(&(gradients["log_sum_exp"] = Tensor(DType::kF32, {2, 4, 20})), 5, "e");
+  request.output_gradients = &gradients;
+  const auto accuracy = Evaluate(request);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_TRUE(accuracy->passed) << accuracy->failure;
+  EXPECT_EQ(accuracy->input_gradients.size(), 3u);
+  EXPECT_EQ(accuracy->parameter_gradients.size(), 1u);
+
+  TinyLoss loss = {technique, problem, request.job.options, gradients, {}};
+  for (const auto& [name, tensor] : inputs) loss.point[name] = tensor.CloneAs(DType::kF64);
+  loss.point["gain"] = accuracy->parameters.at("gain").CloneAs(DType::kF64);
+  for (const std::string name : {"q", "k", "v", "gain"}) {
+    const Tensor& gradient =
+        (name == "gain" ? accuracy->parameter_gradients : accuracy->input_gradients).at(name);
+    Tensor& x = loss.point.at(name);
+    ASSERT_EQ(gradient.shape(), x.shape());
+    const Tensor before = x.Clone();
+    const double h = 1e-5 * Norm(before);
+    for (const bool is_random : {false, true}) {
+      Tensor direction = gradient.CloneAs(DType::kF64);
+      if (is_random) FillNormal(&direction, 7, name);
+      const double length = Norm(direction);
+      double along = 0;
+      for (int64_t n = 0; n < x.num_elements(); ++n) {
+        direction.view().Set(n, direction.view().Get(n) / length);
+        along += gradient.view().Get(n) * direction.view().Get(n);
+      }
+      const auto value_at = [&](double step) {
+        for (int64_t n = 0; n < x.num_elements(); ++n) {
+          x.view().Set(n, before.view().Get(n) + step * direction.view().Get(n));
+        }
+        return loss.Value();
+      };
+      const double difference = (value_at(h) - value_at(-h)) / (2 * h);
+      CopyElements(before.view(), x.view());
+      const double bound = AbsoluteBound(DType::kF32, 20) * loss.TermsAlong(name, direction);
+      EXPECT_NEAR(along, difference, bound) << name;
+      EXPECT_TRUE(is_random || 20 * bound < difference) << name << ": the bound shows nothing";
+    }
+  }
+}
+
+TEST_F(Evaluation, ALayerWithoutABackwardPassSaysWhy) {
+  registry_.Add(MakeTiny(TinyFault::kWrongScale));
+  EvaluateRequest request;
+  request.job.technique = *registry_.Find("tiny_wrong_scale");
+  request.job.problem = kProblem;
+  request.pool = &pool_;
+  request.registry = &registry_;
+  inputs_ = *MakeInputs({}, *request.job.technique->InputSpecs(kProblem, {}), kProblem, 3);
+  request.inputs = &inputs_;
+  const NamedTensors gradients;
+  request.output_gradients = &gradients;
+  EXPECT_EQ(Evaluate(request).status(),
+            absl::UnimplementedError("a layer with a fault has no backward pass"));
+}
+
+// A layer whose backward pass writes one element behind what it may.
+class OverrunningLayer : public Layer {
+ public:
+  enum class Where { kNowhere, kGradient, kParameter, kKept, kWorkspace };
+  OverrunningLayer(const Problem& problem, Where where)
+      : Layer(problem, HiddenInputs(problem), HiddenOutputs(problem)), where_(where) {
+    parameters_["w"] = Tensor(DType::kF32, {3});
+    Fill(parameters_["w"].view(), 1);
+  }
+  size_t workspace_bytes(int) const override { return 8; }
+  size_t backward_workspace_bytes(int) const override { return 16; }
+  size_t kept_bytes() const override { return 4; }
+  Cost cost() const override { return {}; }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+
+ protected:
+  absl::Status DoRun(const Inputs&, const Outputs& outputs, const Execution&) override {
+    Fill(outputs.Get("out"), 1);
+    return absl::OkStatus();
+  }
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    const TensorView dx = call.input_gradients.Get("x"), dw = call.parameter_gradients.Get("w");
+    Fill(dx, 2);
+    Fill(dw, 3);
+    if (where_ == Where::kGradient) dx.Set(dx.num_elements(), 0);
+    if (where_ == Where::kParameter) dw.Set(dw.num_elements(), 0);
+    if (where_ == Where::kKept) execution.kept.data()[4] = std::byte{0};
+    if (where_ == Where::kWorkspace) execution.workspace.data()[16] = std::byte{0};
+    return absl::OkStatus();
+  }
+
+ private:
+  const Where where_;
+};
+
+TEST(RunOnce, ABackwardPassWritesWhatIsItsOwnAlone) {
+  using Where = OverrunningLayer::Where;
+  const Problem problem = Problem::SelfAttention(1, 2, 5, 4);
+  ThreadPool pool(1);
+  NamedTensors inputs, gradients;
+  Fill((inputs["x"] = Tensor(DType::kF32, {1, 5, 8})).view(), 1);
+  Fill((gradients["out"] = Tensor(DType::kF32, {1, 5, 8})).view(), 1);
+  const Inputs given = ViewsOf(gradients);
+  const auto run = [&](Where where) {
+    OverrunningLayer layer(problem, where);
+    return RunOnce(&layer, Device::kCpu, ViewsOf(inputs), &pool, &given);
+  };
+  const absl::StatusOr<LayerRun> right = run(Where::kNowhere);
+  ASSERT_TRUE(right.ok()) << right.status();
+  EXPECT_EQ(right->outputs.at("out").view().Get(39), 1);
+  EXPECT_EQ(right->input_gradients.at("x").view().Get(39), 2);
+  EXPECT_EQ(right->parameter_gradients.at("w").view().Get(2), 3);
+  for (const auto& [where, what] : {std::pair(Where::kGradient, "gradient of input x"),
+                                    {Where::kParameter, "gradient of parameter w"},
+                                    {Where::kKept, "kept memory"},
+                                    {Where::kWorkspace, "workspace of Backward"}}) {
+    const absl::Status status = run(where).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << what;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(what));
   }
 }
 

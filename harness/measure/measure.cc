@@ -61,6 +61,33 @@ int64_t HeapBytes() {
 // The most bytes of freed chunks that the C library may keep.
 constexpr int64_t kHeapNoise = 64 << 10;
 
+bool HasBackward(const Job& job) { return job.pass != Case::PASS_FORWARD; }
+
+// Returns the workspace of all calls of the case.
+size_t WorkspaceBytes(const Layer& layer, const Job& job) {
+  const size_t run = layer.workspace_bytes(job.threads);
+  return HasBackward(job) ? std::max(run, layer.backward_workspace_bytes(job.threads)) : run;
+}
+
+// Returns the bytes of all gradients of inputs and parameters.
+double GradientBytes(const Layer& layer) {
+  return BytesOf(layer.input_gradients(), true) + BytesOf(layer.parameter_gradients(), true);
+}
+
+std::optional<double> Sum(std::optional<double> a, std::optional<double> b) {
+  if (!a.has_value() || !b.has_value()) return std::nullopt;
+  return *a + *b;
+}
+
+// Returns the cost of one call of the case's pass.
+Cost CostOf(const Layer& layer, Case::Pass pass) {
+  if (pass == Case::PASS_FORWARD) return layer.cost();
+  const Cost backward = layer.backward_cost();
+  if (pass == Case::PASS_BACKWARD) return backward;
+  const Cost run = layer.cost();
+  return {Sum(run.flops, backward.flops), Sum(run.bytes, backward.bytes)};
+}
+
 // Calls Judge, whose float64 copies need memory of their own.
 absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
                                        const NamedTensors& parameters,
@@ -158,6 +185,8 @@ struct Measurer::Prepared {
   std::unique_ptr<Layer> layer;
   const NamedTensors* inputs = nullptr;  // of the host
   DeviceTensors outputs;
+  NamedTensors output_gradients;  // of the host; these two are of passes with a backward pass
+  BackwardMemory backward;
   TimedCase timed;
   std::unique_ptr<SampleTrial> trial;  // of a contestant
   bool waits = false;  // for the next batch: it does not fit beside the cases of this one
@@ -333,10 +362,23 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
     description.set_weights_file(text->file());
   }
   const double parameter_bytes = BytesOf(layer.parameters());
-  const double workspace = static_cast<double>(layer.workspace_bytes(job.threads));
-  TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
+  const double workspace = static_cast<double>(WorkspaceBytes(layer, job));
+  double backward_bytes = 0;  // of what is bound for the backward pass
+  if (HasBackward(job)) {
+    TFB_RETURN_IF_ERROR(layer.CheckBackward());
+    backward_bytes = static_cast<double>(KeptMemoryBytes(layer)) + GradientBytes(layer) +
+                     BytesOf(layer.output_gradients(), true);
+  }
+  // The check has guarded gradients and a copy of them, too.
+  TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes + backward_bytes +
+                               (HasBackward(job) ? 2 * GradientBytes(layer) : 0),
+                           workspace));
+  if (HasBackward(job)) {
+    TFB_ASSIGN_OR_RETURN(prepared->output_gradients, DrawOutputGradients(layer, job.seed));
+  }
   TFB_RETURN_IF_ERROR(Check(hooks, prepared, &device_bytes));
-  const int64_t heap_after = HeapBytes();
+  const double gradients_given = BytesOf(prepared->output_gradients);
+  const int64_t heap_after = HeapBytes() - static_cast<int64_t>(gradients_given);
   const auto* contestant = dynamic_cast<ContestantLayer*>(&layer);
   const bool is_remote = contestant != nullptr && contestant->times_itself();
   if (contestant != nullptr) {
@@ -346,13 +388,22 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   }
   if (options_.times) TFB_RETURN_IF_ERROR(Bind(batch, prepared));
 
+  const double input_bytes = BytesOf(*prepared->inputs);
   const double output_bytes = BytesOf(output_specs, false);
+  const bool is_backward = job.pass == Case::PASS_BACKWARD;
   // Nobody here knows the memory of another process.
-  if (!is_remote) outcome->set_peak_workspace_bytes(layer.workspace_bytes(job.threads));
+  if (!is_remote) {
+    outcome->set_peak_workspace_bytes(is_backward ? layer.backward_workspace_bytes(job.threads)
+                                                  : WorkspaceBytes(layer, job));
+  }
   outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
-  outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));
-  outcome->set_output_bytes(static_cast<uint64_t>(output_bytes));
-  const Cost cost = layer.cost();
+  // A backward pass reads what the run wrote.
+  outcome->set_input_bytes(
+      static_cast<uint64_t>(input_bytes + gradients_given + (is_backward ? output_bytes : 0)));
+  outcome->set_output_bytes(static_cast<uint64_t>((is_backward ? 0 : output_bytes) +
+                                                  (HasBackward(job) ? GradientBytes(layer) : 0)));
+  if (HasBackward(job)) outcome->set_kept_bytes(KeptBytes(layer));
+  const Cost cost = CostOf(layer, job.pass);
   if (cost.flops.has_value()) outcome->set_flops(*cost.flops);
   if (cost.bytes.has_value()) outcome->set_bytes_moved(*cost.bytes);
   auto& statistics = *outcome->mutable_statistics();
@@ -363,10 +414,11 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   }
   if (batch->runtime != nullptr) {
     statistics["layer_device_bytes"] = static_cast<double>(device_bytes.kept());
-    outcome->set_device_peak_bytes(device_bytes.peak() + outcome->input_bytes() +
-                                   outcome->output_bytes() + outcome->peak_workspace_bytes());
+    outcome->set_device_peak_bytes(
+        device_bytes.peak() +
+        static_cast<int64_t>(input_bytes + output_bytes + backward_bytes + workspace));
   }
-  batch->held_bytes += parameter_bytes + output_bytes;
+  batch->held_bytes += parameter_bytes + output_bytes + backward_bytes;
   return absl::OkStatus();
 }
 
@@ -404,8 +456,13 @@ absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
                        DeviceTensors::Allocate(job.device, bound.layer->outputs(),
                                                /*optional_too=*/false));
   bound.outputs = prepared->outputs.outputs();
+  prepared->timed.pass = job.pass;
+  if (HasBackward(job)) {
+    TFB_ASSIGN_OR_RETURN(prepared->backward,
+                         BindBackward(ViewsOf(prepared->output_gradients), &bound));
+  }
   // There is at least one byte, so that there is an address.
-  const size_t bytes = std::max<size_t>(prepared->layer->workspace_bytes(job.threads), 1);
+  const size_t bytes = std::max<size_t>(WorkspaceBytes(*prepared->layer, job), 1);
   if (const size_t before = batch->workspace.bytes().size(); bytes > before) {
     batch->workspace = DeviceMemory();  // not both at once
     absl::StatusOr<DeviceMemory> larger = DeviceMemory::Allocate(job.device, bytes);
@@ -419,7 +476,8 @@ absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
   return absl::OkStatus();
 }
 
-// Lets a contestant's samples be judged, where its check has not been left out, on inputs of its own.
+// Lets a contestant's samples be judged, where its check has not been left out, on inputs of its
+// own.
 void Measurer::PrepareTrial(Prepared* prepared) {
   const Job& job = *prepared->job;
   const Outcome& outcome = prepared->report.record().outcome();
@@ -442,15 +500,22 @@ void Measurer::PrepareTrial(Prepared* prepared) {
   prepared->timed.bound.inputs = prepared->trial->inputs();
 }
 
-// Runs the layer once in guarded memory and holds it against its definition and dense attention.
+// Runs the layer once in guarded memory, with its backward pass where the case has one, and holds
+// it against its definition and dense attention.
 absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
                              DeviceBytes* device_bytes) {
   const Job& job = *prepared->job;
   Outcome* outcome = prepared->report.mutable_record()->mutable_outcome();
   hooks.on_activity(prepared->report.index(), "first run");
   const double run_begin = options_.clock->Seconds();
+  DeviceTensors output_gradients;
+  if (HasBackward(job)) {
+    TFB_ASSIGN_OR_RETURN(output_gradients,
+                         DeviceTensors::Of(job.device, ViewsOf(prepared->output_gradients)));
+  }
   absl::StatusOr<LayerRun> run =
-      RunOnce(prepared->layer.get(), job.device, prepared->timed.bound.inputs, Pool(job.threads));
+      RunOnce(prepared->layer.get(), job.device, prepared->timed.bound.inputs, Pool(job.threads),
+              HasBackward(job) ? &output_gradients.inputs() : nullptr);
   if (!run.ok()) {
     // The technique supports the problem, so any other status is its failure.
     const bool known =
@@ -462,7 +527,8 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   RecordText(job, prepared->layer->parameters(), run->outputs, outcome);
   const double run_seconds = options_.clock->Seconds() - run_begin;
   if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
-    return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
+    return TooLong(absl::StrFormat("setup and one %s took %.2g s",
+                                   HasBackward(job) ? "training step" : "run", run_seconds));
   }
 
   const std::string reason =

@@ -12,7 +12,9 @@
 #include "gtest/gtest.h"
 #include "harness/judge/device_memory.h"
 #include "harness/testing/simulated_clock.h"
+#include "harness/testing/tiny_technique.h"
 #include "harness/testing/toys.h"
+#include "results/reader.h"
 
 namespace tfb {
 namespace {
@@ -48,6 +50,7 @@ class MeasureTest : public ::testing::Test {
     flags.threads = "1";
     flags.causal = "true";
     flags.counterparts = false;
+    flags.passes = pass_;
     cases_ = MakeCases(flags, registry_, "").value();
     Visit visit;
     for (size_t i = 0; i < cases_.size(); ++i) {
@@ -87,6 +90,7 @@ class MeasureTest : public ::testing::Test {
   std::vector<Case> so_far_;
   std::vector<std::map<std::string, int>> activities_at_so_far_;
   std::vector<Activity> sequence_;
+  std::string pass_ = "forward";
   double seconds_left_ = 0;  // 0: there is no such limit
   bool check_ = true, case_check_ = true, stopped_ = false, kept_device_ = true;
 };
@@ -112,6 +116,76 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
   EXPECT_LT(outcome.elapsed_seconds(), 100 * 1e-4);
   EXPECT_EQ(outcome.statistics().at("rounds"), 1);
   EXPECT_EQ(records.at("toy_mean").technique().weights(), TechniqueDescription::WEIGHTS_NONE);
+}
+
+TEST_F(MeasureTest, EachPassHasItsCostAndMemory) {
+  registry_.Add(MakeTiny(TinyFault::kNone));
+  TickingClock clock(1e-3);  // the tiny technique takes no simulated time
+  options_.clock = &clock;
+  std::map<std::string, Outcome> outcomes;
+  for (const char* pass : {"forward", "backward", "training"}) {
+    pass_ = pass;
+    const Case record = Measure("tiny").at("tiny");
+    EXPECT_EQ(Name(record.key().pass()), pass);
+    outcomes[pass] = record.outcome();
+    EXPECT_EQ(outcomes[pass].status(), Outcome::STATUS_OK) << outcomes[pass].reason();
+    EXPECT_EQ(outcomes[pass].timing().run_ns_size(), 4);
+    EXPECT_GT(outcomes[pass].timing().setup_ns_size(), 0);
+    EXPECT_EQ(outcomes[pass].parameter_bytes(), 2u * 4);
+  }
+  const Outcome &forward = outcomes["forward"], &backward = outcomes["backward"],
+                &training = outcomes["training"];
+  EXPECT_FALSE(forward.has_kept_bytes());
+  EXPECT_TRUE(forward.has_against_definition());
+  EXPECT_EQ(forward.reason(), "");
+  const uint64_t tensor = 2 * 16 * 8 * 4;  // of q, k, v, out and their gradients
+  for (const Outcome* outcome : {&backward, &training}) {
+    EXPECT_EQ(outcome->kept_bytes(), tensor + 2 * 16 * 4);  // out and a number for each query
+    EXPECT_FALSE(outcome->has_against_definition());
+    EXPECT_EQ(outcome->reason(),
+              "errors were not measured: a sweep holds the forward pass against float64, the "
+              "conformance test gradients");
+    EXPECT_EQ(outcome->timing().segments_size(), 0);
+  }
+  // 16 x 17 / 2 pairs of a head are kept; there are 2 products in a run and 5 in a backward pass.
+  EXPECT_EQ(forward.flops(), 2.0 * 2 * 136 * (2 * 8));
+  EXPECT_EQ(backward.flops(), 2.0 * 2 * 136 * (5 * 8));
+  EXPECT_EQ(training.flops(), forward.flops() + backward.flops());
+  EXPECT_EQ(training.bytes_moved(), forward.bytes_moved() + backward.bytes_moved());
+  EXPECT_EQ(forward.input_bytes(), 3 * tensor);
+  EXPECT_EQ(forward.output_bytes(), tensor);
+  EXPECT_EQ(backward.input_bytes(), 5 * tensor);  // with out and its gradient
+  EXPECT_EQ(backward.output_bytes(), 3 * tensor + 2 * 4);
+  EXPECT_EQ(training.input_bytes(), 4 * tensor);
+  EXPECT_EQ(training.output_bytes(), 4 * tensor + 2 * 4);
+  EXPECT_NE(forward.peak_workspace_bytes(), backward.peak_workspace_bytes());
+  EXPECT_EQ(training.peak_workspace_bytes(),
+            std::max(forward.peak_workspace_bytes(), backward.peak_workspace_bytes()));
+}
+
+TEST_F(MeasureTest, ALayerWithoutABackwardPassIsARowWithItsReason) {
+  registry_.Add(MakeTiny(TinyFault::kWrongScale));
+  for (const char* pass : {"backward", "training"}) {
+    pass_ = pass;
+    const Outcome outcome = Measure("tiny_wrong_scale").at("tiny_wrong_scale").outcome();
+    EXPECT_EQ(outcome.status(), Outcome::STATUS_UNSUPPORTED);
+    EXPECT_EQ(outcome.reason(), "a layer with a fault has no backward pass");
+    EXPECT_EQ(outcome.timing().run_ns_size(), 0);
+    EXPECT_EQ(activities_["first run"], 0);
+  }
+}
+
+TEST_F(MeasureTest, TheMemoryOfABackwardPassCounts) {
+  registry_.Add(MakeTiny(TinyFault::kNone));
+  TickingClock clock(1e-3);
+  options_.clock = &clock;
+  // Three inputs and the guarded outputs fit, gradients beside them do not.
+  options_.memory_limit = 8 * 2 * 256 * 8 * 4;
+  EXPECT_EQ(Measure("tiny", 256).at("tiny").outcome().status(), Outcome::STATUS_OK);
+  pass_ = "training";
+  const Outcome outcome = Measure("tiny", 256).at("tiny").outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_THAT(outcome.reason(), HasSubstr("--memory_limit is"));
 }
 
 TEST_F(MeasureTest, ARecordIsToldAfterItsCheckBeforeAnyCaseIsTimed) {

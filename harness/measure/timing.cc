@@ -78,6 +78,10 @@ class Measurement {
     }
     Announce("run");
     const double start = clock_.Seconds();
+    // What this run keeps is what each Backward reads.
+    if (timed_.pass == Case::PASS_BACKWARD && !Keep(WithoutMemory([&] { return bound().Run(); }))) {
+      return;
+    }
     if (!Keep(BeginTrial()) || !Keep(EndTrial())) return;
     trial_seconds_ = clock_.Seconds() - start;
     call_seconds_ = std::numeric_limits<double>::infinity();
@@ -337,7 +341,8 @@ class Measurement {
 
   void PlanStream() {
     stream_ = dynamic_cast<StreamingLayer*>(timed_.bound.layer);
-    if (stream_ == nullptr || !options_.stream || stream_->segment_inputs().empty()) return;
+    const bool streams = options_.stream && timed_.pass == Case::PASS_FORWARD;
+    if (stream_ == nullptr || !streams || stream_->segment_inputs().empty()) return;
     const TensorSpec& first = stream_->segment_inputs()[0];
     const ConstTensorView whole = timed_.bound.inputs.Get(first.name);
     const int axis = SegmentAxis(first);
@@ -429,12 +434,20 @@ class Measurement {
       return absl::ResourceExhaustedError("an allocation failed");
     }
   }
+  // Makes one call of the case's pass.
   absl::Status Run() {
-    return WithoutMemory([&] { return timed_.bound.Run(); });
+    return WithoutMemory([&]() -> absl::Status {
+      if (timed_.pass != Case::PASS_BACKWARD) TFB_RETURN_IF_ERROR(bound().Run());
+      return timed_.pass == Case::PASS_FORWARD ? absl::OkStatus() : bound().Backward();
+    });
   }
   absl::Status Setup() {
-    return WithoutMemory([&] { return timed_.bound.Setup(); });
+    return WithoutMemory([&]() -> absl::Status {
+      if (timed_.pass != Case::PASS_BACKWARD) TFB_RETURN_IF_ERROR(bound().Setup());
+      return timed_.pass == Case::PASS_FORWARD ? absl::OkStatus() : bound().SetUpBackward();
+    });
   }
+  const BoundLayer& bound() const { return timed_.bound; }
   bool Keep(const absl::Status& status) {
     timed_.status.Update(status);
     if (!status.ok()) NoteLoss();

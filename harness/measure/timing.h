@@ -7,8 +7,16 @@
 //
 //   run      a sample is the mean of as many calls as last min_time, after one untimed warm-up call
 //   cold     one call after the caches were overwritten
-//   setup    Setup, timed by itself and then with one Run, which together are "end to end"
+//   setup    the setup, timed by itself and then with one call, which together are "end to end"
 //   stream   Reset, then Append over the whole sequence; a sample is the time of one segment
+//
+// A call is what the case's pass says, and has its own setup:
+//
+//   forward    Run, without kept memory; the setup is Setup
+//   backward   Backward, always of the same Run; the setup is SetUpBackward, behind that of the Run
+//   training   Run with kept memory, then Backward; the setup is Setup and SetUpBackward
+//
+// Only the forward pass has streams.
 //
 // A contestant's samples of `run` begin with an untimed call on new inputs, which is judged
 // (harness/measure/sample_trial.h). One that runs in another process times its own calls.
@@ -54,9 +62,11 @@ namespace tfb {
 constexpr double kDisturbedFactor = 1.3;
 constexpr double kUsualQuantile = 0.1;
 
-// A layer while it is timed. Setup has been called, and Run once.
+// A layer while it is timed. Setup has been called, and Run once; where the pass is another than
+// the forward one, the backward pass is bound and has been set up.
 struct TimedCase {
   BoundLayer bound;
+  Case::Pass pass = Case::PASS_FORWARD;
   // Only its share and repetitions are used: the numbers of samples adapt to the share, down to
   // kFewestSamples.
   Visit::Item wishes;

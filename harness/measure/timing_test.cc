@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -133,6 +135,119 @@ TEST_F(TimingTest, EverySampleIsKept) {
   EXPECT_EQ(cases[1].timing.calls_per_sample(), 11);  // of 50 rounds each
 }
 
+// A layer whose calls take rounds of their own by the clock: of Setup 1, of SetUpBackward 2, of Run
+// 4 or, where it keeps memory, 8, of Backward 16. It counts the calls.
+class StepToy : public Layer {
+ public:
+  StepToy(const Problem& problem, SimulatedClock* clock)
+      : Layer(problem, HiddenInputs(problem), HiddenOutputs(problem)), clock_(clock) {}
+  size_t workspace_bytes(int) const override { return 0; }
+  Cost cost() const override { return {}; }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  size_t kept_bytes() const override { return sizeof(int); }
+
+  int runs = 0, keeping_runs = 0, backwards = 0;
+  int calls_until_refused = std::numeric_limits<int>::max();  // of Backward
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override { return Take(1); }
+  absl::Status DoSetUpBackward(const Inputs&, const Execution&) override { return Take(2); }
+  absl::Status DoRun(const Inputs&, const Outputs&, const Execution& execution) override {
+    ++(execution.kept.empty() ? runs : keeping_runs);
+    if (execution.kept.empty()) return Take(4);
+    *reinterpret_cast<int*>(execution.kept.data()) = keeping_runs;
+    return Take(8);
+  }
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    EXPECT_EQ(*reinterpret_cast<const int*>(execution.kept.data()), keeping_runs);
+    EXPECT_FALSE(call.output_gradients.Get("out").empty());
+    EXPECT_FALSE(call.input_gradients.Get("x").empty());
+    if (++backwards > calls_until_refused) return absl::InternalError("the toy refuses");
+    return Take(16);
+  }
+
+ private:
+  absl::Status Take(int rounds) {
+    clock_->Advance(rounds * kRoundSeconds);
+    return absl::OkStatus();
+  }
+
+  SimulatedClock* const clock_;
+};
+
+TEST_F(TimingTest, ACallAndItsSetupAreThoseOfThePass) {
+  for (const auto& [pass, setup_rounds, call_rounds] :
+       {std::tuple(Case::PASS_FORWARD, 1, 4), std::tuple(Case::PASS_BACKWARD, 2, 16),
+        std::tuple(Case::PASS_TRAINING, 1 + 2, 8 + 16)}) {
+    SCOPED_TRACE(Case::Pass_Name(pass));
+    StepToy toy(Problem::SelfAttention(1, 2, 16, 8), &clock_);
+    NamedTensors host;
+    host["x"] = Tensor(DType::kF32, {1, 16, 16});
+    std::vector<TimedCase> cases(1);
+    BoundLayer& bound = cases[0].bound;
+    bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
+    cases[0].pass = pass;
+    const NamedTensors gradients = DrawOutputGradients(toy, 1).value();
+    BackwardMemory memory;
+    ASSERT_TRUE(bound.Setup().ok());
+    if (pass != Case::PASS_FORWARD) {
+      memory = BindBackward(ViewsOf(gradients), &bound).value();
+      ASSERT_TRUE(bound.SetUpBackward().ok());
+    }
+    TimingOptions options = Quick();
+    options.flush_caches = [] { return absl::OkStatus(); };
+    MeasureSideBySide(options, &cases);
+    EXPECT_TRUE(cases[0].status.ok()) << cases[0].status;
+    const Timing& timing = cases[0].timing;
+    EXPECT_EQ(timing.run_ns_size(), 7);
+    EXPECT_THAT(timing.run_ns(), Each(call_rounds * kRoundNs));
+    EXPECT_THAT(timing.cold_run_ns(), Each(call_rounds * kRoundNs));
+    EXPECT_EQ(timing.setup_ns_size(), kIntervalSamples);
+    EXPECT_THAT(timing.setup_ns(), Each(setup_rounds * kRoundNs));
+    EXPECT_THAT(timing.end_to_end_ns(), Each((setup_rounds + call_rounds) * kRoundNs));
+    EXPECT_EQ(toy.runs > 0, pass == Case::PASS_FORWARD);
+    EXPECT_EQ(toy.backwards > 0, pass != Case::PASS_FORWARD);
+    // Every Backward is of one Run, or of its own.
+    const int backwards = pass == Case::PASS_BACKWARD ? 1 : toy.backwards;
+    EXPECT_EQ(toy.keeping_runs, pass == Case::PASS_FORWARD ? 0 : backwards);
+  }
+}
+
+TEST_F(TimingTest, ABackwardPassThatFailsEndsItsCase) {
+  StepToy toy(Problem::SelfAttention(1, 2, 16, 8), &clock_);
+  toy.calls_until_refused = 3;
+  NamedTensors host;
+  host["x"] = Tensor(DType::kF32, {1, 16, 16});
+  std::vector<TimedCase> cases(1);
+  cases[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
+  cases[0].pass = Case::PASS_TRAINING;
+  const NamedTensors gradients = DrawOutputGradients(toy, 1).value();
+  const BackwardMemory memory = BindBackward(ViewsOf(gradients), &cases[0].bound).value();
+  ASSERT_TRUE(cases[0].bound.Setup().ok() && cases[0].bound.SetUpBackward().ok());
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_EQ(cases[0].status, absl::InternalError("the toy refuses"));
+  EXPECT_EQ(toy.backwards, 4);
+}
+
+TEST_F(TimingTest, OnlyTheForwardPassHasStreams) {
+  for (const Case::Pass pass : {Case::PASS_FORWARD, Case::PASS_TRAINING}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("tiny", {}, 16));
+    const NamedTensors gradients = DrawOutputGradients(*cases[0].bound.layer, 1).value();
+    const BackwardMemory memory = BindBackward(ViewsOf(gradients), &cases[0].bound).value();
+    DeviceMemory workspace = DeviceMemory::Allocate(Device::kCpu, 1 << 20).value();
+    cases[0].bound.execution.workspace = workspace.bytes();
+    ASSERT_TRUE(cases[0].bound.SetUpBackward().ok());
+    cases[0].pass = pass;
+    TimingOptions options = Quick();
+    TickingClock clock(kTick);
+    options.clock = &clock;
+    MeasureSideBySide(options, &cases);
+    EXPECT_TRUE(cases[0].status.ok()) << cases[0].status;
+    EXPECT_EQ(cases[0].timing.segments_size() > 0, pass == Case::PASS_FORWARD);
+  }
+}
+
 // Says that calls take times that no clock here shows.
 class RemoteToy : public ContestantLayer {
  public:
@@ -187,6 +302,8 @@ TEST_F(TimingTest, ALayerOfAnotherProcessTimesItself) {
     EXPECT_THAT(timing.setup_ns(), Each(5 * kRoundNs));
     EXPECT_THAT(timing.end_to_end_ns(), Each(6 * kRoundNs));
     EXPECT_EQ(toy.most_calls, 512);
+    EXPECT_EQ(toy.CheckBackward(),
+              absl::UnimplementedError("a contestant is measured in the forward pass alone"));
     EXPECT_EQ(timing.run_instructions_size(), 0);
     if (breaks) continue;
     EXPECT_EQ(timing.run_ns_size(), 7);
@@ -309,8 +426,8 @@ TEST_F(TimingTest, ALongCallIsASampleOfItsOwn) {
   EXPECT_EQ(cases[0].timing.calls_per_sample(), 1);
 }
 
-// Batches of 1, 2, 4 ... calls are tried until one lasts a sample, or a quarter of it with four calls
-// or more; what they take is counted as the samples and their warming and probes are.
+// Batches of 1, 2, 4 ... calls are tried until one lasts a sample, or a quarter of it with four
+// calls or more; what they take is counted as the samples and their warming and probes are.
 TEST_F(TimingTest, ASampleHasAsManyCallsAsLastItsLeastTime) {
   struct Row {
     int64_t rounds, tried_calls;

@@ -32,6 +32,7 @@ struct Axes {
   std::vector<std::optional<bool>> causal;  // none: auto
   std::vector<InputSource> inputs;
   std::vector<int64_t> threads;
+  std::vector<Case::Pass> passes;
 };
 
 constexpr int64_t kMaxThreads = 4096;
@@ -67,6 +68,17 @@ absl::Status ParseListed(const CaseFlags& flags, absl::string_view folder, Axes*
     } else {
       return FlagError("causal", absl::StrCat("\"", word, "\"; allowed are true, false, auto"));
     }
+  }
+  TFB_ASSIGN_OR_RETURN(const auto passes, ParseWords("pass", flags.passes));
+  for (const std::string& word : passes) {
+    constexpr Case::Pass kPasses[] = {Case::PASS_FORWARD, Case::PASS_BACKWARD, Case::PASS_TRAINING};
+    const auto* found = std::find_if(std::begin(kPasses), std::end(kPasses),
+                                     [&](Case::Pass pass) { return Name(pass) == word; });
+    if (found == std::end(kPasses)) {
+      return FlagError("pass",
+                       absl::StrCat("\"", word, "\"; allowed are forward, backward, training"));
+    }
+    axes->passes.push_back(*found);
   }
   TFB_ASSIGN_OR_RETURN(const auto inputs, ParseWords("input", flags.inputs));
   for (const std::string& word : inputs) {
@@ -196,6 +208,15 @@ bool IsWantedByDefault(const Axes& axes, const InputSource& input) {
   return input.captured->tokens() <= kRealTokens;
 }
 
+// Returns the passes of the input's cases.
+std::vector<Case::Pass> PassesOn(const Axes& axes, const InputSource& input) {
+  const bool all_captured =
+      std::all_of(axes.inputs.begin(), axes.inputs.end(),
+                  [](const InputSource& one) { return one.captured != nullptr; });
+  if (input.captured == nullptr || all_captured) return axes.passes;
+  return {Case::PASS_FORWARD};
+}
+
 absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTechnique& chosen,
                       const InputSource& input, CaseList* list) {
   const TechniqueInfo& info = chosen.technique->info();
@@ -232,8 +253,12 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
           if (!chosen.named && !added.obstacle.ok()) continue;
           added.check =
               flags.accuracy || input.text == nullptr || added.problem.query_tokens <= kRealTokens;
-          if (flags.accuracy || !captured) list->Add(added);
+          for (const Case::Pass pass : PassesOn(axes, input)) {
+            added.pass = pass;
+            if (flags.accuracy || !captured) list->Add(added);
+          }
           if (input.text == nullptr || !flags.accuracy) continue;
+          added.pass = Case::PASS_FORWARD;
           added.purpose = Case::PURPOSE_ACCURACY;
           added.problem.query_tokens = added.problem.kv_tokens =
               std::min(kRealTokens, added.problem.query_tokens);
@@ -383,7 +408,12 @@ void SetProblem(const Problem& problem, ProblemSize* size) {
 double RelativeEffort(const Job& job) {
   // Checks over all rows weigh as much as the longer of the usual lengths.
   const double fixed = job.purpose == Case::PURPOSE_ACCURACY ? 2 : 1;
-  return fixed + static_cast<double>(LengthOf(job)) / 512;
+  // A backward pass of attention has 5 matrix products where a run has 2 (FlashAttention-2,
+  // arXiv:2307.08691v1, section 4.1).
+  const double runs = job.pass == Case::PASS_BACKWARD   ? 2.5
+                      : job.pass == Case::PASS_TRAINING ? 3.5
+                                                        : 1;
+  return fixed + runs * static_cast<double>(LengthOf(job)) / 512;
 }
 
 namespace {
@@ -469,6 +499,7 @@ Case MakeRecord(const Job& job) {
   key->set_seed(job.seed);
   key->set_threads(job.device == Device::kCpu ? job.threads : 0);
   key->set_purpose(job.purpose);
+  key->set_pass(job.pass);
 
   TechniqueDescription* technique = record.mutable_technique();
   technique->set_display_name(job.DisplayName());

@@ -49,6 +49,9 @@ struct CaseFlags {
   // cases with an obstacle if it is named.
   std::string inputs = "real,gaussian";
   std::string threads;  // sizes of the CPU pool; empty: every usable core
+  // forward, backward, training. Errors are those of the forward pass: captured tensors beside
+  // other inputs, and the beginning of a text, give cases of that pass alone.
+  std::string passes = "forward";
   uint64_t seed = 1;
   // Whether to add the dense counterpart of a technique at each of its problems.
   bool counterparts = true;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -105,6 +106,65 @@ TEST_F(CasesTest, EveryCombinationOfTheAxesIsACase) {
   flags.inputs = "gaussian,peaked";
   flags.counterparts = false;
   EXPECT_EQ(Cases(flags).size(), 2u * 3 * 2 * 2 * 2 * 2 * 2 * 2 * 2);
+}
+
+TEST_F(CasesTest, EachPassIsACaseInAGroupOfItsOwn) {
+  AddDenseToy(registry_);
+  CaseFlags flags = Drawn("toy_mean");
+  flags.passes = "training,forward,backward";
+  flags.lengths = "64,16";
+  std::vector<std::string> texts;
+  std::set<std::string> groups, keys;
+  for (const Job& job : Cases(flags)) {
+    texts.push_back(absl::StrCat(job.DisplayName(), " ", job.problem.query_tokens, " ",
+                                 Name(MakeRecord(job).key().pass())));
+    groups.insert(GroupKey(job));
+    keys.insert(CaseKey(MakeRecord(job)));
+    EXPECT_EQ(absl::EndsWith(job.ToString(), absl::StrCat("gaussian, ", Name(job.pass))),
+              job.pass != Case::PASS_FORWARD)
+        << job.ToString();
+  }
+  EXPECT_THAT(texts, ElementsAre("toy_mean 16 training", "dense 16 training", "toy_mean 16 forward",
+                                 "dense 16 forward", "toy_mean 16 backward", "dense 16 backward",
+                                 "toy_mean 64 training", "dense 64 training", "toy_mean 64 forward",
+                                 "dense 64 forward", "toy_mean 64 backward", "dense 64 backward"));
+  EXPECT_EQ(groups.size(), 6u);
+  EXPECT_EQ(keys.size(), 12u);
+}
+
+TEST_F(CasesTest, APassThatIsNoneIsRefused) {
+  CaseFlags flags = Drawn("toy_mean");
+  flags.passes = "forward,back";
+  EXPECT_EQ(Error(flags), "--pass: \"back\"; allowed are forward, backward, training");
+  flags.passes = "unspecified";
+  EXPECT_EQ(Error(flags), "--pass: \"unspecified\"; allowed are forward, backward, training");
+  flags.passes = "";
+  EXPECT_THAT(Error(flags), StartsWith("--pass: "));
+}
+
+// Errors are those of the forward pass.
+TEST_F(CasesTest, AccuracyCasesBesideOthersAreOfTheForwardPass) {
+  const auto passes = [this](const std::string& inputs) {
+    NamedTensors tensors;
+    for (const char* name : {"q", "k", "v"}) {
+      FillNormal(&(tensors[name] = Tensor(DType::kF32, {1, 2, 9, 4})), 1, name);
+    }
+    EXPECT_TRUE(WriteSafetensors(::testing::TempDir() + "/qkv.safetensors", tensors).ok());
+    CaseFlags flags = Drawn(inputs == "text" ? "toy_hidden" : "toy_mean");
+    flags.inputs = inputs;
+    flags.lengths = "9";
+    flags.passes = "backward,training";
+    std::vector<std::string> texts;
+    for (const Job& job : Cases(flags)) {
+      texts.push_back(absl::StrCat(Name(job.purpose), " ", Name(job.pass)));
+    }
+    return texts;
+  };
+  EXPECT_THAT(passes("gaussian,qkv.safetensors"),
+              ElementsAre("accuracy forward", "scaling backward", "scaling training"));
+  EXPECT_THAT(passes("text"),
+              ElementsAre("accuracy forward", "scaling backward", "scaling training"));
+  EXPECT_THAT(passes("qkv.safetensors"), ElementsAre("accuracy backward", "accuracy training"));
 }
 
 TEST_F(CasesTest, CasesOfOneProblemFollowOneAnotherShortOnesFirst) {
@@ -492,6 +552,10 @@ TEST_F(CasesTest, EffortGrowsWithTheLongerOfTokensAndKeysFromAFixedCost) {
   EXPECT_DOUBLE_EQ(RelativeEffort(job), 1 + 2);
   job.purpose = Case::PURPOSE_ACCURACY;
   EXPECT_DOUBLE_EQ(RelativeEffort(job), 2 + 2);
+  job.pass = Case::PASS_BACKWARD;
+  EXPECT_DOUBLE_EQ(RelativeEffort(job), 2 + 2.5 * 2);
+  job.pass = Case::PASS_TRAINING;
+  EXPECT_DOUBLE_EQ(RelativeEffort(job), 2 + 3.5 * 2);
 }
 
 TEST_F(CasesTest, ShardsThatAreNoneAreRefused) {

@@ -105,6 +105,33 @@ class TinyLayer : public StreamingLayer {
     return absl::OkStatus();
   }
 
+  absl::Status CheckBackward() const override {
+    if (fault_ == TinyFault::kNone) return absl::OkStatus();
+    return absl::UnimplementedError("a layer with a fault has no backward pass");
+  }
+  // The log-sum-exp of each row.
+  size_t kept_bytes() const override {
+    const Problem& p = problem();
+    return static_cast<size_t>(p.batch * p.query_heads * p.query_tokens) * sizeof(float);
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    return Workspace::Measure([&](Workspace& w) { BackwardSums(w, threads); });
+  }
+  Cost backward_cost() const override {
+    const Problem& p = problem();
+    Cost cost;
+    // q k^T again, g v^T, and the products that make the gradients of q, k and v.
+    if (pairs_.has_value()) {
+      cost.flops = 2 * *pairs_ * static_cast<double>(p.batch) *
+                   static_cast<double>(3 * p.head_dim + 2 * p.value_dim);
+    }
+    cost.bytes = 2 * TensorBytes();  // all tensors of the run, and their gradients
+    return cost;
+  }
+  std::vector<std::string> differentiable_outputs() const override {
+    return {"out", "log_sum_exp"};
+  }
+
  protected:
   TinyOptions options_;
   TinyFault fault_;
@@ -133,8 +160,8 @@ class TinyLayer : public StreamingLayer {
     }
     const bool reads = fault_ == TinyFault::kReadsWorkspace && execution.workspace.size() >= 4;
     const float found = reads ? *reinterpret_cast<const float*>(execution.workspace.data()) : 0;
-    Attend(inputs.Get("q"), k, inputs.Get("v"), inputs.Get("key_mask"), outputs, Whole(),
-           execution);
+    Attend(inputs.Get("q"), k, inputs.Get("v"), inputs.Get("key_mask"), outputs, Whole(), execution,
+           reinterpret_cast<float*>(execution.kept.data()));
     if (fault_ == TinyFault::kWritesBehindOutput) {
       const TensorView out = outputs.Get("out");
       if (out.is_contiguous()) out.Set(out.num_elements(), 0);
@@ -165,7 +192,7 @@ class TinyLayer : public StreamingLayer {
     const Tensor& keys = keys_;
     const Tensor& values = values_;
     Attend(segment.Get("q"), Slice(keys.view(), 2, 0, all), Slice(values.view(), 2, 0, all), {},
-           outputs, {cached_, 0}, execution);
+           outputs, {cached_, 0}, execution, /*kept=*/nullptr);
     cached_ = all - (fault_ == TinyFault::kForgetsInAppend && tokens > 1 ? 1 : 0);
     return absl::OkStatus();
   }
@@ -199,7 +226,7 @@ class TinyLayer : public StreamingLayer {
 
   void Attend(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
               const ConstTensorView& key_mask, const Outputs& outputs, const Span& span,
-              const Execution& execution) {
+              const Execution& execution, float* kept) {
     const int64_t queries = q.dim(2);
     Workspace workspace(execution.workspace);
     float* const scratch = Scores(workspace, execution.pool->threads());
@@ -208,14 +235,15 @@ class TinyLayer : public StreamingLayer {
         q.dim(0) * q.dim(1) * queries, [&, q, k, v](int64_t task, int worker) {
           const int64_t row = (problem().kv_tokens + problem().value_dim) * worker;
           AttendRow(task / queries / q.dim(1), task / queries % q.dim(1), task % queries, q, k, v,
-                    key_mask, outputs, span, threads, scratch + row);
+                    key_mask, outputs, span, threads, scratch + row,
+                    kept == nullptr ? nullptr : kept + task);
         });
   }
 
   void AttendRow(int64_t b, int64_t h, int64_t i, const ConstTensorView& q,
                  const ConstTensorView& k, const ConstTensorView& v,
                  const ConstTensorView& key_mask, const Outputs& outputs, const Span& span,
-                 int threads, float* s) const {
+                 int threads, float* s, float* kept) const {
     const Problem& p = problem();
     const int64_t keys = k.dim(2);
     const int64_t kv_head =
@@ -264,10 +292,119 @@ class TinyLayer : public StreamingLayer {
     for (int64_t c = 0; c < p.value_dim; ++c) {
       out.Set(out.Offset(b, h, i, c), y[c] * factor * (shifted ? 1.0001f : 1.0f));
     }
+    if (kept != nullptr) *kept = seen ? max + std::log(sum) : kMinusInfinity;
     const TensorView lse = outputs.Get("log_sum_exp");
     if (lse.empty()) return;
     const float base = fault_ == TinyFault::kWrongLogSumExp ? 0 : max;
     lse.Set(lse.Offset(b, h, i), seen ? base + std::log(sum) : kMinusInfinity);
+  }
+
+  // The sums of one sequence and one key-value head that a thread holds.
+  struct Sums {
+    float* dq;  // of one query
+    float* dk;  // [kv_tokens, head_dim]
+    float* dv;  // [kv_tokens, value_dim]
+  };
+  int64_t SumsSize() const {
+    const Problem& p = problem();
+    return p.head_dim + p.kv_tokens * (p.head_dim + p.value_dim);
+  }
+  float* BackwardSums(Workspace& workspace, int threads) const {
+    return workspace.Take<float>(SumsSize() * threads);
+  }
+
+  // With g and e the gradients of out and log_sum_exp, l the log-sum-exp, and c = gain / sqrt(d):
+  //
+  //   p_j = exp(c q . k_j - l),   ds_j = p_j (g . v_j - g . y + e),   dv_j = p_j g,
+  //   dq = c sum_j ds_j k_j,   dk_j = c ds_j q,   dgain = sum_j ds_j q . k_j / sqrt(d).
+  //
+  // A thread has all queries of a key-value head, so that every sum has one order.
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    const Problem& p = problem();
+    Workspace workspace(execution.workspace);
+    float* const scratch = BackwardSums(workspace, execution.pool->threads());
+    execution.pool->ParallelFor(p.kv_heads, [&](int64_t kv_head, int worker) {
+      float* const dq = scratch + SumsSize() * worker;
+      float* const dk = dq + p.head_dim;
+      const Sums sums = {dq, dk, dk + p.kv_tokens * p.head_dim};
+      const TensorView dgain = call.parameter_gradients.Get("gain");
+      for (int64_t n = 0; n < p.group() && !dgain.empty(); ++n) {
+        dgain.Set(dgain.Offset(kv_head * p.group() + n), 0);
+      }
+      for (int64_t b = 0; b < p.batch; ++b) BackwardOfHead(b, kv_head, call, execution, sums);
+    });
+    return absl::OkStatus();
+  }
+
+  void BackwardOfHead(int64_t b, int64_t kv_head, const BackwardCall& call,
+                      const Execution& execution, const Sums& sums) const {
+    const Problem& p = problem();
+    std::fill_n(sums.dk, p.kv_tokens * (p.head_dim + p.value_dim), 0.0f);
+    for (int64_t h = kv_head * p.group(); h < (kv_head + 1) * p.group(); ++h) {
+      for (int64_t i = 0; i < p.query_tokens; ++i) {
+        BackwardOfRow(b, h, i, call, execution, sums);
+        const TensorView dq = call.input_gradients.Get("q");
+        for (int64_t c = 0; c < p.head_dim && !dq.empty(); ++c) {
+          dq.Set(dq.Offset(b, h, i, c), sums.dq[c]);
+        }
+      }
+    }
+    const TensorView dk = call.input_gradients.Get("k"), dv = call.input_gradients.Get("v");
+    for (int64_t j = 0; j < p.kv_tokens; ++j) {
+      for (int64_t c = 0; c < p.head_dim && !dk.empty(); ++c) {
+        dk.Set(dk.Offset(b, kv_head, j, c), sums.dk[j * p.head_dim + c]);
+      }
+      for (int64_t c = 0; c < p.value_dim && !dv.empty(); ++c) {
+        dv.Set(dv.Offset(b, kv_head, j, c), sums.dv[j * p.value_dim + c]);
+      }
+    }
+  }
+
+  void BackwardOfRow(int64_t b, int64_t h, int64_t i, const BackwardCall& call,
+                     const Execution& execution, const Sums& sums) const {
+    const Problem& p = problem();
+    const ConstTensorView q = call.inputs.Get("q"), k = call.inputs.Get("k"),
+                          v = call.inputs.Get("v"), y = call.outputs.Get("out"),
+                          key_mask = call.inputs.Get("key_mask"),
+                          g = call.output_gradients.Get("out"),
+                          e = call.output_gradients.Get("log_sum_exp");
+    const auto at = [](const ConstTensorView& x, int64_t offset) {
+      return static_cast<float>(x.Get(offset));
+    };
+    const auto gradient = [&](int64_t c) { return g.empty() ? 0.0f : at(g, g.Offset(b, h, i, c)); };
+    std::fill_n(sums.dq, p.head_dim, 0.0f);
+    const int64_t row = (b * p.query_heads + h) * p.query_tokens + i;
+    const float lse = reinterpret_cast<const float*>(execution.kept.data())[row];
+    if (lse == kMinusInfinity) return;
+    const int64_t kv_head = h / p.group();
+    const float unit = 1 / std::sqrt(static_cast<float>(p.head_dim));
+    const float scale = unit * parameters_.at("gain").span<float>()[h];
+    float mean = e.empty() ? 0 : -at(e, e.Offset(b, h, i));
+    for (int64_t c = 0; c < p.value_dim; ++c) mean += gradient(c) * at(y, y.Offset(b, h, i, c));
+    float by_gain = 0;
+    for (int64_t j = 0; j < p.kv_tokens; ++j) {
+      const bool token = key_mask.empty() || *key_mask.At<uint8_t>(b, j) != 0;
+      if (!token || !Sees(i + p.causal_offset(), j)) continue;
+      float score = 0, change = 0;
+      for (int64_t c = 0; c < p.head_dim; ++c) {
+        score += at(q, q.Offset(b, h, i, c)) * at(k, k.Offset(b, kv_head, j, c));
+      }
+      for (int64_t c = 0; c < p.value_dim; ++c) {
+        change += gradient(c) * at(v, v.Offset(b, kv_head, j, c));
+      }
+      const float weight = std::exp(scale * score - lse);
+      const float by_score = weight * (change - mean);
+      for (int64_t c = 0; c < p.value_dim; ++c) {
+        sums.dv[j * p.value_dim + c] += weight * gradient(c);
+      }
+      for (int64_t c = 0; c < p.head_dim; ++c) {
+        sums.dq[c] += scale * by_score * at(k, k.Offset(b, kv_head, j, c));
+        sums.dk[j * p.head_dim + c] += scale * by_score * at(q, q.Offset(b, h, i, c));
+      }
+      by_gain += by_score * unit * score;
+    }
+    const TensorView dgain = call.parameter_gradients.Get("gain");
+    if (!dgain.empty()) dgain.Set(dgain.Offset(h), dgain.Get(dgain.Offset(h)) + by_gain);
   }
 
   Tensor drawn_gain_;
@@ -307,6 +444,10 @@ class TinyDeviceLayer : public TinyLayer {
 
   size_t workspace_bytes(int) const override {
     return Workspace::Measure([&](Workspace& w) { Scores(w); });
+  }
+
+  absl::Status CheckBackward() const override {
+    return absl::UnimplementedError("the layer has a backward pass on the CPU alone");
   }
 
  protected:

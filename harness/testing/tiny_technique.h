@@ -15,7 +15,7 @@ namespace tfb {
 //
 // The sum is over the keys that are tokens, that are not in the future where the problem is causal,
 // and that are at most `window` tokens away. gain is a parameter [query_heads]. The technique
-// supports streaming.
+// supports streaming. Without a fault it has a backward pass on the CPU.
 struct TinyOptions {
   int64_t window = kMaxTokens;
 

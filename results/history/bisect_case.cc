@@ -48,7 +48,8 @@ constexpr Field kFields[] = {{"device", "devices", false},   {"dtype", "dtypes",
                              {"input", "input", false},      {"file", "", false},
                              {"model", "", false},           {"layer", "", false},
                              {"details", "", false},         {"seed", "seed", true},
-                             {"threads", "threads", true},   {"purpose", "", false}};
+                             {"threads", "threads", true},   {"purpose", "", false},
+                             {"pass", "pass", false}};
 
 const Field* FindField(absl::string_view name) {
   const auto* found = std::find_if(std::begin(kFields), std::end(kFields),
@@ -147,9 +148,10 @@ absl::Status AddField(absl::string_view word, BisectCase* wanted) {
   return absl::OkStatus();
 }
 
-// Returns the fields of a case as its key writes them, without %XX.
+// Returns the fields of a case as its key writes them, without %XX, and its pass, which a key
+// leaves out where it is the forward one.
 std::map<std::string, std::string> FieldsOf(const Case& result) {
-  std::map<std::string, std::string> fields;
+  std::map<std::string, std::string> fields = {{"pass", std::string(Name(result.key().pass()))}};
   const std::string key = CaseKey(result);
   for (const absl::string_view word : absl::StrSplit(key, ' ')) {
     const std::pair<absl::string_view, absl::string_view> parts =

@@ -14,6 +14,7 @@ namespace tfb {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -88,6 +89,23 @@ TEST(BisectCase, FieldsBecomeFlags) {
                   "--accuracy=false", "--devices=cpu", "--lengths=4096", "--causal=true",
                   "--threads=1", "--dtypes=bf16", "--batches=2", "--heads=4", "--kv_heads=2",
                   "--head_dims=32", "--seed=7", "--input=peaked"));
+}
+
+TEST(BisectCase, APassIsAFieldThatAKeyOfTheForwardPassLeavesOut) {
+  synthetic::CaseSpec spec;
+  ResultSet results;
+  for (const Case::Pass pass : {Case::PASS_FORWARD, Case::PASS_TRAINING}) {
+    spec.pass = pass;
+    *results.add_cases() = synthetic::MakeCase(spec);
+    const BisectCase wanted = Parsed(absl::StrCat("plain pass=", Name(pass)));
+    EXPECT_THAT(SweepFlags(wanted), Contains(absl::StrCat("--pass=", Name(pass))));
+    const auto found = FindCase(results, wanted);
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_EQ((*found)->key().pass(), pass);
+  }
+  const BisectCase training = Parsed(CaseKey(results.cases(1)));
+  EXPECT_THAT(SweepFlags(training), Contains("--pass=training"));
+  EXPECT_EQ((*FindCase(results, training))->key().pass(), Case::PASS_TRAINING);
 }
 
 TEST(BisectCase, AWholeKeyIsTheSameCase) {

@@ -1,6 +1,7 @@
 #include "results/history/series.h"
 
 #include <cmath>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -186,6 +187,29 @@ TEST(Summary, CasesOfOneTechniqueAtOtherLengthsHaveOneGroup) {
   EXPECT_NE(run.cases(0).key(), run.cases(1).key());
   EXPECT_NE(run.cases(1).group(), run.cases(2).group());
   EXPECT_THAT(run.cases(0).group_problem(), Not(HasSubstr("tokens")));
+}
+
+TEST(Summary, EachPassIsACaseWithItsOwnGroupAndMemory) {
+  ResultSet results;
+  *results.add_environments() = synthetic::MakeEnvironment();
+  CaseSpec spec;
+  for (const Case::Pass pass : {Case::PASS_FORWARD, Case::PASS_BACKWARD, Case::PASS_TRAINING}) {
+    spec.pass = pass;
+    *results.add_cases() = MakeCase(spec);
+  }
+  const HistoryRun run = *SummarizeRun(results, "run.pb");
+  std::set<std::string> keys, groups;
+  for (const HistoryCase& result : run.cases()) {
+    keys.insert(result.key());
+    groups.insert(result.group());
+  }
+  EXPECT_EQ(keys.size(), 3u);
+  EXPECT_EQ(groups.size(), 3u);
+  EXPECT_THAT(run.cases(0).problem(), Not(HasSubstr("training")));
+  EXPECT_THAT(run.cases(2).problem(), HasSubstr("causal, training step, "));
+  EXPECT_THAT(run.cases(2).group_problem(), HasSubstr("causal, training step, "));
+  EXPECT_EQ(ValueOf(run.cases(0), HISTORY_METRIC_MEMORY), 512 * 1024);
+  EXPECT_EQ(ValueOf(run.cases(2), HISTORY_METRIC_MEMORY), 512 * 1024 + 8 * 512 * 65 * 4);
 }
 
 TEST(Summary, UnfinishedCasesAreLeftOutAndAFileOfThemRefused) {

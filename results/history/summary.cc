@@ -75,7 +75,7 @@ std::string Problem(const Case::Key& key, bool with_tokens) {
       key.threads() > 0
           ? absl::StrCat(key.threads(), key.threads() == 1 ? " thread, " : " threads, ")
           : "",
-      DescribeProblem(key.problem(), with_tokens), ", ", DescribeInput(key.input()),
+      DescribeProblem(key, with_tokens), ", ", DescribeInput(key.input()),
       key.purpose() == Case::PURPOSE_ACCURACY ? ", accuracy" : "");
 }
 
