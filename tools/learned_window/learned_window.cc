@@ -32,9 +32,11 @@ class LearnedWindow : public FlashTechnique<LearnedWindowOptions> {
       keys->Add(i - zero_at + 1, i + 1);
       return i + 1;
     };
+    std::vector<Traced> spans;  // numbers that know their derivatives, for the widths' gradients
+    for (const float& width : widths) spans.push_back(Trace(width));
     return FlashPlan(job.problem)
         .Sees(FunctionPattern(keys_of, job.problem.query_heads))
-        .Add<SpanTerm>(std::vector<float>(widths.begin(), widths.end()), job.options.ramp);
+        .Add<SpanTerm>(std::move(spans), job.options.ramp);
   }
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
