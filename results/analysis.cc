@@ -244,6 +244,9 @@ void Analysis::Group() {
     series.by_tokens[LengthOf(result->key().problem())].push_back(result);
   }
 
+  std::stable_sort(groups_.begin(), groups_.end(), [](const SeriesGroup& a, const SeriesGroup& b) {
+    return a.first().key().pass() < b.first().key().pass();
+  });
   for (size_t g = 0; g < groups_.size(); ++g) {
     SeriesGroup& group = groups_[g];
     std::stable_sort(group.series.begin(), group.series.end(), StandsBefore);

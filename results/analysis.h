@@ -72,6 +72,7 @@ class Analysis {
   int64_t superseded_cases() const { return superseded_cases_; }
   // Returns the passes of the cases, each once: the forward pass, the backward pass, training.
   const std::vector<Case::Pass>& passes() const { return passes_; }
+  // Returns the groups by pass, those of one pass in the file's order.
   const std::vector<SeriesGroup>& groups() const { return groups_; }
   // Returns one environment for each machine, in the file's order.
   const std::vector<const Environment*>& machines() const { return machines_; }

@@ -76,9 +76,11 @@ ResultSet MakePasses() {
   return results;
 }
 
-TEST(Analysis, EachPassIsAGroupWithItsOwnDenseCases) {
-  const ResultSet results = MakePasses();
+TEST(Analysis, EachPassIsAGroupWithItsOwnDenseCasesTheForwardPassFirst) {
+  ResultSet results = MakePasses();
+  for (int i = 0; i < 4; ++i) results.mutable_cases()->SwapElements(i, i + 4);
   const Analysis analysis(results);
+  EXPECT_EQ(analysis.groups().front().first().key().pass(), Case::PASS_FORWARD);
   EXPECT_EQ(analysis.passes(), (std::vector<Case::Pass>{Case::PASS_FORWARD, Case::PASS_TRAINING}));
   ASSERT_EQ(analysis.groups().size(), 2u);
   for (const SeriesGroup& group : analysis.groups()) {

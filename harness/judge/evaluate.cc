@@ -312,10 +312,12 @@ class GuardedTensors {
 class GuardedBackward {
  public:
   // Binds the backward pass of a layer that has one.
-  static absl::StatusOr<GuardedBackward> Bind(const Inputs& output_gradients, ThreadPool* pool,
-                                              BoundLayer* bound) {
+  static absl::StatusOr<GuardedBackward> Bind(const NamedTensors& output_gradients,
+                                              ThreadPool* pool, BoundLayer* bound) {
     const Layer& layer = *bound->layer;
     GuardedBackward backward;
+    TFB_ASSIGN_OR_RETURN(backward.given_,
+                         DeviceTensors::Of(bound->device, ViewsOf(output_gradients)));
     TFB_ASSIGN_OR_RETURN(backward.inputs_,
                          GuardedTensors::Allocate(layer.input_gradients(), bound->device));
     TFB_ASSIGN_OR_RETURN(backward.parameters_,
@@ -326,8 +328,8 @@ class GuardedBackward {
     TFB_ASSIGN_OR_RETURN(
         backward.workspace_,
         GuardedWorkspace::Allocate(layer.backward_workspace_bytes(pool->threads()), bound->device));
-    bound->BindBackward(output_gradients, backward.inputs_.views(), backward.parameters_.views(),
-                        backward.kept_.device_bytes());
+    bound->BindBackward(backward.given_.inputs(), backward.inputs_.views(),
+                        backward.parameters_.views(), backward.kept_.device_bytes());
     return backward;
   }
 
@@ -345,6 +347,7 @@ class GuardedBackward {
   }
 
  private:
+  DeviceTensors given_;  // gradients of outputs
   GuardedTensors inputs_, parameters_;
   GuardedMemory kept_;
   GuardedWorkspace workspace_;
@@ -386,7 +389,7 @@ uint64_t ChecksumOf(const Inputs& inputs, Device device) {
 }  // namespace
 
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
-                                 ThreadPool* pool, const Inputs* output_gradients) {
+                                 ThreadPool* pool, const NamedTensors* output_gradients) {
   if (output_gradients != nullptr) TFB_RETURN_IF_ERROR(layer->CheckBackward());
   BoundLayer bound;
   bound.layer = layer;
@@ -467,15 +470,8 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request) {
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer) {
   TFB_ASSIGN_OR_RETURN(const DeviceTensors read,
                        DeviceTensors::Of(request.job.device, ViewsOf(*request.inputs)));
-  DeviceTensors output_gradients;
-  if (request.output_gradients != nullptr) {
-    TFB_ASSIGN_OR_RETURN(output_gradients,
-                         DeviceTensors::Of(request.job.device, ViewsOf(*request.output_gradients)));
-  }
-  TFB_ASSIGN_OR_RETURN(
-      LayerRun run,
-      RunOnce(layer, request.job.device, read.inputs(), request.pool,
-              request.output_gradients == nullptr ? nullptr : &output_gradients.inputs()));
+  TFB_ASSIGN_OR_RETURN(LayerRun run, RunOnce(layer, request.job.device, read.inputs(), request.pool,
+                                             request.output_gradients));
   TFB_ASSIGN_OR_RETURN(Accuracy accuracy, Judge(request, layer->parameters(), run.outputs));
   accuracy.statistics = layer->statistics();
   accuracy.cost = layer->cost();

@@ -100,11 +100,11 @@ struct LayerRun {
 // workspace, or on a CPU into its inputs, or a kernel fails. A contestant on a CPU runs once on
 // other inputs before, so that one that gives its last result again is wrong here.
 //
-// With `output_gradients`, which are in the memory of the device, the run keeps memory, and its
+// With `output_gradients`, by the outputs' names and on the host, the run keeps memory, and its
 // backward pass is set up and called; what it writes is checked likewise. Returns the layer's
 // reason where it has no backward pass.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
-                                 ThreadPool* pool, const Inputs* output_gradients = nullptr);
+                                 ThreadPool* pool, const NamedTensors* output_gradients = nullptr);
 
 // Judges outputs that a layer with these parameters gave for request.inputs. Fills the fields of
 // Accuracy down to `failure`, and `counterpart`.

@@ -43,7 +43,7 @@ double CheckForecast::ExpectedSeconds(const Job& job) const {
 std::string CheckForecast::WhyNotChecked(const Job& job, const Visit::Item& wishes,
                                          double case_timeout) const {
   if (job.pass != Case::PASS_FORWARD) {
-    return "a sweep holds the forward pass against float64, the conformance test gradients";
+    return "a sweep checks the forward pass, and the conformance tests the gradients";
   }
   if (!job.check) {
     return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,

@@ -45,6 +45,12 @@ TEST_F(Forecast, WhatNothingIsKnownOfIsCheckedUnlessItShallNotBe) {
   Job unchecked = Scaling(1);
   unchecked.check = false;
   EXPECT_EQ(Why(unchecked), "--accuracy=false leaves out those of more than 512 tokens of text");
+  for (const Case::Pass pass : {Case::PASS_BACKWARD, Case::PASS_TRAINING}) {
+    Job other = Accuracy(1);
+    other.pass = pass;
+    EXPECT_EQ(Why(other),
+              "a sweep checks the forward pass, and the conformance tests the gradients");
+  }
 }
 
 TEST_F(Forecast, ACheckGrowsAtMostAsTheSquareOfTheTokensAndAtLeastAsThey) {

@@ -363,19 +363,16 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   }
   const double parameter_bytes = BytesOf(layer.parameters());
   const double workspace = static_cast<double>(WorkspaceBytes(layer, job));
-  double backward_bytes = 0;  // of what is bound for the backward pass
+  double gradient_bytes = 0, backward_bytes = 0;  // backward_bytes: of all that is bound for it
   if (HasBackward(job)) {
     TFB_RETURN_IF_ERROR(layer.CheckBackward());
-    backward_bytes = static_cast<double>(KeptMemoryBytes(layer)) + GradientBytes(layer) +
+    gradient_bytes = GradientBytes(layer);
+    backward_bytes = static_cast<double>(KeptMemoryBytes(layer)) + gradient_bytes +
                      BytesOf(layer.output_gradients(), true);
   }
   // The check has guarded gradients and a copy of them, too.
-  TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes + backward_bytes +
-                               (HasBackward(job) ? 2 * GradientBytes(layer) : 0),
-                           workspace));
-  if (HasBackward(job)) {
-    TFB_ASSIGN_OR_RETURN(prepared->output_gradients, DrawOutputGradients(layer, job.seed));
-  }
+  TFB_RETURN_IF_ERROR(
+      fits(tensor_bytes + parameter_bytes + backward_bytes + 2 * gradient_bytes, workspace));
   TFB_RETURN_IF_ERROR(Check(hooks, prepared, &device_bytes));
   const double gradients_given = BytesOf(prepared->output_gradients);
   const int64_t heap_after = HeapBytes() - static_cast<int64_t>(gradients_given);
@@ -400,8 +397,8 @@ absl::Status Measurer::Fill(const MeasureHooks& hooks, Batch* batch, Prepared* p
   // A backward pass reads what the run wrote.
   outcome->set_input_bytes(
       static_cast<uint64_t>(input_bytes + gradients_given + (is_backward ? output_bytes : 0)));
-  outcome->set_output_bytes(static_cast<uint64_t>((is_backward ? 0 : output_bytes) +
-                                                  (HasBackward(job) ? GradientBytes(layer) : 0)));
+  outcome->set_output_bytes(
+      static_cast<uint64_t>((is_backward ? 0 : output_bytes) + gradient_bytes));
   if (HasBackward(job)) outcome->set_kept_bytes(KeptBytes(layer));
   const Cost cost = CostOf(layer, job.pass);
   if (cost.flops.has_value()) outcome->set_flops(*cost.flops);
@@ -508,14 +505,13 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   Outcome* outcome = prepared->report.mutable_record()->mutable_outcome();
   hooks.on_activity(prepared->report.index(), "first run");
   const double run_begin = options_.clock->Seconds();
-  DeviceTensors output_gradients;
   if (HasBackward(job)) {
-    TFB_ASSIGN_OR_RETURN(output_gradients,
-                         DeviceTensors::Of(job.device, ViewsOf(prepared->output_gradients)));
+    TFB_ASSIGN_OR_RETURN(prepared->output_gradients,
+                         DrawOutputGradients(*prepared->layer, job.seed));
   }
   absl::StatusOr<LayerRun> run =
       RunOnce(prepared->layer.get(), job.device, prepared->timed.bound.inputs, Pool(job.threads),
-              HasBackward(job) ? &output_gradients.inputs() : nullptr);
+              HasBackward(job) ? &prepared->output_gradients : nullptr);
   if (!run.ok()) {
     // The technique supports the problem, so any other status is its failure.
     const bool known =

@@ -143,8 +143,8 @@ TEST_F(MeasureTest, EachPassHasItsCostAndMemory) {
     EXPECT_EQ(outcome->kept_bytes(), tensor + 2 * 16 * 4);  // out and a number for each query
     EXPECT_FALSE(outcome->has_against_definition());
     EXPECT_EQ(outcome->reason(),
-              "errors were not measured: a sweep holds the forward pass against float64, the "
-              "conformance test gradients");
+              "errors were not measured: a sweep checks the forward pass, and the conformance "
+              "tests the gradients");
     EXPECT_EQ(outcome->timing().segments_size(), 0);
   }
   // 16 x 17 / 2 pairs of a head are kept; there are 2 products in a run and 5 in a backward pass.

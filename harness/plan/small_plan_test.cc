@@ -80,6 +80,36 @@ class SmallPlan : public ::testing::Test {
   SweepPlanOptions options_;
 };
 
+// Every pass is foretold from its own times, and before there are any by its own effort.
+TEST_F(SmallPlan, ForetellsEachPassFromItsOwnTimes) {
+  CaseFlags flags;
+  flags.techniques = "toy_mean";
+  flags.inputs = "gaussian";
+  flags.lengths = "512,1024";
+  flags.passes = "forward,training";
+  flags.devices = "cpu";
+  flags.threads = "1";
+  flags.counterparts = false;
+  cases_ = MakeCases(flags, registry_, "").value();
+  ASSERT_EQ(cases_.size(), 4u);
+  options_.time_budget = 0;
+  options_.repetitions = 11;
+  options_.flush_seconds = 0;
+  SweepPlan plan = Plan();
+  // Of a case of which nothing is known: 0.2 s times 1 + tokens / 512, of which a training step has
+  // 3.5; the pilot, 11 samples and six cold runs of 10 ms, and the setups of calls of 0 s.
+  const double effort = 0.2 * ((1 + 1) + (1 + 2) + (1 + 3.5) + (1 + 7));
+  const double timing = plan.ExpectedSeconds(0) - effort;
+  EXPECT_GE(timing, 4 * 12 * 0.01 - 1e-9);
+  ASSERT_EQ(cases_[0].pass, Case::PASS_FORWARD);
+  ASSERT_EQ(cases_[1].pass, Case::PASS_TRAINING);
+  plan.Note(0, Found(11, 0, 3));
+  // toy_mean grows as its tokens: its run of 1024 is foretold, and its training steps are not.
+  EXPECT_NEAR(plan.ExpectedSeconds(0), 2 * 3 + 0.2 * ((1 + 3.5) + (1 + 7)) + timing * 3 / 4, 1e-9);
+  plan.Note(1, Found(11, 0, 10));
+  EXPECT_NEAR(plan.ExpectedSeconds(0), 2 * 3 + 2 * 10 + timing * 2 / 4, 1e-9);
+}
+
 TEST_F(SmallPlan, GoesFromAccuracyOverTheLengthsToRepetitions) {
   SweepPlan plan = Plan();
   EXPECT_EQ(NextOf(plan, 0),

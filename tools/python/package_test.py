@@ -197,6 +197,15 @@ class Sweeps(unittest.TestCase):
         results.html(page)
         self.assertIn('<svg', pathlib.Path(page).read_text())
 
+    def test_measure_the_step_of_training(self):
+        results = tfb.sweep(['dense'], '64', accuracy=False, repetitions=3, heads=1, head_dims=16, pass_='forward,training')
+        by_pass = {one['key']['pass']: one for one in results}
+        self.assertEqual(sorted(by_pass), ['forward', 'training'])
+        forward, training = by_pass['forward'], by_pass['training']
+        self.assertEqual(training['outcome']['status'], 'ok', training['outcome'])
+        self.assertGreater(training['costs']['kept_bytes'], 64 * 16 * 4)
+        self.assertEqual(training['costs']['flops'], 3.5 * forward['costs']['flops'])
+
     def test_of_what_is_not_there_fail(self):
         with self.assertRaises(tfb.InvalidArgumentError) as caught:
             tfb.read('/nowhere/x.pb')

@@ -14,10 +14,10 @@ grep -q '](docs/sweep.svg)' "$readme" || fail "README.md does not show docs/swee
 [[ "$(wc -l < "$readme")" -lt 150 ]] || fail "README.md has 150 lines or more"
 
 # Dense attention takes 40 ms, and technique n of 13 takes 40 / n ms; three families take turns. A quarter of that at half the length.
-one_case() {  # name family purpose tokens error nanoseconds
+one_case() {  # name family purpose tokens error nanoseconds pass
   printf 'cases { environment_id: "e" key { technique: "%s" device: DEVICE_TYPE_CPU dtype: ELEMENT_TYPE_F32 seed: 1 threads: 2\n' "$1"
   printf 'problem { batch: 1 query_heads: 8 kv_heads: 8 query_tokens: %d kv_tokens: %d head_dim: 64 value_dim: 64 causal: true }\n' "$4" "$4"
-  printf 'input { name: "gaussian" } purpose: %s }\n' "$3"
+  printf 'input { name: "gaussian" } purpose: %s pass: %s }\n' "$3" "${7:-PASS_FORWARD}"
   printf 'technique { display_name: "%s" title: "Attention, \\"%s\\"" family: "%s" exactness: EXACTNESS_EXACT\n' "$1" "$1" "$2"
   printf 'input_kind: INPUT_KIND_QKV weights: WEIGHTS_NONE dense_counterpart: "dense" options_are_default: true expected_growth: 2 }\n'
   printf 'outcome { status: STATUS_OK peak_workspace_bytes: 2097152 parameter_bytes: 0 against_dense { relative_frobenius: %s }\n' "$5"
@@ -60,6 +60,16 @@ cp "$picture" "$picture.once"
 run
 cmp "$copy" "$copy.once" || fail "a second run changed the README"
 cmp "$picture" "$picture.once" || fail "a second run changed the picture"
+
+# Training steps beside the runs change nothing.
+cp "$TEST_TMPDIR/results.pb" "$TEST_TMPDIR/forward.pb"
+{ cat "$TEST_TMPDIR/results.textproto"
+  for name in dense near01 near13; do one_case "$name" attention PURPOSE_SCALING 4096 0 1000000 PASS_TRAINING; done
+} | "$protoc" --descriptor_set_in="$descriptors" --encode=tfb.ResultSet results/results.proto > "$TEST_TMPDIR/results.pb"
+run
+cmp "$copy" "$copy.once" || fail "training steps changed the README"
+cmp "$picture" "$picture.once" || fail "training steps changed the picture"
+mv "$TEST_TMPDIR/forward.pb" "$TEST_TMPDIR/results.pb"
 
 # A list chooses the rows, on the command line and in the marker.
 run --techniques=near02,dense

@@ -102,8 +102,8 @@ def sweep(techniques: Sequence[Union[str, Callable[..., Any]]],
       techniques: names with options, and functions: ["dense", "longformer:window=256", mine].
       lengths: "1k:16k" for every power of two between them, "1024,4096", or numbers.
       output: the result file; by default a new one in a temporary folder.
-      **flags: further flags of the program `sweep`, such as time_budget="2m", threads=1, causal=True, dtypes="f32,bf16".
-        `python`, the interpreter of contestants, is this one.
+      **flags: further flags of the program `sweep`, such as time_budget="2m", threads=1, causal=True, dtypes="f32,bf16", and
+        pass_="forward,training" for --pass. `python`, the interpreter of contestants, is this one.
 
     Raises:
       TypeError: a technique is neither a text nor a function.
@@ -162,7 +162,8 @@ def _run(arguments: List[str], functions: Dict[str, Any], flags: Dict[str, Any],
 def _command(arguments: List[str], flags: Dict[str, Any]) -> List[str]:
     words = [_program('sweep')] + arguments
     for name, value in flags.items():
-        words.append('--%s=%s' % (name, str(value).lower() if isinstance(value, bool) else value))
+        # A name that is a word of Python, as pass is, has a "_" behind it.
+        words.append('--%s=%s' % (name.rstrip('_'), str(value).lower() if isinstance(value, bool) else value))
     return words
 
 
