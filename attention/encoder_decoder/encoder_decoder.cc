@@ -174,10 +174,12 @@ class EncoderDecoderLayer : public Layer {
       stack.norm_names = layers::NormNames(place.final_norm);
       stack.place = std::move(place);
     }
-    std::vector<const layers::FurtherInputs*> further;
+    std::vector<std::pair<const layers::FurtherInputs*, const Layer*>> further;
     for (const Stack& stack : layer->stacks_) {
       for (const Block& block : stack.blocks) {
-        for (const Attention& one : block.attention) further.push_back(&one.place.further);
+        for (const Attention& one : block.attention) {
+          further.emplace_back(&one.place.further, &one.attention.inner());
+        }
       }
     }
     layer->further_differentiate_ = layers::FurtherInputs::CheckBackward(further);

@@ -365,6 +365,7 @@ TEST(MultiHead, WhatTheTechniqueInsideReadsBesideProjectionsIsAnInput) {
   for (const auto& [inner, reads] : Readers()) {
     std::vector<std::string> expected = {"x", "key_mask"};
     expected.insert(expected.end(), reads.begin(), reads.end());
+    if (std::string(inner).rfind("hard", 0) == 0) expected.push_back("baseline");  // of its backward pass alone
     EXPECT_EQ(NamesOf(MultiHead().InputSpecs(Self(2, 70, 16), {{"inner", inner}}).value()),
               expected)
         << inner;
@@ -651,6 +652,22 @@ TEST(MultiHead, GradientsOfFurtherProjectionsAreThoseOfItsDefinition) {
   ExpectGradients(
       problem, {{"inner", "longformer[window=4,max_globals=3,projections=own]"}, {"bias", "true"}},
       std::move(inputs));
+}
+
+TEST(MultiHead, EmptyBatchesAndSequencesGiveParametersGradientsOfZero) {
+  for (const Problem& problem : {Problem::SelfAttention(0, 2, 5, 8), Self(2, 0, 8)}) {
+    SCOPED_TRACE(problem.ToString());
+    const auto layer = MultiHead().Create(problem, {{"bias", "true"}}, Device::kCpu, 1).value();
+    NamedTensors inputs, g;
+    inputs["x"] = Tensor(DType::kF32, layer->inputs()[0].shape);
+    g["out"] = Tensor(DType::kF32, layer->outputs()[0].shape);
+    const auto gradients = RunBackward(*layer, ViewsOf(inputs), g, 2);
+    ASSERT_EQ(gradients.status(), absl::OkStatus());
+    EXPECT_EQ(gradients->parameters.size(), 8u);
+    for (const auto& [name, gradient] : gradients->parameters) {
+      EXPECT_EQ(MaxAbs(gradient.view()), 0) << name;
+    }
+  }
 }
 
 TEST(MultiHead, NanOfAMaskedMemoryReachesNoGradient) {

@@ -131,6 +131,26 @@ class Product {
   int64_t direct_stride_ = 0;
 };
 
+// Copies a matrix to rows that are `stride` floats apart, along whichever of its dimensions lies
+// side by side in memory: a transpose 16 rows at a time, which are a cache line of each column.
+void CopyBlock(const ConstTensorView& matrix, float* to, int64_t stride) {
+  if (matrix.stride(1) <= matrix.stride(0)) {
+    for (int64_t row = 0; row < matrix.dim(0); ++row) {
+      LoadRow(matrix, matrix.Offset(row), matrix.stride(1), matrix.dim(1), to + row * stride);
+    }
+    return;
+  }
+  constexpr int64_t kRows = 16;
+  float column[kRows];
+  for (int64_t row = 0; row < matrix.dim(0); row += kRows) {
+    const int64_t rows = std::min(kRows, matrix.dim(0) - row);
+    for (int64_t c = 0; c < matrix.dim(1); ++c) {
+      LoadRow(matrix, matrix.Offset(row, c), matrix.stride(0), rows, column);
+      for (int64_t r = 0; r < rows; ++r) to[(row + r) * stride + c] = column[r];
+    }
+  }
+}
+
 absl::Status MatMulCpu(const PackedMatrix& matrix, const MatMulCall& call,
                        const Execution& execution) {
   const Product product(matrix, call);
@@ -191,13 +211,11 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(Device device, int64_t in, int64
     // One panel after the other, or all columns at once, so that neither side leaves its lines.
     for (int64_t first = part.column; first < end;) {
       const int64_t next = panels ? std::min(end, (first / kPanel + 1) * kPanel) : end;
-      for (int64_t row = 0; row < matrix.dim(0); ++row) {
-        const int64_t k = part.row + row;
-        float* to = weights.data() + (panels ? (first / kPanel * in + k) * kPanel + first % kPanel
-                                             : k * out + first);
-        LoadRow(matrix, matrix.Offset(row, first - part.column), matrix.stride(1), next - first,
-                to);
-      }
+      const int64_t stride = panels ? kPanel : out;  // between rows
+      float* const to =
+          weights.data() + (panels ? (first / kPanel * in + part.row) * kPanel + first % kPanel
+                                   : part.row * out + first);
+      CopyBlock(Slice(matrix, 1, first - part.column, next - first), to, stride);
       first = next;
     }
   }

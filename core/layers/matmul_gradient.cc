@@ -1,6 +1,7 @@
 #include "core/layers/matmul_gradient.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
@@ -11,11 +12,12 @@ namespace tfb {
 namespace {
 
 constexpr int64_t kColumns = 64;   // of a block of dW: four vectors of 16 floats
-constexpr int64_t kRowsOfW = 192;  // of a block of dW: 32 register tiles of 6 rows
-constexpr int64_t kDepth = 64;     // rows of x and dy that a block of dW adds at a time
+constexpr int64_t kRowsOfW = 384;  // of a block of dW at most: 64 register tiles of 6 rows
+constexpr int64_t kTileRows = 6;
+constexpr int64_t kDepth = 64;  // rows of x and dy that a block of dW adds at a time
 // Chunks are as many as make this number of tasks, so that a small dW keeps several threads busy,
 // and have no fewer rows than kLeastRows, so that adding their sums costs little.
-constexpr int64_t kTasks = 32;
+constexpr int64_t kTasks = 16;
 constexpr int64_t kLeastRows = 256;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -24,15 +26,17 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Cut {
   Cut(int64_t rows, int64_t in, int64_t out)
       : row_blocks(std::max<int64_t>(CeilDiv(in, kRowsOfW), 1)),
-        column_blocks(CeilDiv(out, kColumns)) {
+        column_blocks(CeilDiv(out, kColumns)),
+        block_rows(RoundUp(CeilDiv(in, row_blocks), kTileRows)) {
     const int64_t blocks = std::max<int64_t>(row_blocks * column_blocks, 1);
-    const int64_t wanted = std::clamp<int64_t>(CeilDiv(kTasks, blocks), 1,
-                                               std::max<int64_t>(CeilDiv(rows, kLeastRows), 1));
+    const int64_t wanted =
+        std::clamp<int64_t>(kTasks / blocks, 1, std::max<int64_t>(CeilDiv(rows, kLeastRows), 1));
     chunk_rows = std::max<int64_t>(CeilDiv(CeilDiv(rows, wanted), kDepth), 1) * kDepth;
     chunks = std::max<int64_t>(CeilDiv(rows, chunk_rows), 1);
   }
   int64_t row_blocks;
   int64_t column_blocks;
+  int64_t block_rows;
   int64_t chunk_rows;
   int64_t chunks;
 };
@@ -85,8 +89,9 @@ class Gradient {
     // The blocks of one chunk and one panel of dy follow each other.
     const int64_t row_block = task % cut_.row_blocks, rest = task / cut_.row_blocks;
     const int64_t chunk = rest / cut_.column_blocks, panel = rest % cut_.column_blocks;
-    const Block block = {row_block * kRowsOfW, std::min(kRowsOfW, in_ - row_block * kRowsOfW),
-                         panel * kColumns, std::min(kColumns, out_ - panel * kColumns)};
+    const int64_t first_row = row_block * cut_.block_rows;
+    const Block block = {first_row, std::min(cut_.block_rows, in_ - first_row), panel * kColumns,
+                         std::min(kColumns, out_ - panel * kColumns)};
     const bool sums_bias = !call_.bias.empty() && row_block == 0;
     std::fill_n(scratch.sums, kColumns, 0.0f);
     const int64_t end = std::min(x_.rows(), (chunk + 1) * cut_.chunk_rows);
@@ -158,9 +163,13 @@ class Gradient {
   }
 
   static bool IsZero(const float* values, int64_t count) {
-    bool all = true;
-    for (int64_t c = 0; c < count; ++c) all &= values[c] == 0;
-    return all;
+    uint32_t magnitudes = 0;
+    for (int64_t c = 0; c < count; ++c) {
+      uint32_t bits;
+      std::memcpy(&bits, values + c, sizeof(bits));
+      magnitudes |= bits << 1;  // without the sign
+    }
+    return magnitudes == 0;
   }
   // Tells whether x has an infinity or NaN in a row where dy is 0.
   bool HasNumbersToHide(int64_t depth, const Block& block, const float* inputs,

@@ -85,8 +85,8 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
       block.f_parameters.push_back(absl::StrCat(prefix, "f.", spec.name));
     }
   }
-  std::vector<const layers::FurtherInputs*> further;
-  for (const Block& block : stack.blocks_) further.push_back(&block.further);
+  std::vector<std::pair<const layers::FurtherInputs*, const Layer*>> further;
+  for (const Block& block : stack.blocks_) further.emplace_back(&block.further, block.f.get());
   stack.further_differentiate_ = layers::FurtherInputs::CheckBackward(further);
   return stack;
 }

@@ -93,8 +93,10 @@ class EncodedAttentionLayer : public Layer {
       AddInnerParameters(*inner, prefix + "inner.", &parameters_);
       attention_.emplace_back(device_, problem(), /*cross=*/false, std::move(inner));
     }
-    std::vector<const FurtherInputs*> further;
-    for (const FurtherInputs& one : further_) further.push_back(&one);
+    std::vector<std::pair<const FurtherInputs*, const Layer*>> further;
+    for (int64_t n = 0; n < plan_.applications; ++n) {
+      further.emplace_back(&further_[n], &attention_[IndexOf(n)].inner());
+    }
     further_differentiate_ = FurtherInputs::CheckBackward(further);
     return absl::OkStatus();
   }

@@ -62,13 +62,15 @@ std::string FurtherInputs::Outside(absl::string_view inside) const {
   return "";
 }
 
-absl::Status FurtherInputs::CheckBackward(const std::vector<const FurtherInputs*>& all) {
+absl::Status FurtherInputs::CheckBackward(
+    const std::vector<std::pair<const FurtherInputs*, const Layer*>>& all) {
   std::set<std::string> names;
-  for (const FurtherInputs* one : all) {
-    for (const TensorSpec& spec : one->outside_) {
-      if (!IsFloating(spec.dtype) || names.insert(spec.name).second) continue;
+  for (const auto& [further, layer] : all) {
+    for (const TensorSpec& spec : layer->input_gradients()) {
+      const std::string name = further->Outside(spec.name);
+      if (name.empty() || names.insert(name).second) continue;
       return absl::UnimplementedError(
-          absl::StrCat("no gradient of ", spec.name, ", which several techniques inside read"));
+          absl::StrCat("no gradient of ", name, ", which several techniques inside read"));
     }
   }
   return absl::OkStatus();

@@ -4,6 +4,7 @@
 #define TFB_CORE_LAYERS_ATTENTION_FURTHER_INPUTS_H_
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -42,9 +43,10 @@ class FurtherInputs {
   // Returns an input's name outside, or an empty one where it is not a further input.
   std::string Outside(absl::string_view inside) const;
 
-  // Returns Unimplemented where several of the layer's techniques read the same floating-point
-  // input, whose gradient would be the sum of theirs.
-  static absl::Status CheckBackward(const std::vector<const FurtherInputs*>& all);
+  // Returns Unimplemented where several of a layer's techniques differentiate through the same input,
+  // whose gradient would be the sum of theirs. Each is given with its layer.
+  static absl::Status CheckBackward(
+      const std::vector<std::pair<const FurtherInputs*, const Layer*>>& all);
 
  private:
   std::vector<TensorSpec> outside_;
