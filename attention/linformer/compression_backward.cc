@@ -1,6 +1,6 @@
 // The backward pass of a Compressor on the CPU. Each gradient has one task that owns it: those of
-// rows a task of a block of tokens or slots of a head; those of tables a task of some of their elements,
-// which walks the heads that share the table in their order.
+// rows a task of a block of tokens or slots of a head; those of tables a task of some of their
+// elements, which walks the heads that share the table in their order.
 #include <algorithm>
 #include <cmath>
 
