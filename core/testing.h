@@ -65,8 +65,8 @@ absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
 // Returns sum_n a_n b_n of views of one shape, in float64.
 double SumOfProducts(const ConstTensorView& a, const ConstTensorView& b);
 
-// Returns (f(x + h d) - f(x - h d)) / 2h with h = 1e-5 |x|, where f reads x, an f64 tensor, which is
-// then as it was.
+// Returns (f(x + h d) - f(x - h d)) / 2h with h = 1e-5 |x|, where f reads x, an f64 tensor. Then x
+// is as it was.
 double CentralDifference(Tensor* x, const ConstTensorView& direction,
                          absl::FunctionRef<double()> f);
 // Returns a random f64 tensor of length 1.

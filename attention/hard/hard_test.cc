@@ -611,7 +611,7 @@ class SoftRows {
   double scale_;
 };
 
-// sum_i w_i log p_ij* of one case, and |the terms of its gradient by q or by k|.
+// sum_i w_i log p_ij* of one case, and how its derivatives by q or by k vary with errors of terms.
 class WeightedLogProbability {
  public:
   WeightedLogProbability(const Problem& problem, const NamedTensors& outputs, const NamedTensors& g,
@@ -634,7 +634,9 @@ class WeightedLogProbability {
     });
     return sum;
   }
-  double NormOfTerms(const SoftRows& soft, const char* by) const {
+  // Returns |(sum of magnitudes of terms of element n of the gradient, times d_n)_n|: the deviation
+  // of the derivative along d where elements have independent relative errors of deviation 1.
+  double Deviation(const SoftRows& soft, const char* by, const Tensor& d) const {
     const bool by_q = by[0] == 'q';
     const Problem& p = problem_;
     Tensor terms(DType::kF64, by_q ? Shape{p.batch, p.query_heads, p.query_tokens, p.head_dim}
@@ -653,6 +655,9 @@ class WeightedLogProbability {
         }
       }
     });
+    for (int64_t n = 0; n < d.num_elements(); ++n) {
+      terms.span<double>()[n] *= d.span<double>()[n];
+    }
     return Norm(terms.view());
   }
 
@@ -686,10 +691,11 @@ TEST(Hard, TheGradientsOfQueriesAndKeysAreThoseOfTheWeightedLogProbabilities) {
       const WeightedLogProbability log_probability(problem, pass.outputs, g, baseline);
       const SoftRows soft(problem, inputs);
       for (const char* by : {"q", "k"}) {
-        // Weights and their sums have a relative error of 2e-5 (Fp32Bound), as for outputs.
-        const double bound = 2e-5 * log_probability.NormOfTerms(soft, by);
-        inputs[by] = inputs[by].CloneAs(DType::kF64);
         const Tensor d = RandomDirection(inputs[by].shape(), /*seed=*/23);
+        // Three deviations, where sums over weights have the relative error 2e-5 of an output
+        // (Fp32Bound).
+        const double bound = 3 * 2e-5 * log_probability.Deviation(soft, by, d);
+        inputs[by] = inputs[by].CloneAs(DType::kF64);
         const double slope =
             CentralDifference(&inputs[by], d.view(), [&] { return log_probability.Value(soft); });
         EXPECT_NEAR(SumOfProducts(pass.inputs.at(by).view(), d.view()), slope, bound)
@@ -865,6 +871,22 @@ TEST(Hard, ANanOfAFutureTokenReachesNoGradientOfThePast) {
               2 * 80 * 0x1p-24 * 160 * term)
         << name;
   }
+}
+
+TEST(Hard, ANanGradientOfAQueryReachesOnlyItAndTheKeysThatItSees) {
+  const Options options = {{"sample", "gumbel"}};
+  const Problem problem = Problem::SelfAttention(1, 2, 80, 8, /*causal=*/true);
+  NamedTensors inputs = Random(problem, options), g = OutGradient(problem);
+  Fill(Slice(g["out"].view(), 2, 70, 1), kNan);
+  const RunAndGradients pass = Backward(problem, inputs, options, g);
+  const auto is_finite = [&](const char* name, int64_t begin, int64_t count) {
+    const ConstTensorView rows = Slice(pass.inputs.at(name).view(), 2, begin, count);
+    return std::isfinite(SumOfProducts(rows, rows));
+  };
+  EXPECT_TRUE(is_finite("q", 0, 70));
+  EXPECT_FALSE(is_finite("q", 70, 1));
+  for (const char* name : {"q", "k", "v"}) EXPECT_TRUE(is_finite(name, 71, 9)) << name;
+  EXPECT_FALSE(is_finite("k", 70, 1));
 }
 
 // Of 16 bits, the gradients are those of the same numbers in fp32, rounded.

@@ -1,6 +1,6 @@
 // The backward pass of a Compressor on the CPU. Each gradient has one task that owns it: those of
-// rows a task of a block of tokens or slots of a head; those of tables a task of some of their elements,
-// which walks the heads that share the table in their order.
+// rows a task of a block of tokens or slots of a head; those of tables a task of some of their
+// elements, which walks the heads that share the table in their order.
 #include <algorithm>
 #include <cmath>
 
@@ -11,7 +11,9 @@
 namespace tfb::linformer {
 namespace {
 
-constexpr int64_t kSlotColumns = 256;  // slots of a block of E's gradient
+// E's gradient is made in blocks of 256 slots and 64 tokens, whose rows of floats are 64 KiB.
+constexpr int64_t kTableSlots = 256;
+constexpr int64_t kTableTokens = 64;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -20,15 +22,17 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The scratch of one thread.
 struct Compressor::BackwardScratch {
   float* rows;     // [kBlockTokens][row]
-  float* product;  // [kBlockTokens][kSlotColumns], [channels][kBlockSlots] or [channels][row]
+  float* panel;    // [row][kTableTokens]
+  float* product;  // [kTableSlots][kTableTokens], [channels][kBlockSlots] or [channels][row]
   double* sums;    // [channels]
 };
 
 struct Compressor::BackwardMemory {
   float* slots;       // [heads][slots][row]: the slots' gradients, 0 behind the channels
-  float* transposed;  // [heads][channels][slot_row]
+  float* transposed;  // [heads][channels][slot_row], for a convolution
   int64_t slot_row;
   float* rows;  // of the threads' scratch
+  float* panels;
   float* product;
   int64_t product_floats;
   double* sums;
@@ -53,10 +57,12 @@ Compressor::BackwardMemory Compressor::LayOutBackward(int threads, Workspace& wo
   // A product reads whole blocks of slots.
   memory.slot_row = RoundUp(sizes_.slots, kBlockSlots);
   memory.slots = workspace.Take<float>(heads * sizes_.slots * row());
-  memory.transposed = workspace.Take<float>(heads * sizes_.channels * memory.slot_row);
+  const int64_t convolved_heads = kind_ == Compression::kConvolution ? heads : 0;
+  memory.transposed = workspace.Take<float>(convolved_heads * sizes_.channels * memory.slot_row);
   memory.product_floats = std::max(
-      {kBlockTokens * kSlotColumns, sizes_.channels * kBlockSlots, sizes_.channels * row()});
+      {kTableSlots * kTableTokens, sizes_.channels * kBlockSlots, sizes_.channels * row()});
   memory.rows = workspace.Take<float>(threads * kBlockTokens * row());
+  memory.panels = workspace.Take<float>(threads * row() * kTableTokens);
   memory.product = workspace.Take<float>(threads * memory.product_floats);
   memory.sums = workspace.Take<double>(threads * sizes_.channels);
   return memory;
@@ -78,6 +84,7 @@ void Compressor::Backward(const ConstTensorView& x, const ConstTensorView& key_m
   const auto for_each = [&](int64_t outer, int64_t inner, auto task_of) {
     execution.pool->ParallelFor(outer * inner, [&](int64_t task, int worker) {
       const BackwardScratch scratch = {memory.rows + worker * kBlockTokens * row(),
+                                       memory.panels + worker * row() * kTableTokens,
                                        memory.product + worker * memory.product_floats,
                                        memory.sums + worker * sizes_.channels};
       task_of(task / inner, task % inner, scratch);
@@ -103,9 +110,10 @@ void Compressor::Backward(const ConstTensorView& x, const ConstTensorView& key_m
   }
   if (gradients.tables == nullptr) return;
   if (kind_ == Compression::kProduct) {
-    for_each(token_blocks, Tables(), [&](int64_t block, int64_t table, const auto& scratch) {
-      GradientOfProductTable(call, table, block * kBlockTokens, scratch);
-    });
+    for_each(CeilDiv(sizes_.tokens, kTableTokens), Tables(),
+             [&](int64_t block, int64_t table, const auto& scratch) {
+               GradientOfProductTable(call, table, block * kTableTokens, scratch);
+             });
   } else {
     for_each(sizes_.window, Tables(), [&](int64_t t, int64_t table, const auto& scratch) {
       if (kind_ == Compression::kConvolution) {
@@ -130,18 +138,23 @@ void Compressor::ForEachHeadOf(int64_t table, const Body& body) const {
   }
 }
 
-// Packs the slots' gradients of a head, row by row and channel by channel.
+// Packs the slots' gradients of a head row by row and, for a convolution, channel by channel.
 void Compressor::PackGradients(const BackwardCall& call, int64_t head) const {
   const ConstTensorView& from = call.gradients.slots;
   float* slots = call.Slots(*this, head);
-  float* transposed = call.Transposed(*this, head);
-  std::fill_n(transposed, sizes_.channels * call.memory.slot_row, 0.0f);
   for (int64_t s = 0; s < sizes_.slots; ++s) {
     float* to = slots + s * row();
     LoadRow(from, from.Offset(head / sizes_.heads, head % sizes_.heads, s), from.stride(3),
             sizes_.channels, to);
     std::fill(to + sizes_.channels, to + row(), 0.0f);
-    for (int64_t c = 0; c < sizes_.channels; ++c) transposed[c * call.memory.slot_row + s] = to[c];
+  }
+  if (kind_ != Compression::kConvolution) return;
+  float* transposed = call.Transposed(*this, head);
+  std::fill_n(transposed, sizes_.channels * call.memory.slot_row, 0.0f);
+  for (int64_t s = 0; s < sizes_.slots; ++s) {
+    for (int64_t c = 0; c < sizes_.channels; ++c) {
+      transposed[c * call.memory.slot_row + s] = slots[s * row() + c];
+    }
   }
 }
 
@@ -166,20 +179,21 @@ void Compressor::GradientOfProductRows(const BackwardCall& call, int64_t head, i
 
 void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
                                         const BackwardScratch& scratch) const {
-  const int64_t count = std::min(kBlockTokens, sizes_.tokens - first);
-  double* sums = call.gradients.tables + table * sizes_.slots * sizes_.tokens;
-  for (int64_t slot = 0; slot < sizes_.slots; slot += kSlotColumns) {
-    const int64_t columns = std::min(kSlotColumns, sizes_.slots - slot);
-    std::fill_n(scratch.product, count * kSlotColumns, 0.0f);
+  const CpuKernels& kernels = BestCpuKernels();
+  const int64_t tokens = std::min(kTableTokens, sizes_.tokens - first);
+  double* sums = call.gradients.tables + table * sizes_.slots * sizes_.tokens + first;
+  for (int64_t slot = 0; slot < sizes_.slots; slot += kTableSlots) {
+    const int64_t slots = std::min(kTableSlots, sizes_.slots - slot);
+    std::fill_n(scratch.product, slots * kTableTokens, 0.0f);
     ForEachHeadOf(table, [&](int64_t head) {
-      const Rows rows = TokenRows(call.forward, head, first, 1, count, scratch.rows);
-      BestCpuKernels().gemm(count, RoundUp(columns, kColumnQuantum), sizes_.channels, rows.first,
-                            rows.stride, 1, call.Transposed(*this, head) + slot,
-                            call.memory.slot_row, scratch.product, kSlotColumns, true);
+      const Rows rows = TokenRows(call.forward, head, first, 1, kTableTokens, scratch.rows);
+      kernels.transpose64(rows.first, rows.stride, RoundUp(sizes_.channels, 4), scratch.panel);
+      kernels.gemm(slots, kTableTokens, sizes_.channels, call.Slots(*this, head) + slot * row(),
+                   row(), 1, scratch.panel, kTableTokens, scratch.product, kTableTokens, true);
     });
-    for (int64_t s = 0; s < columns; ++s) {
-      double* to = sums + (slot + s) * sizes_.tokens + first;
-      for (int64_t n = 0; n < count; ++n) to[n] += scratch.product[n * kSlotColumns + s];
+    for (int64_t s = 0; s < slots; ++s) {
+      double* to = sums + (slot + s) * sizes_.tokens;
+      for (int64_t n = 0; n < tokens; ++n) to[n] += scratch.product[s * kTableTokens + n];
     }
   }
 }

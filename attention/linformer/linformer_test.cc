@@ -728,53 +728,6 @@ TEST(Linformer, AFitOfEqualOrOfNonFiniteKeysIsTheirMeanOrAnError) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("finite"));
 }
 
-TEST(Linformer, WithoutTokensQueriesHaveNoGradient) {
-  Problem problem = Problem::SelfAttention(1, 1, 3, 4);
-  problem.kv_tokens = 0;
-  for (const char* projection :
-       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
-    const RunAndGradients pass =
-        Backward(problem, Random(problem), {{"projection", projection}}, OutputGradients(problem));
-    EXPECT_EQ(MaxAbs(pass.inputs.at("q").view()), 0);
-    for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
-  }
-}
-
-// ---- Edges, cost ----
-
-TEST(Linformer, WithoutTokensThereAreNoSlotsAndRowsAreEmpty) {
-  Problem problem = Problem::SelfAttention(1, 1, 3, 4);
-  problem.kv_tokens = 0;
-  const NamedTensors inputs = Random(problem);
-  for (const char* projection :
-       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
-    for (const Device device : kHostDevices) {
-      const RunAndDefinition both = RunBoth(problem, inputs, {{"projection", projection}}, device);
-      for (const float y : both.run.at("out").span<float>()) EXPECT_EQ(y, 0);
-      for (const float y : both.run.at("log_sum_exp").span<float>()) EXPECT_EQ(y, -INFINITY);
-      EXPECT_EQ(both.defined.at("log_sum_exp").span<double>()[0], -INFINITY);
-    }
-  }
-}
-
-TEST(Linformer, ANanReachesItsWindowAloneAndAllRows) {
-  const Problem problem = Problem::SelfAttention(1, 2, 30, 4);
-  NamedTensors inputs = Random(problem);
-  *inputs["v"].view().MutableAt<float>(0, 1, 17, 2) = NAN;
-  for (const char* projection :
-       {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
-    for (const Device device : kHostDevices) {
-      const RunAndDefinition both =
-          RunBoth(problem, inputs, {{"k", "8"}, {"projection", projection}}, device);
-      EXPECT_LE(MaxDifference(both.run.at("out").view(), both.defined.at("out").view()), 1e-4);
-      for (int64_t i = 0; i < 30; ++i) {
-        EXPECT_FALSE(std::isnan(*both.run.at("out").view().At<float>(0, 0, i, 2)));
-        EXPECT_TRUE(std::isnan(*both.run.at("out").view().At<float>(0, 1, i, 2)));
-      }
-    }
-  }
-}
-
 // ---- Gradients ----
 
 // A problem of grouped heads whose second sequence has padding.
@@ -891,6 +844,53 @@ TEST(Linformer, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) 
     for (const auto& [name, gradient] : before.parameters) {
       EXPECT_GT(MaxAbs(gradient.view()), 0) << name;
       EXPECT_EQ(MaxDifference(after.parameters.at(name).view(), gradient.view()), 0) << name;
+    }
+  }
+}
+
+TEST(Linformer, WithoutTokensQueriesHaveNoGradient) {
+  Problem problem = Problem::SelfAttention(1, 1, 3, 4);
+  problem.kv_tokens = 0;
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
+    const RunAndGradients pass =
+        Backward(problem, Random(problem), {{"projection", projection}}, OutputGradients(problem));
+    EXPECT_EQ(MaxAbs(pass.inputs.at("q").view()), 0);
+    for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
+  }
+}
+
+// ---- Edges, cost ----
+
+TEST(Linformer, WithoutTokensThereAreNoSlotsAndRowsAreEmpty) {
+  Problem problem = Problem::SelfAttention(1, 1, 3, 4);
+  problem.kv_tokens = 0;
+  const NamedTensors inputs = Random(problem);
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
+    for (const Device device : kHostDevices) {
+      const RunAndDefinition both = RunBoth(problem, inputs, {{"projection", projection}}, device);
+      for (const float y : both.run.at("out").span<float>()) EXPECT_EQ(y, 0);
+      for (const float y : both.run.at("log_sum_exp").span<float>()) EXPECT_EQ(y, -INFINITY);
+      EXPECT_EQ(both.defined.at("log_sum_exp").span<double>()[0], -INFINITY);
+    }
+  }
+}
+
+TEST(Linformer, ANanReachesItsWindowAloneAndAllRows) {
+  const Problem problem = Problem::SelfAttention(1, 2, 30, 4);
+  NamedTensors inputs = Random(problem);
+  *inputs["v"].view().MutableAt<float>(0, 1, 17, 2) = NAN;
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
+    for (const Device device : kHostDevices) {
+      const RunAndDefinition both =
+          RunBoth(problem, inputs, {{"k", "8"}, {"projection", projection}}, device);
+      EXPECT_LE(MaxDifference(both.run.at("out").view(), both.defined.at("out").view()), 1e-4);
+      for (int64_t i = 0; i < 30; ++i) {
+        EXPECT_FALSE(std::isnan(*both.run.at("out").view().At<float>(0, 0, i, 2)));
+        EXPECT_TRUE(std::isnan(*both.run.at("out").view().At<float>(0, 1, i, 2)));
+      }
     }
   }
 }

@@ -1,7 +1,8 @@
 // The backward pass of the sorting of sparse Sinkhorn attention on the CPU.
 //
 // From the gradients of K^s and V^s, dS_ut = sum dK^s_u . K_t + sum dV^s_u . V_t, and dK_t = sum_u
-// S_ut dK^s_u. Then dA = S dS goes back through the iterations. A step's result A' is computed again:
+// S_ut dK^s_u. Then dA = S dS goes back through the iterations, whose steps' results A' are computed
+// again:
 //
 //   rows             A'_ut = A_ut - log sum_t' exp A_ut'
 //                    dA_ut = dA'_ut - exp(A'_ut) sum_t' dA'_ut'
@@ -11,9 +12,10 @@
 //                    dA_ut = dA'_ut - exp(A'_ut) G_ut
 //                    G_ut = dA'_ut + (1 - exp A'_(u+1)t) G_(u+1)t
 //
-// since 1 - exp A'_(u+1)t is the ratio of the sums up to u and up to u + 1. The matrices before some
-// iterations are stored, as many as fit 32 MiB a thread, and those between are computed again from
-// them. All of this is float64, as in the forward pass; the products with keys and values are fp32.
+// since 1 - exp A'_(u+1)t is the ratio of the sums up to u and up to u + 1. The matrices before
+// some iterations are stored, as many as fit 32 MiB a thread, and those between are computed again
+// from them. All of this is float64, as in the forward pass; the products with keys and values are
+// fp32.
 #ifndef TFB_ATTENTION_SINKHORN_SINKHORN_BACKWARD_H_
 #define TFB_ATTENTION_SINKHORN_SINKHORN_BACKWARD_H_
 

@@ -37,7 +37,11 @@ void ParameterGradients::Write(const Outputs& gradients) const {
   for (const Sums& of : sums_) {
     const TensorView* gradient = gradients.Find(*of.name);
     if (gradient == nullptr || gradient->empty()) continue;
-    CopyElements(ConstTensorView(of.sums, DType::kF64, of.parameter.shape()), *gradient);
+    if (gradient->is_contiguous()) {  // by far quicker, where tables are large
+      std::copy_n(of.sums, gradient->num_elements(), static_cast<float*>(gradient->mutable_data()));
+    } else {
+      CopyElements(ConstTensorView(of.sums, DType::kF64, of.parameter.shape()), *gradient);
+    }
   }
 }
 
