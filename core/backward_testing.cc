@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "core/allocations.h"
 #include "core/random.h"
 #include "core/status.h"
@@ -51,6 +52,14 @@ Tensor Direction(const Shape& shape, const std::string& name, int number) {
     d.span<double>()[(d.num_elements() - 1) * (number - 4) / 3] = 1;
   }
   return d;
+}
+
+NamedTensors InDouble(const NamedTensors& tensors) {
+  NamedTensors copies;
+  for (const auto& [name, tensor] : tensors) {
+    copies[name] = IsFloating(tensor.dtype()) ? tensor.CloneAs(DType::kF64) : tensor.Clone();
+  }
+  return copies;
 }
 
 void ExpectSameTensors(const NamedTensors& a, const NamedTensors& b) {
@@ -182,6 +191,75 @@ void ExpectGradientsOfDefinition(const Technique& technique, const Problem& prob
   for (const auto& [name, gradient] : gradients->parameters) {
     check(name, gradient, parameters.at(name));
   }
+}
+
+NamedTensors RandomOutputGradients(const Layer& layer, uint64_t seed) {
+  std::vector<TensorSpec> specs = layer.output_gradients();
+  for (TensorSpec& spec : specs) spec.optional = false;
+  return RandomInputs(specs, seed);
+}
+
+absl::StatusOr<NamedTensors> GradientsOf(Layer& layer, const Inputs& inputs,
+                                         const NamedTensors& output_gradients, int threads) {
+  TFB_ASSIGN_OR_RETURN(LayerGradients gradients,
+                       RunBackward(layer, inputs, output_gradients, threads));
+  NamedTensors all = std::move(gradients.inputs);
+  for (auto& [name, gradient] : gradients.parameters) {
+    if (!all.emplace(name, std::move(gradient)).second) {
+      return absl::InternalError(absl::StrCat(name, " is an input and a parameter"));
+    }
+  }
+  return all;
+}
+
+absl::StatusOr<std::vector<Slope>> SlopesOf(const GradientPoint& point,
+                                            const NamedTensors& gradients) {
+  constexpr double kErrorOfTerm = 2e-5;
+  NamedTensors inputs = InDouble(*point.inputs), parameters = InDouble(*point.parameters);
+  const auto define = [&]() -> absl::StatusOr<NamedTensors> {
+    NamedTensors outputs;
+    TFB_RETURN_IF_ERROR(point.technique->Define(point.problem, point.options, parameters,
+                                                ViewsOf(inputs), {}, &outputs));
+    return outputs;
+  };
+  std::vector<Slope> slopes;
+  for (const auto& [name, gradient] : gradients) {
+    const TensorView x = (inputs.count(name) > 0 ? inputs : parameters).at(name).view();
+    Tensor origin(DType::kF64, x.shape());
+    CopyElements(x, origin.view());
+    for (int trial = 0; trial < 2; ++trial) {
+      Tensor direction(DType::kF64, x.shape());
+      FillNormal(&direction, /*seed=*/5, absl::StrCat(name, trial), /*mean=*/0, /*deviation=*/1);
+      const double length = Norm(direction.view()), h = 1e-5 * Norm(x);
+      Slope slope = {name, 0, 0, 0};
+      for (int64_t n = 0; n < x.num_elements(); ++n) {
+        slope.of_layer += gradient.view().Get(n) * direction.view().Get(n) / length;
+      }
+      const auto move = [&](double step) {
+        for (int64_t n = 0; n < x.num_elements(); ++n) {
+          x.Set(n, origin.view().Get(n) + step / length * direction.view().Get(n));
+        }
+        return define();
+      };
+      TFB_ASSIGN_OR_RETURN(const NamedTensors above, move(h));
+      TFB_ASSIGN_OR_RETURN(const NamedTensors below, move(-h));
+      CopyElements(origin.view(), x);
+      double rounding = 0;
+      for (const auto& [output, g] : *point.output_gradients) {
+        const ConstTensorView high = above.at(output).view(), low = below.at(output).view();
+        for (int64_t n = 0; n < g.num_elements(); ++n) {
+          if (!std::isfinite(low.Get(n))) continue;
+          slope.of_definition += g.view().Get(n) * (high.Get(n) - low.Get(n)) / (2 * h);
+          rounding += std::pow(g.view().Get(n) * low.Get(n) * 0x1p-52 / h, 2);
+        }
+      }
+      const double elements = static_cast<double>(x.num_elements());
+      slope.bound = 3 * kErrorOfTerm * Norm(gradient.view()) / std::sqrt(elements) +
+                    std::sqrt(rounding) + 1e-10 * std::abs(slope.of_definition);
+      slopes.push_back(slope);
+    }
+  }
+  return slopes;
 }
 
 }  // namespace tfb

@@ -3,6 +3,8 @@
 #define TFB_CORE_BACKWARD_TESTING_H_
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "core/options.h"
@@ -50,6 +52,45 @@ double AttentionRoundings(const Problem& problem);
 
 void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
                                  const GradientRequest& request);
+
+// Returns normal gradients of all outputs that the layer differentiates.
+NamedTensors RandomOutputGradients(const Layer& layer, uint64_t seed);
+
+// Returns RunBackward's gradients of inputs and parameters, by their names.
+absl::StatusOr<NamedTensors> GradientsOf(Layer& layer, const Inputs& inputs,
+                                         const NamedTensors& output_gradients, int threads = 1);
+
+// A layer's gradients, and the point that they are of.
+struct GradientPoint {
+  const Technique* technique;
+  Problem problem;
+  Options options;
+  const NamedTensors* parameters;
+  const NamedTensors* inputs;  // with the selection of the layer's Run, where there is one
+  const NamedTensors* output_gradients;
+};
+
+// A derivative along a random direction d of length 1 in the space of an input or a parameter.
+struct Slope {
+  std::string name;  // of the input or the parameter
+  double of_layer;   // <gradient, d>
+  double of_definition;
+  double bound;  // of the difference
+};
+
+// Returns two slopes for each gradient of a layer in fp32. With f = sum over outputs <g, output>,
+// the definition's is, in float64,
+//
+//   D = (f(x + h d) - f(x - h d)) / 2h,    h = 1e-5 |x|,
+//
+// without the elements of outputs that are infinite. The bound has two terms. An element of the
+// gradient is a sum of products of the same factors as an output's; where B is the relative error
+// of a term of the forward pass (2e-5: see Fp32Bound), and those of elements are independent,
+// <gradient, d> has a deviation of B |gradient| / sqrt(elements), of which three count. The
+// differences have the error 2^-52 |g| |output| / h of rounding, and that of the third derivative,
+// of the order 1e-10 of D.
+absl::StatusOr<std::vector<Slope>> SlopesOf(const GradientPoint& point,
+                                            const NamedTensors& gradients);
 
 }  // namespace tfb
 

@@ -143,8 +143,7 @@ class SortByBucket : public FlashStep {
 
   absl::Status Run(const Inputs& tensors, const Outputs& outputs,
                    const Execution& execution) override {
-    const RowNorm norm = {false, false, LshKeyEpsilon(problem_, options_)};
-    TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, tensors.Get("q"), keys_, execution));
+    TFB_RETURN_IF_ERROR(NormalizeRows(device_, Norm(), tensors.Get("q"), keys_, execution));
     grouping_.Begin();
     TFB_RETURN_IF_ERROR(FindBuckets(tensors, outputs, execution));
     if (!LshIsWhole(options_)) TFB_RETURN_IF_ERROR(Sort(execution));
@@ -156,11 +155,22 @@ class SortByBucket : public FlashStep {
     return absl::OkStatus();
   }
 
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  double backward_flops() const override { return flops(); }  // buckets are found again
+  absl::Status Backward(const Inputs& tensors, const Outputs& gradients, const ParameterGradients&,
+                        const Execution& execution) override {
+    const TensorView of_q = gradients.Get("q");
+    if (of_q.empty()) return absl::OkStatus();
+    AddNormalizedGradients(Norm(), tensors.Get("q"), gradients.Get("keys"), of_q, execution.pool);
+    return absl::OkStatus();
+  }
+
   std::map<std::string, double> statistics() const override {
     return LshIsWhole(options_) ? std::map<std::string, double>() : grouping_.statistics(device_);
   }
 
  private:
+  RowNorm Norm() const { return {false, false, LshKeyEpsilon(problem_, options_)}; }
   int64_t heads() const { return sizes_.batch * sizes_.heads; }
   int64_t rows() const { return heads() * sizes_.rounds; }
 
@@ -301,6 +311,10 @@ absl::StatusOr<FlashPlan> Lsh::Describe(const Job& job) const {
   const LshSizes sizes = SizesOf(job.problem, options);
   FlashPlan plan(job.problem, LshScale(job.problem, options));
   plan.AddStep<SortByBucket>(job.problem, options, job.parameters);
+  if (!LshIsWhole(options)) {
+    plan.StopGradient("rotations",
+                      "rotations only choose buckets, which stay as the forward pass found them");
+  }
   for (int64_t round = 0; round < sizes.rounds; ++round) {
     if (round > 0) plan.AddPart().Causal();
     plan.Tensors("q", "keys", "v")

@@ -50,6 +50,10 @@
 // see nothing else. Not followed: reformer-pytorch's dedup with wrap, in several rounds, does not
 // count what the first chunk sees of the round before, and divides its weight by 1e-9.
 //
+// Gradients are those of the softmax with the buckets and the order that the forward pass found, or
+// was given; rotations have none. q_j has the gradient of its key through the norm, and none there
+// where it is 0.
+//
 // Cost: R tokens head_dim B FLOPs to hash (factorized: 2 sqrt(B) for B), a counting sort, and 8 R
 // tokens chunk head_dim for the attention: linear in tokens with chunks of one size. cost() counts
 // the pairs of the windows, of which bucket_mask and causality hide some.

@@ -167,7 +167,7 @@ absl::Status Lsh::Definition(const Problem& problem, const LshOptions& options,
         *buckets.view().MutableAt<double>(b, h, static_cast<int64_t>(n), r) =
             static_cast<double>(bucket[rows[n]]);
       }
-      for (int64_t i = 0; i < tokens; ++i) {
+      for (int64_t i = 0; !LshIsWhole(options) && i < tokens; ++i) {
         if (!is_token(b, i)) bucket[i] = hashes.buckets();
       }
       heads[b * problem.query_heads + h].AddRound(std::move(bucket));

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/gradient_testing.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -620,6 +621,18 @@ TEST(Lsh, PaddingChangesNothingForTheTokensThereAre) {
   }
 }
 
+// With one bucket a padded token's query sees all tokens, too.
+TEST(Lsh, PaddingWithOneBucketMatchesTheDefinition) {
+  const Problem problem = Problem::SelfAttention(2, 1, 70, 16);
+  NamedTensors inputs = Random(problem);
+  Fill((inputs["key_mask"] = Tensor(DType::kU8, {2, 70})).view(), 1);
+  Fill(Slice(inputs["key_mask"].view(), 1, 60, 7), 0);
+  const NamedTensors defined = DefineLsh(problem, inputs, {{"buckets", "1"}});
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(Difference(RunLsh(problem, inputs, {{"buckets", "1"}}, device), defined), kNear);
+  }
+}
+
 // Checks that after `spoil` the rows with seen[i] are NaN, and the others unchanged.
 void ExpectSpoiled(const Problem& problem, const NamedTensors& inputs, const Options& options,
                    const std::function<void(NamedTensors*)>& spoil, const std::vector<bool>& seen) {
@@ -949,6 +962,111 @@ TEST(Lsh, WhatItDoesNotDoIsRefusedWithAReason) {
   other = problem;
   other.kv_heads = 2;
   EXPECT_THAT(message(other, {}), HasSubstr("query_heads is 4, kv_heads is 2"));
+}
+
+// ---- The backward pass ----
+
+std::unique_ptr<Layer> LshLayer(const Problem& problem, const Options& options) {
+  return Lsh().Create(problem, options, Device::kCpu, /*seed=*/1).value();
+}
+
+// What padding holds reaches nothing where the loss does not read its rows, and has no gradient.
+TEST(LshBackward, PaddingHasNoGradientAndGivesNone) {
+  for (const bool causal : {false, true}) {
+    for (const Options& kind : {Options{}, kNoMask, kWrap}) {
+      const Options options = With({{"rounds", "2"}, {"chunk", "20"}}, kind);
+      SCOPED_TRACE(absl::StrCat(causal ? "causal " : "", ToString(options)));
+      const Problem problem = Problem::SelfAttention(1, 2, 150, 16, causal);
+      NamedTensors inputs = Random(problem);
+      Fill((inputs["key_mask"] = Tensor(DType::kU8, {1, 150})).view(), 1);
+      Fill(Slice(inputs["key_mask"].view(), 1, 55, 30), 0);
+      const std::unique_ptr<Layer> layer = LshLayer(problem, options);
+      NamedTensors g = RandomOutputGradients(*layer, 3);
+      for (auto& [name, gradient] : g) Fill(Slice(gradient.view(), 2, 55, 30), 0);
+      const auto gradients_with = [&](double padding) {
+        for (const char* name : {"q", "v"}) Fill(Slice(inputs[name].view(), 2, 55, 30), padding);
+        return RunBackward(*layer, ViewsOf(inputs), g).value();
+      };
+      const NamedTensors gradients = gradients_with(0.5);
+      for (const auto& [name, gradient] : gradients) {
+        EXPECT_GT(MaxAbs(gradient.view()), 0.1) << name;
+        EXPECT_EQ(MaxAbs(Slice(gradient.view(), 2, 55, 30)), 0) << name;
+      }
+      for (const auto& [name, gradient] : gradients_with(kNan)) {
+        EXPECT_EQ(MaxDifference(gradient.view(), gradients.at(name).view()), 0) << name;
+      }
+    }
+  }
+}
+
+// A token that sees only itself, whose score of -1e5 is known to 0.004, gives its value all of its
+// output's gradient.
+TEST(LshBackward, AValueThatItsTokenAloneSeesHasTheGradientOfItsOutput) {
+  const Problem problem = Problem::SelfAttention(1, 2, 1, 16, /*causal=*/true);
+  for (const char* dedup : {"false", "true"}) {
+    const NamedTensors inputs = Random(problem);
+    const std::unique_ptr<Layer> layer = LshLayer(problem, {{"rounds", "3"}, {"dedup", dedup}});
+    const NamedTensors g = RandomOutputGradients(*layer, 3);
+    const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+    // Three weights of 1 / 3, each with a few roundings.
+    EXPECT_LE(MaxDifference(gradients.at("v").view(), g.at("out").view()),
+              0x1p-21 * MaxAbs(g.at("out").view()));
+  }
+}
+
+TEST(LshBackward, RotationsHaveNoGradient) {
+  const Problem problem = Problem::SelfAttention(1, 2, 100, 16);
+  const std::unique_ptr<Layer> layer = LshLayer(problem, {});
+  EXPECT_EQ(layer->stopped_gradients().count("rotations"), 1u);
+  EXPECT_TRUE(layer->parameter_gradients().empty());
+  EXPECT_TRUE(LshLayer(problem, {{"buckets", "1"}})->stopped_gradients().empty());
+}
+
+// Buckets are found again, without gradients of their own; attention has five products for two.
+TEST(LshBackward, CostCountsTheHashesOnce) {
+  const Problem problem = Problem::SelfAttention(2, 3, 100, 16);
+  const Options options = {{"rounds", "2"}, {"chunk", "10"}, {"buckets", "4"}};
+  const std::unique_ptr<Layer> layer = LshLayer(problem, options);
+  const NamedTensors inputs = Random(problem);
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+  const double hashes = 2.0 * 2 * 3 * 100 * 2 * 16 * 2;
+  EXPECT_EQ(*layer->backward_cost().flops - hashes, 2.5 * (*layer->cost().flops - hashes));
+}
+
+// Gradients are those of the definition with the buckets that the forward pass found, whether they
+// are given or not.
+TEST(LshBackward, GradientsAreThoseOfTheDefinitionInTheBucketsThatWereFound) {
+  for (const bool causal : {false, true}) {
+    for (const Options& kind :
+         {Options{}, Options{{"buckets", "1"}}, Options{{"dedup", "false"}, {"scale", "0"}},
+          kNoMask, kWrap,
+          Options{{"key_norm", "epsilon"}, {"per_head", "true"}, {"self_bias", "-1"}}}) {
+      const Options options = With({{"rounds", "3"}, {"chunk", "20"}}, kind);
+      Problem problem = Problem::SelfAttention(2, 2, 147, 12, causal);
+      problem.value_dim = 7;
+      SCOPED_TRACE(absl::StrCat(causal ? "causal " : "", ToString(options)));
+      NamedTensors inputs = Random(problem);
+      Fill((inputs["key_mask"] = Tensor(DType::kU8, {2, 147})).view(), 1);
+      for (int64_t j = 60; j < 70; ++j) *inputs["key_mask"].view().MutableAt<uint8_t>(1, j) = 0;
+      const Lsh technique;
+      const std::unique_ptr<Layer> layer = LshLayer(problem, options);
+      const NamedTensors g = RandomOutputGradients(*layer, 3);
+      EXPECT_EQ(g.size(), 2u);
+      const NamedTensors found = RunBackward(*layer, ViewsOf(inputs), g).value();
+      EXPECT_EQ(found.size(), 2u);  // of q and v
+      inputs["buckets"] = std::move(RunLsh(problem, inputs, options).at("buckets"));
+      const NamedTensors given = RunBackward(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
+      for (const auto& [name, gradient] : found) {
+        EXPECT_EQ(MaxDifference(gradient.view(), given.at(name).view()), 0) << name;
+      }
+      const auto slopes =
+          SlopesOf({&technique, problem, options, &layer->parameters(), &inputs, &g}, found);
+      ASSERT_TRUE(slopes.ok()) << slopes.status();
+      for (const Slope& slope : *slopes) {
+        EXPECT_NEAR(slope.of_layer, slope.of_definition, slope.bound) << slope.name;
+      }
+    }
+  }
 }
 
 }  // namespace

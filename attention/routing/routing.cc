@@ -67,8 +67,13 @@ class BlockPattern : public Pattern {
   bool causal_;
 };
 
+// Returns the name of the input that is normalised for queries or keys.
+const char* GivenName(const Problem& problem, int64_t set) {
+  return set == 0 || problem.causal ? "q" : "k";
+}
+
 ConstTensorView Vectors(const Problem& problem, const Inputs& inputs, int64_t set) {
-  return inputs.Get(set == 0 || problem.causal ? "q" : "k");
+  return inputs.Get(GivenName(problem, set));
 }
 
 bool ScoresGiven(const RoutingOptions& options) {
@@ -82,8 +87,9 @@ constexpr const char* kMembers[] = {"members_queries", "members_keys"};
 // Normalises queries and keys, finds the members of clusters, and averages the rows of a token
 // behind the softmax: of the heads that have clusters the tensors normalized_queries and
 // normalized_keys [batch, heads, tokens, head_dim], unit_keys, where scored keys are queries of
-// length 1, members_queries and members_keys, i32 [batch, heads, clusters * size], and rows, f32
-// [batch, heads, clusters * size, value_dim].
+// length 1, members_queries and members_keys, i32 [batch, heads, clusters * size], and for a
+// softmax to write rows and rows_log_sum_exp, f32 [batch, heads, clusters * size, value_dim] and
+// without the last dimension.
 class Clusters : public FlashStep {
  public:
   Clusters(const Problem& problem, const RoutingOptions& options, const NamedTensors& parameters)
@@ -117,9 +123,12 @@ class Clusters : public FlashStep {
     }
     if (ScoresGiven(options_) && p.causal) unit_keys_ = take("unit_keys");
     scores_ = workspace->Take<float>(rows * ScoreStride(p.query_tokens));
-    rows_ = TensorView(workspace->Take<float>(rows * sizes_.size * p.value_dim), DType::kF32,
-                       {p.batch, sizes_.heads, places, p.value_dim});
-    tensors->Set("rows", rows_);
+    const auto set = [&](const char* name, const Shape& shape) {
+      tensors->Set(name,
+                   ConstTensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape));
+    };
+    set("rows", {p.batch, sizes_.heads, places, p.value_dim});
+    set("rows_log_sum_exp", {p.batch, sizes_.heads, places});
   }
 
   size_t workspace_bytes(Device device, int threads) const override {
@@ -150,17 +159,54 @@ class Clusters : public FlashStep {
     return NormalizeRows(device_, {}, Clustered(tensors.Get("q"), 1), unit_keys_, execution);
   }
 
-  absl::Status Finish(const Inputs&, const Outputs& outputs, const Execution& execution) override {
+  absl::Status Finish(const Inputs& tensors, const Outputs& outputs,
+                      const Execution& execution) override {
     if (sizes_.heads > 0) {
-      const GroupMeanCall mean = {members_[0], sizes_.clusters, sizes_.size, rows_,
-                                  Clustered(outputs.Get("out"), 1)};
+      GroupMeanCall mean = MeanOf(tensors);
+      mean.out = Clustered(outputs.Get("out"), 1);
       TFB_RETURN_IF_ERROR(MeanOfGroups(device_, mean, execution));
     }
     grouping_.End();
     return absl::OkStatus();
   }
 
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  double backward_flops() const override { return flops(); }  // members are found again
+  absl::Status FinishBackward(const Inputs& tensors, const Inputs& output_gradients,
+                              const Outputs& gradients, const ParameterGradients&,
+                              const Execution& execution) override {
+    if (sizes_.heads == 0) return absl::OkStatus();
+    AddGroupGradients(MeanOf(tensors), Clustered(output_gradients.Get("out"), 1),
+                      gradients.Get("rows"), execution.pool);
+    return absl::OkStatus();
+  }
+  // Takes the gradients of the vectors that scores read on to queries and keys.
+  absl::Status Backward(const Inputs& tensors, const Outputs& gradients, const ParameterGradients&,
+                        const Execution& execution) override {
+    if (sizes_.heads == 0) return absl::OkStatus();
+    const auto add = [&](const RowNorm& norm, const char* normalized, const char* given) {
+      const TensorView gradient = gradients.Get(given);
+      if (gradient.empty()) return;
+      AddNormalizedGradients(norm, Clustered(tensors.Get(given), 1), gradients.Get(normalized),
+                             Clustered(gradient, 1), execution.pool);
+    };
+    if (!unit_keys_.empty()) add({}, "unit_keys", "q");
+    if (ScoresGiven(options_)) return absl::OkStatus();
+    for (int64_t set = 0; set < sizes_.sets; ++set) {
+      add(Norm(), kNormalized[set], GivenName(problem_, set));
+    }
+    return absl::OkStatus();
+  }
+
  private:
+  RowNorm Norm() const {
+    return options_.norm == RoutingOptions::Norm::kUnit ? RowNorm{}
+                                                        : RowNorm{true, true, kRoutingNormEpsilon};
+  }
+  // Returns the mean over the clusters of a token, without where to write it.
+  GroupMeanCall MeanOf(const Inputs& tensors) const {
+    return {members_[0], sizes_.clusters, sizes_.size, tensors.Get("rows"), TensorView()};
+  }
   // Returns the heads that have clusters.
   template <class View>
   View Clustered(const View& view, int axis) const {
@@ -169,10 +215,8 @@ class Clusters : public FlashStep {
 
   // Finds the members among queries or keys.
   absl::Status Assign(const Inputs& tensors, int64_t set, const Execution& execution) const {
-    const RowNorm norm = options_.norm == RoutingOptions::Norm::kUnit
-                             ? RowNorm{}
-                             : RowNorm{true, true, kRoutingNormEpsilon};
-    TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, Clustered(Vectors(problem_, tensors, set), 1),
+    TFB_RETURN_IF_ERROR(NormalizeRows(device_, Norm(),
+                                      Clustered(Vectors(problem_, tensors, set), 1),
                                       normalized_[set], execution));
     const int64_t tokens = problem_.query_tokens, stride = ScoreStride(tokens);
     const ConstTensorView given = tensors.Get("members");
@@ -222,7 +266,6 @@ class Clusters : public FlashStep {
   // The arrays of a Run, in the workspace. Sets beyond the existing ones hold nothing.
   TensorView normalized_[2];
   TensorView unit_keys_;
-  TensorView rows_;
   float* scores_ = nullptr;  // [batch][heads][clusters][stride]
   int32_t* members_[2] = {};
 };
@@ -360,12 +403,16 @@ absl::StatusOr<FlashPlan> Routing::Describe(const Job& job) const {
   const std::string given_keys = p.causal ? "q" : "k";
   FlashPlan plan = FlashPlan::Empty(p);
   plan.AddStep<Clusters>(p, job.options, job.parameters);
+  plan.StopGradient(
+      "centroids",
+      "centroids only choose members, which stay as the forward pass found them; they "
+      "are trained by moving averages (section 4.1), not by the loss");
   const TokenRange tokens = {0, p.query_tokens};
   if (sizes.heads > 0) {
     plan.AddRows(tokens)
         .Heads({sizes.local_heads, p.query_heads})
         .Scale(RoutingScale(p, job.options))
-        .Writes("rows", /*log_sum_exp=*/"", /*by_place=*/true)
+        .Writes("rows", "rows_log_sum_exp", /*by_place=*/true)
         .AddPart()
         .Tensors(kNormalized[0], kNormalized[keys], "v")
         .QueryOrder(kMembers[0], places)

@@ -40,6 +40,10 @@
 // that are made of unit length. It divides by n_i + 1e-5, lets padded tokens compete with others,
 // and has learned keys and, in local heads, rotary positions.
 //
+// Gradients are those of the means of softmaxes with the members that the forward pass found, or
+// was given. Centroids have none: the paper trains them by their moving averages. With `norm` unit,
+// a vector of zeros has none through its norm.
+//
 // Cost: 4 L C head_dim FLOPs to assign queries and keys (2 where causal) and 4 L w head_dim for the
 // attention, half of which are kept where causal: least at C = sqrt(L), and linear in L for a w of
 // one size, which `clusters` 0 keeps.

@@ -13,6 +13,7 @@
 #include "attention/dense/dense.h"
 #include "core/cpu/kernels.h"
 #include "core/definition.h"
+#include "core/gradient_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
@@ -1272,6 +1273,98 @@ TEST(Routing, WhatItDoesNotDoIsRefusedByTheLayerAndTheDefinition) {
   Problem grouped = Problem::SelfAttention(1, 2, 30, 8);
   grouped.kv_heads = 1;
   EXPECT_THAT(refusal(grouped), HasSubstr("query_heads is 2, kv_heads is 1"));
+}
+
+// ---- The backward pass ----
+
+std::unique_ptr<Layer> RoutingLayer(const Problem& problem, const Options& options) {
+  return Routing().Create(problem, options, Device::kCpu, /*seed=*/1).value();
+}
+
+// Gradients are those of the definition with the members that the forward pass found, whether they
+// are given or not.
+TEST(RoutingBackward, GradientsAreThoseOfTheDefinitionWithTheMembersThatWereFound) {
+  const Options unit = {{"norm", "unit"}}, given = {{"scored", "given"}};
+  for (const bool causal : {false, true}) {
+    for (const Options& kind :
+         {Options{}, With(unit, {{"self_bias", "-3"}}), given, With(unit, given),
+          Options{{"local_heads", "2"}, {"local_block", "20"}}}) {
+      const Options options = With(kind, {{"clusters", "3"}, {"local_heads", "0"}, {"scale", "0"}});
+      Problem problem = Problem::SelfAttention(2, 3, 200, 12, causal);
+      problem.value_dim = 7;
+      SCOPED_TRACE(problem.ToString() + " " + ToString(options));
+      NamedTensors inputs = Random(problem);
+      inputs["key_mask"] = KeyMaskOf(Repeat(60, '1') + Repeat(10, '0') + Repeat(130, '1'), 2);
+      const std::unique_ptr<Layer> layer = RoutingLayer(problem, options);
+      const NamedTensors g = RandomOutputGradients(*layer, 3);
+      EXPECT_EQ(g.size(), 1u);
+      const NamedTensors found = RunBackward(*layer, ViewsOf(inputs), g).value();
+      EXPECT_EQ(found.size(), causal ? 2u : 3u);
+      inputs["members"] = std::move(RunLayer(*layer, ViewsOf(inputs)).value().at("members"));
+      const NamedTensors of_given = RunBackward(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
+      for (const auto& [name, gradient] : found) {
+        EXPECT_EQ(MaxDifference(gradient.view(), of_given.at(name).view()), 0) << name;
+      }
+      const Routing technique;
+      const auto slopes =
+          SlopesOf({&technique, problem, options, &layer->parameters(), &inputs, &g}, found);
+      ASSERT_TRUE(slopes.ok()) << slopes.status();
+      for (const Slope& slope : *slopes) {
+        EXPECT_NEAR(slope.of_layer, slope.of_definition, slope.bound) << slope.name;
+      }
+    }
+  }
+}
+
+// What padding holds reaches nothing where the loss does not read its rows, and has no gradient.
+// With one token of four it is a member of every cluster.
+TEST(RoutingBackward, PaddingHasNoGradientAndGivesNone) {
+  for (const bool causal : {false, true}) {
+    for (const Options& kind : {Options{}, Options{{"scored", "given"}, {"norm", "unit"}}}) {
+      const Problem problem = Problem::SelfAttention(1, 2, 160, 16, causal);
+      SCOPED_TRACE(problem.ToString() + " " + ToString(kind));
+      NamedTensors inputs = Random(problem);
+      inputs["key_mask"] = KeyMaskOf(Repeat(100, '0') + Repeat(60, '1'));
+      const std::unique_ptr<Layer> layer = RoutingLayer(problem, Clusters(2, kind));
+      NamedTensors g = RandomOutputGradients(*layer, 3);
+      Fill(Slice(g["out"].view(), 2, 0, 100), 0);
+      const auto gradients_with = [&](double padding) {
+        for (auto& [name, input] : inputs) {
+          if (name != "key_mask") Fill(Slice(input.view(), 2, 0, 100), padding);
+        }
+        return RunBackward(*layer, ViewsOf(inputs), g).value();
+      };
+      const NamedTensors gradients = gradients_with(0.5);
+      for (const auto& [name, gradient] : gradients) {
+        EXPECT_GT(MaxAbs(gradient.view()), 0.1) << name;
+        EXPECT_EQ(MaxAbs(Slice(gradient.view(), 2, 0, 100)), 0) << name;
+      }
+      for (const auto& [name, gradient] : gradients_with(kNan)) {
+        EXPECT_EQ(MaxDifference(gradient.view(), gradients.at(name).view()), 0) << name;
+      }
+    }
+  }
+}
+
+// The gradient of a query is shared by the clusters that have it, and one that none has has none.
+TEST(RoutingBackward, AQueryInNoClusterHasNoGradient) {
+  const Problem problem = Problem::SelfAttention(1, 1, 8, 8);
+  NamedTensors inputs = Random(problem);
+  inputs["members"] = Marks({"11011000", "10101001", "11110000", "11110000"});
+  const std::unique_ptr<Layer> layer = RoutingLayer(problem, Clusters(2));
+  const NamedTensors g = RandomOutputGradients(*layer, 3);
+  const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+  for (int64_t i = 0; i < 8; ++i) {
+    const bool is_in_none = i == 5 || i == 6;
+    EXPECT_EQ(MaxAbs(Slice(gradients.at("q").view(), 2, i, 1)) == 0, is_in_none) << i;
+    EXPECT_EQ(MaxAbs(Slice(gradients.at("v").view(), 2, i, 1)) == 0, i >= 4) << i;
+  }
+}
+
+TEST(RoutingBackward, CentroidsHaveNoGradient) {
+  const std::unique_ptr<Layer> layer = RoutingLayer(Problem::SelfAttention(1, 2, 100, 16), {});
+  EXPECT_EQ(layer->stopped_gradients().count("centroids"), 1u);
+  EXPECT_TRUE(layer->parameter_gradients().empty());
 }
 
 }  // namespace

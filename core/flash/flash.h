@@ -141,14 +141,18 @@ struct KeyRing {
 // q, k, v and out may each be f32, bf16 or f16, with any strides. The problem's tokens are the
 // schedule's rows; where there is a token order, the tensors may have more.
 struct FlashCall {
-  ConstTensorView q;           // [batch, query_heads, query_tokens, head_dim]
-  ConstTensorView k;           // [batch, kv_heads, kv_tokens, head_dim]
-  ConstTensorView v;           // [batch, kv_heads, kv_tokens, value_dim]
-  ConstTensorView key_mask;    // u8 [batch, kv_tokens], or empty
-  ConstTensorView query_ids;   // i32 [batch, query_tokens], where the rule has label keys
-  ConstTensorView key_ids;     // i32 [batch, kv_tokens], where the rule has label keys
-  TensorView out;              // [batch, query_heads, query_tokens, value_dim]
-  TensorView log_sum_exp;      // f32 [batch, query_heads, query_tokens], or empty
+  ConstTensorView q;          // [batch, query_heads, query_tokens, head_dim]
+  ConstTensorView k;          // [batch, kv_heads, kv_tokens, head_dim]
+  ConstTensorView v;          // [batch, kv_heads, kv_tokens, value_dim]
+  ConstTensorView key_mask;   // u8 [batch, kv_tokens], or empty
+  ConstTensorView query_ids;  // i32 [batch, query_tokens], where the rule has label keys
+  ConstTensorView key_ids;    // i32 [batch, kv_tokens], where the rule has label keys
+  TensorView out;             // [batch, query_heads, query_tokens, value_dim]
+  TensorView log_sum_exp;     // f32 [batch, query_heads, query_tokens], or empty
+  // What rounding to f32 took from log_sum_exp, of its shape, or empty; on the CPU only. A score of
+  // -1e5, as by LSH attention's self bias, leaves a log-sum-exp that is known to 0.004, and weights
+  // exp(score - log_sum_exp) to 0.4%.
+  TensorView log_sum_exp_rest;
   TokenOrder query_order;      // order of q, query_ids, out and log_sum_exp
   bool out_by_row = false;     // rows of out and log_sum_exp are the schedule's, not tokens
   TokenOrder key_order;        // order of k, v, key_mask and key_ids

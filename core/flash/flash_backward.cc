@@ -11,15 +11,14 @@
 #include "core/flash/flash_backward.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/flash_scores.h"
 #include "core/flash/rows.h"
+#include "core/flash/turn.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -30,18 +29,6 @@ constexpr int64_t kTile = kFlashTile;
 constexpr int64_t kChunkKeys = kChunkKeyTiles * kTile;
 // The offsets of a tile of queries against a chunk, in whole vectors.
 constexpr int64_t kSkewed = kChunkKeys + kTile;
-
-using Turn = std::atomic<int32_t>;
-static_assert(sizeof(Turn) == 4 && Turn::is_always_lock_free);
-
-// Waits until it is this task's turn to add. The tasks before it have begun, since tasks are taken in
-// order, and wait for none behind them.
-void Await(const Turn& turn, int64_t value) {
-  while (turn.load(std::memory_order_acquire) != value) std::this_thread::yield();
-}
-void Pass(Turn& turn, int64_t value) {
-  turn.store(static_cast<int32_t>(value + 1), std::memory_order_release);
-}
 
 struct Layout {
   Layout(const Problem& p, bool relative_keys) : has_positions(relative_keys) {
@@ -276,6 +263,10 @@ class BackwardRun : public FlashScores {
     return call_.out_by_row ? task.first_query + task.Place(r) : QueryToken(task, r);
   }
 
+  static bool AllZero(const float* row, int64_t channels) {
+    return std::all_of(row, row + channels, [](float value) { return value == 0; });
+  }
+
   // Adds what the queries of a task and the chunk's keys give to all gradients.
   void Attend(const Chunk& chunk, const QueryRun& run, const Task& task, Scratch& scratch) const {
     const int64_t place = (chunk.batch * problem_.query_heads + task.head) * layout_.query_tiles +
@@ -350,8 +341,27 @@ class BackwardRun : public FlashScores {
         scratch.shift[r] = std::numeric_limits<float>::infinity();
       }
       scratch.delta[r] = *backward_.delta.At<float>(task.batch, task.head, out);
+      if (scratch.delta[r] == 0 && AllZero(to, channels)) {
+        Disregard(r, scratch);
+      } else if (!call_.log_sum_exp_rest.empty()) {
+        // All gradients are linear in g and D, and so is the correction of the weights.
+        const float rest = *call_.log_sum_exp_rest.At<float>(task.batch, task.head, out);
+        const float factor = std::exp(-rest);
+        for (int64_t c = 0; c < channels; ++c) to[c] *= factor;
+        scratch.delta[r] *= factor;
+      }
     }
     if (call_.rule.soft_span.span != nullptr) std::fill_n(scratch.span_gradient, kTile, 0.0f);
+  }
+
+  // Makes a query whose g and D are 0 one that multiplies the zeros of its score gradients.
+  void Disregard(int64_t r, const Scratch& scratch) const {
+    std::fill_n(scratch.content_query + r * layout_.query_row, layout_.query_row, 0.0f);
+    if (layout_.has_positions) {
+      std::fill_n(scratch.position_query + r * layout_.query_row, layout_.query_row, 0.0f);
+    }
+    if (has_labels_) std::fill_n(scratch.label_scores[r], 2, 0.0f);
+    scratch.shift[r] = std::numeric_limits<float>::infinity();
   }
 
   // Computes g . v, the gradients of the weights.
@@ -527,7 +537,7 @@ class BackwardRun : public FlashScores {
     }
     for (int64_t r = 0; r < task.rows; ++r) {
       AddRow(scratch.q_gradient + r * layout_.query_row, problem_.head_dim,
-             q.MutableAt<float>(task.batch, task.head, QueryToken(task, r)), q.stride(3));
+             q.MutableAt<float>(task.batch, task.head, OutRow(task, r)), q.stride(3));
     }
   }
   void AddSpanGradients(const Task& task, const Scratch& scratch) const {
@@ -673,6 +683,7 @@ class BackwardRun : public FlashScores {
       const float* key = labels.keys + (task.head % labels.heads * 2 + label) * problem_.head_dim;
       for (int64_t r = 0; r < task.rows; ++r) {
         const float sum = scratch.label_sums[r][label];
+        if (sum == 0) continue;  // a disregarded query may be NaN
         AddScaled(sum, scratch.label_query + r * layout_.query_row, problem_.head_dim,
                   scratch.label_keys + label * layout_.query_row);
         AddScaled(scale_ * sum, key, problem_.head_dim, scratch.position_bias);
@@ -780,7 +791,9 @@ void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_gradient,
       LoadRow(out, out.Offset(b, h, i), out.stride(3), channels, y);
       LoadRow(out_gradient, out_gradient.Offset(b, h, i), out_gradient.stride(3), channels, g);
       double sum = 0;
-      for (int64_t c = 0; c < channels; ++c) sum += static_cast<double>(y[c]) * g[c];
+      for (int64_t c = 0; c < channels; ++c) {
+        if (g[c] != 0) sum += static_cast<double>(y[c]) * g[c];
+      }
       if (!log_sum_exp_gradient.empty()) sum -= *log_sum_exp_gradient.At<float>(b, h, i);
       *delta.MutableAt<float>(b, h, i) = static_cast<float>(sum);
     }

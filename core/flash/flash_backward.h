@@ -67,10 +67,14 @@ struct ScoreGradients {
   float* span = nullptr;  // [batch][query_heads][query_tokens]
 };
 
-// Gradients of q, k and v are f32, of the shapes of the call's tensors, and are
-// added to; an empty one is not computed.
+// Gradients of q, k and v are f32, of the shapes of the call's tensors, and are added to; an empty
+// one is not computed. Where rows of `out` are the schedule's, not tokens, so are those of q's
+// gradient: an order may then name a query several times. A query whose g and D are 0 gives
+// nothing, whatever it holds.
 struct FlashBackwardCall {
-  const FlashCall* forward;  // with log_sum_exp as it was written; `out` is not read
+  // With log_sum_exp, and log_sum_exp_rest where that is not empty, as they were written; `out` is
+  // not read.
+  const FlashCall* forward;
   const TransposedSchedule* schedule;
   const RelativeKeyVectors* relative_keys = nullptr;  // where the rule has relative keys
   ConstTensorView out_gradient;  // g, of the shape of out, of any dtype and strides
@@ -85,7 +89,7 @@ struct FlashBackwardCall {
 };
 
 // Writes D, f32 of the shape [batch, query_heads, query_tokens], from y and g of any dtype and
-// strides, and from e, f32, which may be empty.
+// strides, and from e, f32, which may be empty. Where g is 0, y is not read.
 void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_gradient,
                 const ConstTensorView& log_sum_exp_gradient, const TensorView& delta,
                 ThreadPool* pool);

@@ -454,6 +454,15 @@ class FlashRun : public FlashScores {
     scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
   }
 
+  void StoreLogSumExp(const Task& task, int64_t row, float max, float sum) const {
+    const float log_sum = std::log(sum);
+    const float log_sum_exp = sum == 0 ? kNegativeInfinity : max + log_sum;
+    *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, row) = log_sum_exp;
+    if (call_.log_sum_exp_rest.empty()) return;
+    *call_.log_sum_exp_rest.MutableAt<float>(task.batch, task.head, row) =
+        sum == 0 ? 0.0f : (max - log_sum_exp) + log_sum;
+  }
+
   void StoreResults(const Task& task, Scratch& scratch) const {
     for (int64_t r = 0; !parts_.is_first && r < task.rows; ++r) AddEarlierParts(task, r, scratch);
     if (!parts_.is_last) return StorePart(task, scratch);
@@ -461,8 +470,7 @@ class FlashRun : public FlashScores {
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays 0
       if (!call_.log_sum_exp.empty()) {
-        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, OutRow(task, r)) =
-            sum == 0 ? kNegativeInfinity : scratch.max[r] + std::log(sum);
+        StoreLogSumExp(task, OutRow(task, r), scratch.max[r], sum);
       }
     }
     for (int64_t r = 0; r < task.rows; ++r) {

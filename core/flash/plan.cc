@@ -123,6 +123,11 @@ FlashPlan& FlashPlan::ShareStep(std::shared_ptr<FlashStep> step) {
   return *this;
 }
 
+FlashPlan& FlashPlan::StopGradient(std::string name, std::string reason) {
+  stopped_gradients_[std::move(name)] = std::move(reason);
+  return *this;
+}
+
 Problem FlashPlan::ProblemOf(const FlashRows& rows, const FlashPart& part, Device device) const {
   Problem problem = problem_;
   const auto places = [](const PlaceOrder& order, const TokenRange& tokens) {

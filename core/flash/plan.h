@@ -69,8 +69,9 @@ class FlashStep {
   // allocates nothing and, on a GPU, does not synchronise.
   virtual absl::Status Run(const Inputs& tensors, const Outputs& outputs,
                            const Execution& execution) = 0;
-  // Does what comes behind the softmaxes of a Run, under the same conditions.
-  virtual absl::Status Finish(const Inputs&, const Outputs&, const Execution&) {
+  // Does what comes behind the softmaxes of a Run, under the same conditions. What these wrote to
+  // tensors of steps is in `tensors`, and not always where LayOut put it: a Run may keep it.
+  virtual absl::Status Finish(const Inputs& /*tensors*/, const Outputs&, const Execution&) {
     return absl::OkStatus();
   }
 
@@ -84,7 +85,19 @@ class FlashStep {
   virtual absl::Status CheckBackward() const {
     return absl::UnimplementedError("a step of the technique has no backward pass");
   }
+  // Returns the bytes that FinishBackward and Backward need, each as the execution's workspace.
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+  // Returns the work of a backward pass: by default, what a Run computes again, and the gradients
+  // of both operands of its products.
+  virtual double backward_flops() const { return 3 * flops(); }
+  // Takes the gradients of the outputs that Finish writes on to those of what it reads, as Backward
+  // does, before the softmaxes' backward passes. An output's gradient is given, if of zeros, or,
+  // that of log_sum_exp, empty.
+  virtual absl::Status FinishBackward(const Inputs& /*tensors*/, const Inputs& /*output_gradients*/,
+                                      const Outputs& /*gradients*/, const ParameterGradients&,
+                                      const Execution&) {
+    return absl::OkStatus();
+  }
   // Run has made the step's tensors again. `gradients` has, f32 and by name, those of the floating
   // tensors of this and later steps, and of the layer's inputs, to which it adds; one of these that is
   // empty is not wanted. Called behind the softmaxes' backward passes, for the last step first.
@@ -138,7 +151,8 @@ struct FlashRows {
   double scale = 0;           // 0: 1 / sqrt(head_dim)
   DType dtype = DType::kF32;  // whose precision the products have
   MarkedQueries marked;       // these queries alone
-  // What is written: outputs, or tensors of a step that are so named.
+  // What is written: outputs, or tensors of a step that are so named. A step's have no strides and
+  // are f32; one that Finish reads has a gradient, for which its softmax writes a log-sum-exp.
   std::string out = "out";
   std::string log_sum_exp = "log_sum_exp";
   bool out_by_place = false;  // their rows are the places of the query order, not its tokens
@@ -204,7 +218,12 @@ class FlashPlan {
     return ShareStep(std::make_shared<Step>(std::forward<Arguments>(arguments)...));
   }
   FlashPlan& ShareStep(std::shared_ptr<FlashStep> step);
+  // Says why the backward pass does not differentiate through an input or a parameter of floating
+  // dtype: one that only chooses which queries see which keys, say.
+  FlashPlan& StopGradient(std::string name, std::string reason);
   const std::vector<std::shared_ptr<FlashStep>>& steps() const { return steps_; }
+
+  const std::map<std::string, std::string>& stopped_gradients() const { return stopped_gradients_; }
 
   const Problem& problem() const { return problem_; }
   const std::vector<FlashRows>& rows() const { return rows_; }
@@ -220,6 +239,7 @@ class FlashPlan {
   Problem problem_;
   double scale_;
   std::vector<std::shared_ptr<FlashStep>> steps_;
+  std::map<std::string, std::string> stopped_gradients_;  // the reasons, by name
   std::vector<FlashRows> rows_;
 };
 

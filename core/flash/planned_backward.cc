@@ -44,6 +44,22 @@ void RoundTo(const ConstTensorView& from, const TensorView& to, ThreadPool* pool
   });
 }
 
+// Adds rows of f32, the places of an order, to the tokens that these name, in the order of places.
+void AddByToken(const ConstTensorView& rows, const TokenOrder& order, const TensorView& to,
+                ThreadPool* pool) {
+  const int64_t heads = rows.dim(1), channels = rows.dim(3);
+  pool->ParallelFor(rows.dim(0) * heads, [&](int64_t task, int) {
+    const int64_t b = task / heads, h = task % heads;
+    for (int64_t place = 0; place < rows.dim(2); ++place) {
+      const int64_t token = order(b, h, place);
+      if (token < 0) continue;
+      const float* from = rows.At<float>(b, h, place);
+      float* sum = to.MutableAt<float>(b, h, token);
+      for (int64_t c = 0; c < channels; ++c) sum[c * to.stride(3)] += from[c];
+    }
+  });
+}
+
 // Returns a gradient of zeros where the caller gives none.
 ConstTensorView OrZeros(const ConstTensorView& gradient, const ConstTensorView& like) {
   static constexpr float kZero = 0;
@@ -59,9 +75,9 @@ absl::Status PlannedLayer::CheckBackward() const {
         "the backward pass of engine flash is on the CPU alone, not on ", Name(device_)));
   }
   for (const FlashRows& rows : plan_.rows()) {
-    if (rows.out != "out" || rows.log_sum_exp != "log_sum_exp") {
+    if (rows.log_sum_exp.empty()) {
       return absl::UnimplementedError(
-          absl::StrCat("there is no backward pass through the tensor ", rows.out));
+          absl::StrCat("there is no log-sum-exp of the softmax that writes ", rows.out));
     }
   }
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
@@ -71,13 +87,16 @@ absl::Status PlannedLayer::CheckBackward() const {
 }
 
 std::vector<std::string> PlannedLayer::differentiable_outputs() const {
-  return {"out", "log_sum_exp"};
+  std::vector<std::string> names;
+  for (const TensorSpec& output : outputs()) {
+    if (output.name == "out" || output.name == "log_sum_exp") names.push_back(output.name);
+  }
+  return names;
 }
 
 size_t PlannedLayer::kept_bytes() const {
-  const Problem& p = problem();
   return Workspace::Measure([&](Workspace& workspace) {
-    workspace.Take<float>(p.batch * p.query_heads * p.query_tokens);
+    for (const KeptTensor& kept : kept_tensors_) TakeKept(kept, &workspace);
   });
 }
 
@@ -103,9 +122,17 @@ PlannedLayer::BackwardMemory PlannedLayer::LayOutBackward(const BackwardCall& ca
                                                           Workspace* workspace) {
   const Problem& p = problem();
   LayOut(call.inputs, workspace);
+  int64_t rows = 0, places = 0;  // the most of a softmax, and of one that writes places
+  for (const FlashRows& softmax : plan_.rows()) {
+    const int64_t of_head = plan_.ProblemOf(softmax, softmax.parts[0], device_).query_tokens;
+    const int64_t all =
+        p.batch * softmax.heads.size() * (softmax.out_by_place ? of_head : softmax.queries.size());
+    rows = std::max(rows, all);
+    if (softmax.out_by_place) places = std::max(places, all);
+  }
   BackwardMemory memory;
-  memory.delta = TensorView(workspace->Take<float>(p.batch * p.query_heads * p.query_tokens),
-                            DType::kF32, {p.batch, p.query_heads, p.query_tokens});
+  memory.delta = workspace->Take<float>(rows);
+  memory.by_place = workspace->Take<float>(places * p.head_dim);
   memory.sums_begin = workspace->used();
   const auto take = [&](const Shape& shape) {
     return TensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape);
@@ -149,13 +176,22 @@ absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
   return absl::OkStatus();
 }
 
-absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& out_gradient,
-                                      const TensorView& delta, const Execution& execution) {
+absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_out,
+                                      const BackwardMemory& memory, const Execution& execution) {
   const Softmax& softmax = softmaxes_[index];
   const FlashRows& rows = *softmax.rows;
   const bool is_marked = !rows.marked.tensor.empty();
   const int64_t group = problem().group();
   const TokenRange kv_heads = {rows.heads.begin / group, rows.heads.end / group};
+  const auto gradient_of = [&](const std::string& name) -> ConstTensorView {
+    const ConstTensorView* of_output = output_gradients_.Find(name);
+    return Crop(of_output != nullptr ? *of_output : ConstTensorView(gradients_.Get(name)), rows);
+  };
+  const ConstTensorView* of_step = tensors_.Find(rows.out);
+  const ConstTensorView out = Crop(of_step != nullptr ? *of_step : all_out, rows);
+  const ConstTensorView out_gradient = gradient_of(rows.out);
+  const TensorView delta(memory.delta, DType::kF32, {out.dim(0), out.dim(1), out.dim(2)});
+  FlashDelta(out, out_gradient, gradient_of(rows.log_sum_exp), delta, execution.pool);
   for (size_t n = 0; n < softmax.parts.size(); ++n) {
     const FlashPart& part = *softmax.parts[n].part;
     const FlashCall forward =
@@ -164,14 +200,20 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& out_g
     backward.forward = &forward;
     backward.schedule = &backward_parts_[index][n].schedule;
     backward.relative_keys = &backward_parts_[index][n].relative_keys;
-    backward.out_gradient = Crop(out_gradient, rows.heads, rows.queries);
-    backward.delta = Crop(delta, rows.heads, rows.queries);
+    backward.out_gradient = out_gradient;
+    backward.delta = delta;
     // What a softmax over marked queries writes is not another's.
     for (const FlashRows& other : plan_.rows()) {
       if (is_marked || other.marked.tensor.empty()) continue;
       backward.overwritten = Crop(tensors_.Get(other.marked.tensor), 1, rows.queries);
     }
-    backward.q_gradient = Crop(gradients_.Get(part.q), rows.heads, rows.queries);
+    const TensorView q_gradient = Crop(gradients_.Get(part.q), rows.heads, rows.queries);
+    backward.q_gradient = q_gradient;
+    if (rows.out_by_place && !q_gradient.empty()) {
+      backward.q_gradient = TensorView(memory.by_place, DType::kF32,
+                                       {out.dim(0), out.dim(1), out.dim(2), q_gradient.dim(3)});
+      Clear(backward.q_gradient, execution.pool);
+    }
     backward.k_gradient = Crop(gradients_.Get(part.k), kv_heads, part.keys);
     backward.v_gradient = Crop(gradients_.Get(part.v), kv_heads, part.keys);
     for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
@@ -179,6 +221,9 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& out_g
     }
     TFB_RETURN_IF_ERROR(
         FlashBackwardCpu(softmax.engines.engines()[n].problem(), backward, execution));
+    if (rows.out_by_place && !q_gradient.empty()) {
+      AddByToken(backward.q_gradient, forward.query_order, q_gradient, execution.pool);
+    }
   }
   return absl::OkStatus();
 }
@@ -186,11 +231,12 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& out_g
 absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution& execution) {
   Workspace workspace(execution.workspace);
   const BackwardMemory memory = LayOutBackward(call, &workspace);
+  LayOutKept(execution.kept);
   const ConstTensorView out = call.outputs.Get("out");
-  const ConstTensorView out_gradient = OrZeros(call.output_gradients.Get("out"), out);
+  output_gradients_.Set("out", OrZeros(call.output_gradients.Get("out"), out));
+  output_gradients_.Set("log_sum_exp", call.output_gradients.Get("log_sum_exp"));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  kept_ = Kept(execution);
   Clear(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
         execution.pool);
   for (const auto& [name, gradient] : call.input_gradients) {
@@ -199,10 +245,12 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Run(tensors_, Outputs(), rest));
   }
-  FlashDelta(out, out_gradient, call.output_gradients.Get("log_sum_exp"), memory.delta,
-             execution.pool);
+  for (auto step = plan_.steps().rbegin(); step != plan_.steps().rend(); ++step) {
+    TFB_RETURN_IF_ERROR((*step)->FinishBackward(tensors_, output_gradients_, gradients_,
+                                                parameter_gradients_, rest));
+  }
   for (size_t n = 0; n < softmaxes_.size(); ++n) {
-    TFB_RETURN_IF_ERROR(BackwardOf(n, out_gradient, memory.delta, rest));
+    TFB_RETURN_IF_ERROR(BackwardOf(n, out, memory, rest));
   }
   for (const ScoreTerm* term : terms_) term->AddGradients(parameter_gradients_, execution.pool);
   for (auto step = plan_.steps().rbegin(); step != plan_.steps().rend(); ++step) {

@@ -118,6 +118,7 @@ absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& probl
   layer->sizes_ = layer->SizesOf(layer->plan_);
   layer->step_bytes_ =
       Workspace::Measure([&](Workspace& workspace) { layer->LayOut(Inputs(), &workspace); });
+  layer->FindKept();
   layer->parameters_ = std::move(parameters);
   layer->fit_ = std::move(fit);
   layer->ListTerms();
@@ -200,7 +201,7 @@ Cost PlannedLayer::CostOf(Pass pass) const {
   }
   cost.flops = flops;
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
-    *cost.flops += (pass == Pass::kForward ? 1 : kBackwardFactor) * step->flops();
+    *cost.flops += pass == Pass::kForward ? step->flops() : step->backward_flops();
   }
   return cost;
 }
@@ -340,9 +341,10 @@ absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows)
 // A step's tensor is in the layer's workspace, so that it may be written.
 TensorView PlannedLayer::Written(const std::string& name, const FlashRows& rows,
                                  const Outputs& outputs) const {
-  TensorView view = name == kLogSumExp && !kept_.empty() ? kept_ : outputs.Get(name);
+  TensorView view = kept_.Get(name);
+  if (view.empty()) view = outputs.Get(name);
   if (view.empty()) static_cast<ConstTensorView&>(view) = tensors_.Get(name);
-  return rows.out_by_place ? view : Crop(view, rows.heads, rows.queries);
+  return Crop(view, rows);
 }
 
 FlashCall PlannedLayer::CallOf(const Softmax& softmax, size_t n, const Outputs& outputs) const {
@@ -358,6 +360,7 @@ FlashCall PlannedLayer::CallOf(const Softmax& softmax, size_t n, const Outputs& 
   call.key_mask = Crop(tensors_.Get(part.key_mask), 1, part.keys);
   call.out = Written(rows.out, rows, outputs);
   call.log_sum_exp = Written(rows.log_sum_exp, rows, outputs);
+  call.log_sum_exp_rest = Crop(kept_rests_.Get(rows.log_sum_exp), rows);
   call.out_by_row = rows.out_by_place;
   call.query_order = OrderOf(part.query_order, on_device.query_order, tensors_, group);
   call.key_order = OrderOf(part.key_order, on_device.key_order, tensors_, 1);
@@ -403,19 +406,47 @@ absl::Status PlannedLayer::RunMarked(const Softmax& softmax, const Outputs& outp
   return engine.Run(call, execution);
 }
 
-TensorView PlannedLayer::Kept(const Execution& execution) const {
-  if (execution.kept.empty()) return {};
+void PlannedLayer::FindKept() {
+  const auto keep = [&](const std::string& name, const Shape& shape, bool is_rounded) {
+    const auto is_same = [&](const KeptTensor& kept) { return kept.name == name; };
+    if (name.empty() || std::any_of(kept_tensors_.begin(), kept_tensors_.end(), is_same)) return;
+    kept_tensors_.push_back({name, shape, is_rounded});
+  };
   const Problem& p = problem();
-  Workspace kept(execution.kept);
-  return TensorView(kept.Take<float>(p.batch * p.query_heads * p.query_tokens), DType::kF32,
-                    {p.batch, p.query_heads, p.query_tokens});
+  for (const FlashRows& rows : plan_.rows()) {
+    const Shape of_layer = {p.batch, p.query_heads, p.query_tokens};
+    const auto is_output = [&](const std::string& name) { return tensors_.Get(name).empty(); };
+    if (!is_output(rows.out)) keep(rows.out, tensors_.Get(rows.out).shape(), false);
+    keep(rows.log_sum_exp,
+         is_output(rows.log_sum_exp) ? of_layer : tensors_.Get(rows.log_sum_exp).shape(), true);
+  }
+  LayOutKept({});
+}
+
+PlannedLayer::KeptViews PlannedLayer::TakeKept(const KeptTensor& kept, Workspace* workspace) {
+  const auto take = [&] {
+    return TensorView(workspace->Take<float>(NumElements(kept.shape)), DType::kF32, kept.shape);
+  };
+  const TensorView values = take();
+  return {values, kept.is_rounded ? take() : TensorView()};
+}
+
+void PlannedLayer::LayOutKept(absl::Span<std::byte> memory) {
+  Workspace workspace(memory);
+  for (const KeptTensor& kept : kept_tensors_) {
+    const KeptViews views = memory.empty() ? KeptViews() : TakeKept(kept, &workspace);
+    kept_.Set(kept.name, views.values);
+    kept_rests_.Set(kept.name, views.rest);
+    const bool is_output = tensors_.Get(kept.name).empty();
+    if (!is_output && !views.values.empty()) tensors_.Set(kept.name, views.values);
+  }
 }
 
 absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                  const Execution& execution) {
   Workspace workspace(execution.workspace);
   LayOut(inputs, &workspace);
-  kept_ = Kept(execution);
+  LayOutKept(execution.kept);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
@@ -434,8 +465,8 @@ absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Finish(tensors_, outputs, rest));
   }
-  const TensorView log_sum_exp = outputs.Get(kLogSumExp);
-  if (!kept_.empty() && !log_sum_exp.empty()) CopyElements(kept_, log_sum_exp);
+  const TensorView kept = kept_.Get(kLogSumExp), log_sum_exp = outputs.Get(kLogSumExp);
+  if (!kept.empty() && !log_sum_exp.empty()) CopyElements(kept, log_sum_exp);
   return absl::OkStatus();
 }
 

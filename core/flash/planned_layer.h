@@ -50,12 +50,17 @@ class PlannedLayer : public Layer {
   Cost cost() const override;
   std::map<std::string, double> statistics() const override;
 
-  // The backward pass is on the CPU. A Run keeps the log-sum-exp of every row; Backward runs the
-  // steps again.
+  // The backward pass is on the CPU. A Run keeps the log-sum-exp of every row, and what rounding
+  // took of it; Backward runs the steps again. What softmaxes write to tensors of steps is kept,
+  // too: it has the size of the output, which is kept for Backward alike, and a softmax that runs
+  // again costs two products beside the five of its backward pass.
   absl::Status CheckBackward() const override;
   size_t kept_bytes() const override;
   size_t backward_workspace_bytes(int threads) const override;
   Cost backward_cost() const override;
+  std::map<std::string, std::string> stopped_gradients() const override {
+    return plan_.stopped_gradients();
+  }
   std::vector<std::string> differentiable_outputs() const override;
 
  protected:
@@ -116,8 +121,23 @@ class PlannedLayer : public Layer {
   enum class Pass { kForward, kBackward };
   std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine, Pass pass) const;
   Cost CostOf(Pass pass) const;
-  // Returns the log-sum-exp that a Run keeps, or an empty view.
-  TensorView Kept(const Execution& execution) const;
+
+  // An f32 tensor that softmaxes write and a Run keeps: a log-sum-exp, which is rounded, or what
+  // else a step's Finish reads.
+  struct KeptTensor {
+    std::string name;
+    Shape shape;
+    bool is_rounded;
+  };
+  struct KeptViews {
+    TensorView values;
+    TensorView rest;  // what rounding took of them, or empty
+  };
+  void FindKept();
+  static KeptViews TakeKept(const KeptTensor& kept, Workspace* workspace);
+  // Lays out what is kept, which replaces the tensors of steps. Where there is no memory, nothing
+  // is.
+  void LayOutKept(absl::Span<std::byte> memory);
 
   // What a part has beside its forward call.
   struct PartBackward {
@@ -126,7 +146,9 @@ class PlannedLayer : public Layer {
   };
   // The tensors of a Backward, in its workspace.
   struct BackwardMemory {
-    TensorView delta;       // [batch, query_heads, query_tokens]
+    float* delta = nullptr;  // of the rows of a softmax
+    // Gradients of queries by the places of a softmax, where an order may name one several times.
+    float* by_place = nullptr;
     size_t sums_begin = 0;  // where in the workspace the sums are that are 0 at first
     size_t sums_end = 0;
   };
@@ -134,8 +156,8 @@ class PlannedLayer : public Layer {
   // floating tensors: those of f32 inputs are the caller's, others are in the workspace.
   BackwardMemory LayOutBackward(const BackwardCall& call, Workspace* workspace);
   size_t BackwardScratchBytes(int threads) const;
-  absl::Status BackwardOf(size_t softmax, const ConstTensorView& out_gradient,
-                          const TensorView& delta, const Execution& execution);
+  absl::Status BackwardOf(size_t softmax, const ConstTensorView& out, const BackwardMemory& memory,
+                          const Execution& execution);
   // Returns the share of an input's rows that a Run reads.
   double ShareRead(const TensorSpec& input) const;
 
@@ -143,15 +165,17 @@ class PlannedLayer : public Layer {
   Describe describe_;
   Fit fit_;
   FlashPlan plan_;
-  std::vector<ScoreTerm*> terms_;   // of the plan, each once
-  std::vector<Sizes> sizes_;        // of the softmaxes, before long rows are cut
-  size_t step_bytes_ = 0;           // of what LayOut takes
-  Inputs tensors_;                  // of a Run: the inputs, and the tensors of the steps
-  TensorView kept_;                 // of a Run: the log-sum-exp
+  std::vector<ScoreTerm*> terms_;  // of the plan, each once
+  std::vector<Sizes> sizes_;       // of the softmaxes, before long rows are cut
+  size_t step_bytes_ = 0;          // of what LayOut takes
+  Inputs tensors_;                 // of a Run: the inputs, and the tensors of the steps
+  std::vector<KeptTensor> kept_tensors_;
+  Outputs kept_, kept_rests_;       // of a Run, by tensor
   std::vector<MarkedList> marked_;  // of the plan's softmaxes
   std::vector<Softmax> softmaxes_;
-  std::vector<std::vector<PartBackward>> backward_parts_;  // of softmaxes_
-  Outputs gradients_;                                      // of a Backward, f32, by tensor
+  std::vector<std::vector<PartBackward>> backward_parts_;         // of softmaxes_
+  Outputs gradients_;                                             // of a Backward, f32, by tensor
+  Inputs output_gradients_ = {{"out", {}}, {"log_sum_exp", {}}};  // of a Backward
   ParameterGradients parameter_gradients_;
   size_t backward_bytes_ = 0;  // of what LayOutBackward takes
   bool is_set_up_ = false;

@@ -353,5 +353,34 @@ TEST(PlannedOnTheCpu, StepsMakeTensorsForTheParts) {
   EXPECT_EQ(layer->statistics().at("doubled"), 1);
 }
 
+TEST(PlannedOnTheCpu, BackwardPassesNeedALogSumExpOfEachSoftmaxAndThoseOfSteps) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const auto check = [&](const FlashPlan& plan) {
+    return PlannedLayer::Create(problem, QkvInputs(problem), AttentionOutputs(problem), {},
+                                Device::kCpu, [&](const NamedTensors&) { return plan; })
+        .value()
+        ->CheckBackward();
+  };
+  EXPECT_EQ(check(FlashPlan(problem)), absl::OkStatus());
+  EXPECT_EQ(check(FlashPlan(problem).Writes("out", "")),
+            absl::UnimplementedError("there is no log-sum-exp of the softmax that writes out"));
+  EXPECT_EQ(check(FlashPlan(problem).AddStep<Doubling>(problem)),
+            absl::UnimplementedError("a step of the technique has no backward pass"));
+}
+
+TEST(PlannedOnTheCpu, PlansSayWhereGradientsStop) {
+  const Problem problem = Problem::SelfAttention(1, 1, 70, 16);
+  const std::unique_ptr<Layer> layer =
+      PlannedLayer::Create(problem, QkvInputs(problem), AttentionOutputs(problem), {}, Device::kCpu,
+                           [&](const NamedTensors&) {
+                             return FlashPlan(problem).StopGradient("k", "keys are constants");
+                           })
+          .value();
+  EXPECT_EQ(layer->stopped_gradients().at("k"), "keys are constants");
+  std::vector<std::string> names;
+  for (const TensorSpec& spec : layer->input_gradients()) names.push_back(spec.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"q", "v"}));
+}
+
 }  // namespace
 }  // namespace tfb

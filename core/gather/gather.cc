@@ -51,20 +51,44 @@ double SumOfRow(const float* row, int64_t channels, const Term& term) {
   return sums[0];
 }
 
-// Normalises a row in place. It computes in float64, so that no square overflows.
-void NormalizeRow(const RowNorm& norm, int64_t channels, float* row) {
-  const double count = static_cast<double>(channels);
+// What normalises a row: y = (x - mean) * factor.
+struct Normalizer {
   double mean = 0;
+  double factor = 0;
+};
+// It computes in float64, so that no square overflows.
+Normalizer NormalizerOf(const RowNorm& norm, int64_t channels, const float* row) {
+  const double count = static_cast<double>(channels);
+  Normalizer of;
   if (norm.centered) {
-    mean = SumOfRow(row, channels, [](double value) { return value; }) / count;
+    of.mean = SumOfRow(row, channels, [](double value) { return value; }) / count;
   }
-  double squares =
-      SumOfRow(row, channels, [mean](double value) { return (value - mean) * (value - mean); });
+  double squares = SumOfRow(
+      row, channels, [mean = of.mean](double value) { return (value - mean) * (value - mean); });
   if (norm.mean_square) squares /= count;
   const double root = std::sqrt(squares + norm.epsilon);
-  const double factor = root == 0 ? 0 : 1 / root;
+  of.factor = root == 0 ? 0 : 1 / root;
+  return of;
+}
+
+void NormalizeRow(const RowNorm& norm, int64_t channels, float* row) {
+  const Normalizer of = NormalizerOf(norm, channels, row);
   for (int64_t c = 0; c < channels; ++c) {
-    row[c] = static_cast<float>((double{row[c]} - mean) * factor);
+    row[c] = static_cast<float>((double{row[c]} - of.mean) * of.factor);
+  }
+}
+
+// Turns the gradient u of a normalised row into that of the row x, in place.
+void NormalizedGradient(const RowNorm& norm, int64_t channels, const float* x, float* u) {
+  const Normalizer of = NormalizerOf(norm, channels, x);
+  const double share = 1 / static_cast<double>(channels);
+  const auto y = [&](int64_t c) { return (double{x[c]} - of.mean) * of.factor; };
+  double along = 0, mean = 0;
+  for (int64_t c = 0; c < channels; ++c) along += double{u[c]} * y(c);
+  if (norm.mean_square) along *= share;
+  for (int64_t c = 0; norm.centered && c < channels; ++c) mean += share * (u[c] - along * y(c));
+  for (int64_t c = 0; c < channels; ++c) {
+    u[c] = static_cast<float>((u[c] - along * y(c) - mean) * of.factor);
   }
 }
 
@@ -101,6 +125,25 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
     }
   });
   return absl::OkStatus();
+}
+
+void AddNormalizedGradients(const RowNorm& norm, const ConstTensorView& x,
+                            const ConstTensorView& y_gradient, const TensorView& x_gradient,
+                            ThreadPool* pool) {
+  const int64_t heads = x.dim(1), tokens = x.dim(2), channels = x.dim(3);
+  const int64_t tiles = CeilDiv(tokens, kTile);
+  pool->ParallelFor(x.dim(0) * heads * tiles, [&](int64_t task, int) {
+    const int64_t b = task / tiles / heads, h = task / tiles % heads, first = task % tiles * kTile;
+    for (int64_t i = first; i < std::min(first + kTile, tokens); ++i) {
+      float row[kMaxHeadDim], gradient[kMaxHeadDim];
+      LoadRow(y_gradient, y_gradient.Offset(b, h, i), y_gradient.stride(3), channels, gradient);
+      if (std::all_of(gradient, gradient + channels, [](float u) { return u == 0; })) continue;
+      LoadRow(x, x.Offset(b, h, i), x.stride(3), channels, row);
+      NormalizedGradient(norm, channels, row, gradient);
+      float* to = x_gradient.MutableAt<float>(b, h, i);
+      for (int64_t c = 0; c < channels; ++c) to[c * x_gradient.stride(3)] += gradient[c];
+    }
+  });
 }
 
 // ---- Angular hashing ----
@@ -435,6 +478,20 @@ MeanScratch MeanLayout(int64_t channels, Workspace& workspace) {
   return {workspace.Take<float>(kTile * channels), workspace.Take<int32_t>(kTile)};
 }
 
+// Calls body(place, token) for the members from `first` to end - 1 of a head's groups.
+template <class Body>
+void ForEachMember(const GroupMeanCall& call, const int32_t* members, int64_t first, int64_t end,
+                   const Body& body) {
+  for (int64_t n = 0; n < call.groups; ++n) {
+    const int32_t* group = members + n * call.size;
+    const int32_t* group_end = group + call.size;
+    for (const int32_t* m = std::lower_bound(group, group_end, first); m < group_end && *m < end;
+         ++m) {
+      body(m - members, *m);
+    }
+  }
+}
+
 // Averages the rows of tokens first to first + count - 1 of a head, whose groups and rows are
 // given.
 void MeanOfTokens(const GroupMeanCall& call, const int32_t* members, const float* rows,
@@ -442,17 +499,12 @@ void MeanOfTokens(const GroupMeanCall& call, const int32_t* members, const float
   const int64_t channels = call.rows.dim(3), stride = call.rows.stride(2);
   std::fill_n(scratch.sums, count * channels, 0.0f);
   std::fill_n(scratch.count, count, 0);
-  for (int64_t n = 0; n < call.groups; ++n) {
-    const int32_t* group = members + n * call.size;
-    const int32_t* end = group + call.size;
-    for (const int32_t* m = std::lower_bound(group, end, first); m < end && *m < first + count;
-         ++m) {
-      const float* row = rows + (m - members) * stride;
-      float* sum = scratch.sums + (*m - first) * channels;
-      for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
-      ++scratch.count[*m - first];
-    }
-  }
+  ForEachMember(call, members, first, first + count, [&](int64_t place, int64_t token) {
+    const float* row = rows + place * stride;
+    float* sum = scratch.sums + (token - first) * channels;
+    for (int64_t c = 0; c < channels; ++c) sum[c] += row[c];
+    ++scratch.count[token - first];
+  });
   for (int64_t r = 0; r < count; ++r) {
     const float times = static_cast<float>(std::max(scratch.count[r], 1));
     float* sum = scratch.sums + r * channels;
@@ -500,6 +552,28 @@ absl::Status MeanOfGroups(Device device, const GroupMeanCall& call, const Execut
     }
   });
   return absl::OkStatus();
+}
+
+void AddGroupGradients(const GroupMeanCall& call, const ConstTensorView& out_gradient,
+                       const TensorView& rows_gradient, ThreadPool* pool) {
+  const int64_t heads = out_gradient.dim(1), tokens = out_gradient.dim(2);
+  const int64_t channels = out_gradient.dim(3), tiles = CeilDiv(tokens, kTile);
+  pool->ParallelFor(out_gradient.dim(0) * heads * tiles, [&](int64_t task, int) {
+    const int64_t row = task / tiles, first = task % tiles * kTile;
+    const int64_t end = std::min(first + kTile, tokens);
+    const int32_t* members = call.members + row * call.groups * call.size;
+    int32_t counts[kTile] = {};
+    ForEachMember(call, members, first, end,
+                  [&](int64_t /*place*/, int64_t token) { ++counts[token - first]; });
+    ForEachMember(call, members, first, end, [&](int64_t place, int64_t token) {
+      const float share = 1 / static_cast<float>(counts[token - first]);
+      float gradient[kMaxHeadDim];
+      LoadRow(out_gradient, out_gradient.Offset(row / heads, row % heads, token),
+              out_gradient.stride(3), channels, gradient);
+      float* to = rows_gradient.MutableAt<float>(row / heads, row % heads, place);
+      for (int64_t c = 0; c < channels; ++c) to[c] += share * gradient[c];
+    });
+  });
 }
 
 }  // namespace tfb

@@ -32,8 +32,12 @@ namespace tfb {
 class GroupingShare {
  public:
   void Begin() { begin_ = Clock::now(); }
-  void GroupsAreFound() { grouping_ += Clock::now() - begin_; }
-  void End() { all_ += Clock::now() - begin_; }
+  void GroupsAreFound() { found_ = Clock::now(); }
+  // Counts a Run. Groups that Backward finds again, which does not come here, do not count.
+  void End() {
+    grouping_ += found_ - begin_;
+    all_ += Clock::now() - begin_;
+  }
   // Returns the share as a layer's statistic, under its name.
   std::map<std::string, double> statistics(Device device) const {
     if (device != Device::kCpu) return {};
@@ -43,7 +47,7 @@ class GroupingShare {
 
  private:
   using Clock = std::chrono::steady_clock;
-  Clock::time_point begin_;
+  Clock::time_point begin_, found_;
   Clock::duration grouping_{0}, all_{0};
 };
 
@@ -60,6 +64,17 @@ struct RowNorm {
 };
 absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensorView& x,
                            const TensorView& y, const Execution& execution);
+
+// Adds to the gradient of x, on the CPU, what the gradient of y says: with r the root above and u =
+// dL/dy,
+//
+//   dL/dx_c += (w_c - mean w [centered]) / r,    w_c = u_c - s y_c sum_c' u_c' y_c'
+//
+// Both gradients are f32 and have the shape of x. A row whose u is 0 adds nothing, whatever x
+// holds, and one whose root is 0 neither.
+void AddNormalizedGradients(const RowNorm& norm, const ConstTensorView& x,
+                            const ConstTensorView& y_gradient, const TensorView& x_gradient,
+                            ThreadPool* pool);
 
 // ---- Angular hashing ----
 
@@ -160,6 +175,15 @@ struct GroupMeanCall {
 };
 size_t GroupMeanWorkspaceBytes(Device device, int64_t channels, int threads);
 absl::Status MeanOfGroups(Device device, const GroupMeanCall& call, const Execution& execution);
+
+// Adds to the gradients of the rows, on the CPU, what the gradient of out says: with m = members[b,
+// h, n, r],
+//
+//   dL/drows[b, h, n, r] += dL/dout[b, h, m] / count of such n
+//
+// `rows` is the call's; the gradient of out is of any floating dtype, and that of the rows f32.
+void AddGroupGradients(const GroupMeanCall& call, const ConstTensorView& out_gradient,
+                       const TensorView& rows_gradient, ThreadPool* pool);
 
 }  // namespace tfb
 

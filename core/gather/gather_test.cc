@@ -103,6 +103,65 @@ TEST_P(Gather, RowsHaveAsManyChannelsAsAHeadMayHave) {
   }
 }
 
+// y of a row in float64, by its formula.
+std::vector<double> Normalized(const RowNorm& norm, const std::vector<double>& x) {
+  const double count = static_cast<double>(x.size());
+  const double mean = norm.centered ? std::accumulate(x.begin(), x.end(), 0.0) / count : 0;
+  double squares = 0;
+  for (const double value : x) squares += (value - mean) * (value - mean);
+  const double root = std::sqrt(squares / (norm.mean_square ? count : 1) + norm.epsilon);
+  std::vector<double> y;
+  for (const double value : x) y.push_back((value - mean) / root);
+  return y;
+}
+
+TEST(GatherOnTheCpu, GradientsOfNormalizedRowsAreThoseOfTheFormula) {
+  constexpr int64_t kTokens = 67, kChannels = 21;
+  const Shape shape = {2, 3, kTokens, kChannels};
+  Tensor x(DType::kF32, shape), u(DType::kF32, shape);
+  FillNormal(&x, 1, "x");
+  FillNormal(&u, 1, "u");
+  // A row whose gradient is 0 may hold anything, and the gradient of a row of zeros is 0.
+  Fill(Slice(x.view(), 2, 5, 1), kNan);
+  Fill(Slice(u.view(), 2, 5, 1), 0);
+  Fill(Slice(x.view(), 2, 66, 1), 0);
+  ThreadPool pool(3);
+  for (const RowNorm& norm : {RowNorm{}, RowNorm{false, false, 1e-3}, RowNorm{true, true, 1e-5},
+                              RowNorm{true, false, 1}}) {
+    Tensor gradient(DType::kF32, {2, 3, kChannels, kTokens});  // with strides
+    Fill(gradient.view(), 0.5);
+    const TensorView by_row(gradient.raw(), DType::kF32, shape,
+                            {3 * kTokens * kChannels, kTokens * kChannels, 1, kTokens});
+    AddNormalizedGradients(norm, x.view(), u.view(), by_row, &pool);
+    for (int64_t row = 0; row < 6 * kTokens; ++row) {
+      const int64_t i = row % kTokens;
+      std::vector<double> at, of_y;
+      for (int64_t c = 0; c < kChannels; ++c) {
+        at.push_back(x.view().Get(row * kChannels + c));
+        of_y.push_back(u.view().Get(row * kChannels + c));
+      }
+      const double h = 1e-6;
+      for (int64_t c = 0; c < kChannels; ++c) {
+        double expected = 0;
+        if (i != 5 && (i != 66 || norm.epsilon > 0)) {
+          std::vector<double> above = at, below = at;
+          above[c] += h;
+          below[c] -= h;
+          const std::vector<double> high = Normalized(norm, above), low = Normalized(norm, below);
+          for (int64_t n = 0; n < kChannels; ++n)
+            expected += of_y[n] * (high[n] - low[n]) / (2 * h);
+        }
+        // Numbers are of order 1, or for the row of zeros of order 1 / root(epsilon); differences
+        // have an error of h^2 times a third derivative, 1 / root(epsilon)^3 at most.
+        const double size = i == 66 && norm.epsilon > 0 ? 1 / std::sqrt(norm.epsilon) : 1;
+        EXPECT_NEAR(*by_row.At<float>(row / kTokens / 3, row / kTokens % 3, i, c) - 0.5, expected,
+                    4e-6 * size + 100 * h * h * size * size * size)
+            << row << " " << c;
+      }
+    }
+  }
+}
+
 TEST_P(Gather, ARotationsColumnsAreThoseOfItsFactors) {
   const Tensor rotations(DType::kF32, {2, 8, 3, 6});
   EXPECT_TRUE(AngularHash::Create(device(), rotations.view(), {2, 4}).ok());
@@ -361,6 +420,45 @@ TEST_P(Gather, MeansAreOverTheGroupsThatHaveAToken) {
       }
     }
     EXPECT_GT(of_none, 0);
+  }
+}
+
+// A mean is linear: <g, mean of rows> is <gradient of rows by g, rows>.
+TEST(GatherOnTheCpu, GradientsOfGroupsRowsAreThoseOfTheirMeans) {
+  constexpr int64_t kGroups = 5, kSize = 40, kTokens = 131, kChannels = 7;
+  // Group n has every (n + 1)-th token from token n on, so that a token may be in several or in
+  // none.
+  std::vector<int32_t> members;
+  for (int64_t head = 0; head < 4; ++head) {
+    for (int64_t n = 0; n < kGroups; ++n) {
+      for (int64_t r = 0; r < kSize; ++r) {
+        members.push_back(static_cast<int32_t>(std::min(n + head + r * (n % 3 + 1), kTokens - 1)));
+      }
+    }
+  }
+  Tensor rows(DType::kF32, {2, 2, kGroups * kSize, kChannels}),
+      out(DType::kF32, {2, 2, kTokens, kChannels});
+  Tensor g(DType::kF32, out.shape()), gradient(DType::kF32, rows.shape());
+  FillNormal(&rows, 1, "rows");
+  FillNormal(&g, 1, "g");
+  Fill(gradient.view(), 0);
+  ThreadPool pool(3);
+  const GroupMeanCall call = {members.data(), kGroups, kSize, rows.view(), out.view()};
+  const size_t bytes = GroupMeanWorkspaceBytes(Device::kCpu, kChannels, 3);
+  std::vector<std::byte> memory(bytes);
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(memory);
+  ASSERT_TRUE(MeanOfGroups(Device::kCpu, call, execution).ok());
+  AddGroupGradients(call, g.view(), gradient.view(), &pool);
+  for (int64_t head = 0; head < 4; ++head) {
+    const auto product = [&](const Tensor& a, const Tensor& b) {
+      const int64_t count = a.num_elements() / 4;
+      const float* x = a.span<float>().data() + head * count;
+      return std::inner_product(x, x + count, b.span<float>().data() + head * count, 0.0);
+    };
+    // The 1400 products of order 1 have the errors of a few roundings, with random signs.
+    EXPECT_NEAR(product(gradient, rows), product(g, out), 4 * 38 * 0x1p-24) << head;
   }
 }
 

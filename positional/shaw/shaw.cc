@@ -58,19 +58,16 @@ class SoftmaxOfBins : public FlashStep {
   }
 
   void LayOut(Workspace* workspace, Inputs* tensors) override {
-    const int64_t rows = sizes_.rows();
-    far_.rows = workspace->Take<float>(sizes_.far_parts * rows * sizes_.value_dim);
-    far_.log_sum_exp = workspace->Take<float>(sizes_.far_parts * rows);
+    const auto set = [&](const char* name, const Shape& shape) {
+      tensors->Set(name,
+                   ConstTensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape));
+    };
     const Shape of_rows = {sizes_.batch, sizes_.query_heads, sizes_.query_tokens};
     const Shape of_values = {sizes_.batch, sizes_.query_heads, sizes_.query_tokens,
                              sizes_.value_dim};
-    const bool is_measured = far_.rows == nullptr;  // and there is no memory yet
     for (int64_t part = 0; part < sizes_.far_parts; ++part) {
-      const int64_t first = is_measured ? 0 : part * rows;
-      tensors->Set(kFarRows[part],
-                   ConstTensorView(far_.rows + first * sizes_.value_dim, DType::kF32, of_values));
-      tensors->Set(kFarLogSumExp[part],
-                   ConstTensorView(far_.log_sum_exp + first, DType::kF32, of_rows));
+      set(kFarRows[part], of_values);
+      set(kFarLogSumExp[part], of_rows);
     }
   }
   size_t workspace_bytes(Device device, int threads) const override {
@@ -83,25 +80,70 @@ class SoftmaxOfBins : public FlashStep {
   absl::Status Finish(const Inputs& inputs, const Outputs& outputs,
                       const Execution& execution) override {
     if (device_ != Device::kCpu) return RunOnCuda(inputs, outputs, execution.stream);
-    ShawCpu(
-        sizes_,
-        {inputs.Get("q"), inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), far_,
-         key_table_.data(), value_table_.data(), outputs.Get("out"), outputs.Get("log_sum_exp")},
-        execution);
+    ShawCall call = CallOf(inputs);
+    call.out = outputs.Get("out");
+    call.log_sum_exp = outputs.Get("log_sum_exp");
+    ShawCpu(sizes_, call, execution);
     return absl::OkStatus();
   }
 
-  // Counts the products of near pairs, and of queries and weights with the tables.
-  double flops() const override {
-    const double keys = static_cast<double>(sizes_.head_dim);
-    const double values = static_cast<double>(sizes_.value_dim);
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    return ShawCpuBackwardWorkspaceBytes(sizes_, threads);
+  }
+  absl::Status FinishBackward(const Inputs& tensors, const Inputs& output_gradients,
+                              const Outputs& gradients, const ParameterGradients& parameters,
+                              const Execution& execution) override {
+    ShawGradients of = {};
+    of.out = output_gradients.Get("out");
+    of.log_sum_exp = output_gradients.Get("log_sum_exp");
+    of.q = gradients.Get("q");
+    of.k = gradients.Get("k");
+    of.v = gradients.Get("v");
+    for (int64_t part = 0; part < sizes_.far_parts; ++part) {
+      of.far_rows[part] = static_cast<float*>(gradients.Get(kFarRows[part]).mutable_data());
+      of.far_log_sum_exp[part] =
+          static_cast<float*>(gradients.Get(kFarLogSumExp[part]).mutable_data());
+    }
+    of.key_table = parameters.Of(parameters_.at("key_positions").raw());
+    const auto values = parameters_.find("value_positions");
+    if (values != parameters_.end()) of.value_table = parameters.Of(values->second.raw());
+    ShawCpuBackward(sizes_, CallOf(tensors), of, execution);
+    return absl::OkStatus();
+  }
+
+  double flops() const override { return FlopsOf(1, 1); }
+  // Scores again, and the gradients of queries and keys; those of weights and values.
+  double backward_flops() const override { return FlopsOf(3, 2); }
+
+ private:
+  // Returns the FLOPs of some products of near pairs, and of queries and weights with the tables,
+  // over the channels of keys and of values.
+  double FlopsOf(double of_keys, double of_values) const {
+    const double keys = of_keys * static_cast<double>(sizes_.head_dim);
+    const double values = of_values * static_cast<double>(sizes_.value_dim);
     const double of_bin = keys + (parameters_.count("value_positions") > 0 ? values : 0);
     return 2 * static_cast<double>(sizes_.batch * sizes_.query_heads) * NearPairs() *
                (keys + values) +
            2 * static_cast<double>(sizes_.rows() * sizes_.bins()) * of_bin;
   }
 
- private:
+  // Returns the call of the tensors of a Run, without where to write.
+  ShawCall CallOf(const Inputs& tensors) const {
+    ShawCall call = {};
+    call.q = tensors.Get("q");
+    call.k = tensors.Get("k");
+    call.v = tensors.Get("v");
+    call.key_mask = tensors.Get("key_mask");
+    for (int64_t part = 0; part < sizes_.far_parts; ++part) {
+      call.far.rows[part] = static_cast<const float*>(tensors.Get(kFarRows[part]).data);
+      call.far.log_sum_exp[part] = static_cast<const float*>(tensors.Get(kFarLogSumExp[part]).data);
+    }
+    call.key_table = key_table_.data();
+    call.value_table = value_table_.data();
+    return call;
+  }
+
   // Copies rows, each padded to value_row numbers.
   absl::StatusOr<DeviceArray<float>> CopyPadded(const ConstTensorView& table) const {
     Tensor padded(DType::kF32, {table.dim(0), table.dim(1), sizes_.value_row});
@@ -120,8 +162,10 @@ class SoftmaxOfBins : public FlashStep {
     const ConstTensorView mask = inputs.Get("key_mask");
     a.key_mask = static_cast<const uint8_t*>(mask.data);
     std::copy_n(mask.strides.data(), 2, a.mask_strides);
-    a.far_rows = far_.rows;
-    a.far_log_sum_exp = far_.log_sum_exp;
+    for (int64_t part = 0; part < sizes_.far_parts; ++part) {
+      a.far_rows[part] = static_cast<const float*>(inputs.Get(kFarRows[part]).data);
+      a.far_log_sum_exp[part] = static_cast<const float*>(inputs.Get(kFarLogSumExp[part]).data);
+    }
     a.key_table = key_table_.data();
     a.value_table = value_table_.data();
     const TensorView log_sum_exp = outputs.Get("log_sum_exp");
@@ -145,7 +189,6 @@ class SoftmaxOfBins : public FlashStep {
   ShawSizes sizes_;
   const NamedTensors& parameters_;
   Device device_ = Device::kCpu;
-  FarKeys far_ = {};
   DeviceArray<float> key_table_;
   DeviceArray<float> value_table_;  // empty: none
 };

@@ -21,6 +21,9 @@
 // Cost: dense attention and 2 (2k + 1) (head_dim + value_dim) FLOPs a query. Memory: a copy of the
 // output in fp32 for each side that has far keys.
 //
+// The backward pass (shaw_cpu.h) takes the gradients of y to those of o_rho and l_rho, for near
+// keys to k, v and q, and to the tables; engine flash takes those of the far keys' o and l on.
+//
 // The parameters, f32, are T = query_heads tables where they are per head, else 1: key_positions
 // [T, 2k + 1, head_dim] and, with `values`, value_positions [T, 2k + 1, value_dim]; drawn N(0,
 // 0.1^2). Row rho is the offset rho - k.

@@ -30,9 +30,9 @@ class Query {
   __device__ void AddFarKeys() {
     const ShawSizes& s = a_.sizes;
     for (int64_t part = 0; part < s.far_parts; ++part) {
-      const int64_t row = part * s.rows() + (b_ * s.query_heads + h_) * s.query_tokens + i_;
+      const int64_t row = (b_ * s.query_heads + h_) * s.query_tokens + i_;
       const int64_t bin = part * (s.bins() - 1);
-      const float content = a_.far_log_sum_exp[row];
+      const float content = a_.far_log_sum_exp[part][row];
       float position = 0;
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
@@ -45,7 +45,7 @@ class Query {
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
         if (!Has(n, s.value_dim)) break;
-        output_[n] += weight * (a_.far_rows[row * s.value_dim + Channel(n)] + Value(bin, n));
+        output_[n] += weight * (a_.far_rows[part][row * s.value_dim + Channel(n)] + Value(bin, n));
       }
     }
   }

@@ -19,8 +19,8 @@ struct ShawArguments {
   DeviceView out;
   const uint8_t* key_mask;  // or null
   int64_t mask_strides[2];
-  const float* far_rows;
-  const float* far_log_sum_exp;
+  const float* far_rows[2];
+  const float* far_log_sum_exp[2];
   const float* key_table;
   const float* value_table;  // or null
   float* log_sum_exp;        // or null

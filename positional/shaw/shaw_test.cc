@@ -2,10 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "attention/dense/dense.h"
+#include "core/gradient_testing.h"
+#include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
@@ -219,6 +223,136 @@ TEST(Shaw, CostCountsPairsAndTheTablesOfEachQuery) {
   EXPECT_EQ(CostOf(Shaw(), problem, K(2)).flops, of_pairs + 3 * 4 * 5 * 2 * 5 * (6 + 7));
   EXPECT_EQ(CostOf(Shaw(), problem, {{"max_distance", "2"}, {"values", "false"}}).flops,
             of_pairs + 3 * 4 * 5 * 2 * 5 * 6);
+}
+
+// ---- The backward pass ----
+
+// Returns a layer with tables N(0, 1).
+std::unique_ptr<Layer> LayerWithLargeTables(const Problem& problem, const Options& options) {
+  std::unique_ptr<Layer> layer = Shaw().Create(problem, options, Device::kCpu, 1).value();
+  NamedTensors tables;
+  for (const TensorSpec& spec : layer->parameter_gradients()) {
+    tables[spec.name] = Tensor(spec.dtype, spec.shape);
+    FillNormal(&tables[spec.name], 3, spec.name);
+  }
+  EXPECT_TRUE(layer->SetParameters(tables).ok());
+  return layer;
+}
+
+TEST(ShawBackward, GradientsAreThoseOfTheDefinition) {
+  for (bool causal : {false, true}) {
+    for (auto [queries, keys] : {std::pair<int64_t, int64_t>{129, 129}, {30, 150}, {150, 30}}) {
+      for (const Options& options :
+           {K(0), K(1), K(7), K(40), K(200), Options{{"per_head", "false"}, {"max_distance", "20"}},
+            Options{{"values", "false"}, {"max_distance", "5"}}}) {
+        Problem problem = Problem::SelfAttention(2, 4, queries, 12, causal);
+        problem.kv_tokens = keys;
+        problem.kv_heads = 2;
+        problem.value_dim = 7;
+        SCOPED_TRACE(problem.ToString() + " " + ToString(options));
+        const std::unique_ptr<Layer> layer = LayerWithLargeTables(problem, options);
+        NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+        Fill((inputs["key_mask"] = Tensor(DType::kU8, {2, keys})).view(), 1);
+        for (int64_t j = 20; j < 26; ++j) *inputs["key_mask"].view().MutableAt<uint8_t>(1, j) = 0;
+        const NamedTensors g = RandomOutputGradients(*layer, 3);
+        EXPECT_EQ(g.size(), 2u);
+        const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+        EXPECT_EQ(gradients.size(), 3 + layer->parameters().size());
+        const NamedTensors of_three =
+            RunBackward(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
+        for (const auto& [name, gradient] : gradients) {
+          EXPECT_EQ(MaxDifference(gradient.view(), of_three.at(name).view()), 0) << name;
+        }
+        const auto slopes =
+            SlopesOf({&Shaw(), problem, options, &layer->parameters(), &inputs, &g}, gradients);
+        ASSERT_TRUE(slopes.ok()) << slopes.status();
+        for (const Slope& slope : *slopes) {
+          EXPECT_NEAR(slope.of_layer, slope.of_definition, slope.bound) << slope.name;
+        }
+      }
+    }
+  }
+}
+
+TEST(ShawBackward, TablesOfZeroGiveTheGradientsOfDense) {
+  for (bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 3, 150, 16, causal);
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+    const std::unique_ptr<Layer> layer = LayerWithLargeTables(problem, {});
+    NamedTensors tables = LargeTables(3, 16, 16, 16);
+    for (auto& [name, table] : tables) Fill(table.view(), 0);
+    ASSERT_TRUE(layer->SetParameters(tables).ok());
+    const std::unique_ptr<Layer> dense =
+        dense::Dense().Create(problem, {}, Device::kCpu, /*seed=*/1).value();
+    const NamedTensors g = RandomOutputGradients(*layer, 3);
+    const NamedTensors ours = RunBackward(*layer, ViewsOf(inputs), g).value();
+    // Elements of the gradients are of order 1, and both sums have the forward pass's errors.
+    const NamedTensors of_dense = RunBackward(*dense, ViewsOf(inputs), g).value();
+    for (const auto& [name, expected] : of_dense) {
+      EXPECT_LE(MaxDifference(ours.at(name).view(), expected.view()),
+                2 * Fp32Bound(inputs.at("v").view()))
+          << name;
+    }
+  }
+}
+
+// With k = 0 the output is that of dense attention and the only value vector, whose gradient is so
+// the sum of the outputs'.
+TEST(ShawBackward, ADistanceOfZeroGivesTheOnlyValueVectorTheSumOfTheOutputsGradients) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 8);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+  const std::unique_ptr<Layer> layer = LayerWithLargeTables(problem, K(0));
+  NamedTensors g = RandomOutputGradients(*layer, 3);
+  g.erase("log_sum_exp");
+  const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+  for (int64_t h = 0; h < 2; ++h) {
+    for (int64_t c = 0; c < 8; ++c) {
+      double sum = 0;
+      for (int64_t n = 0; n < 140; ++n) sum += *g.at("out").view().At<float>(n / 70, h, n % 70, c);
+      // Sums of 64 numbers of order 1 in fp32, with errors of random signs, and then in float64.
+      EXPECT_NEAR(*gradients.at("value_positions").view().At<float>(h, 0, c), sum,
+                  8 * 64 * 0x1p-24);
+      // The logit of the only bin is no choice, and so P^K has no gradient.
+      EXPECT_NEAR(*gradients.at("key_positions").view().At<float>(h, 0, c), 0, 1e-5);
+    }
+  }
+}
+
+// What padding holds reaches nothing, and it has no gradient; nor has a query that the loss does
+// not read.
+TEST(ShawBackward, PaddingHasNoGradientAndGivesNone) {
+  const float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(1, 2, 150, 16, causal);
+    NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+    Fill((inputs["key_mask"] = Tensor(DType::kU8, {1, 150})).view(), 1);
+    Fill(Slice(inputs["key_mask"].view(), 1, 55, 30), 0);
+    const std::unique_ptr<Layer> layer = LayerWithLargeTables(problem, K(9));
+    NamedTensors g = RandomOutputGradients(*layer, 3);
+    for (auto& [name, gradient] : g) Fill(Slice(gradient.view(), 2, 55, 30), 0);
+    const auto gradients_with = [&](double padding) {
+      for (const char* name : {"q", "k", "v"}) {
+        Fill(Slice(inputs[name].view(), 2, 55, 30), padding);
+      }
+      return RunBackward(*layer, ViewsOf(inputs), g).value();
+    };
+    const NamedTensors gradients = gradients_with(0.5);
+    for (const char* name : {"q", "k", "v"}) {
+      EXPECT_GT(MaxAbs(gradients.at(name).view()), 0.1) << name;
+      EXPECT_EQ(MaxAbs(Slice(gradients.at(name).view(), 2, 55, 30)), 0) << name;
+    }
+    for (const auto& [name, gradient] : gradients_with(kNan)) {
+      EXPECT_EQ(MaxDifference(gradient.view(), gradients.at(name).view()), 0) << name;
+    }
+  }
+}
+
+TEST(ShawBackward, CostHasFiveProductsForTwo) {
+  Problem problem = Problem::SelfAttention(3, 4, 50, 8, /*causal=*/true);
+  const std::unique_ptr<Layer> layer = LayerWithLargeTables(problem, K(2));
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+  EXPECT_EQ(*layer->backward_cost().flops, 2.5 * *layer->cost().flops);
 }
 
 }  // namespace
