@@ -1,9 +1,12 @@
 // Tests the shared library by its header alone, as a program that loads it sees it.
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -80,6 +83,11 @@ struct Arrays {
     return *arrays[0];
   }
 
+  void Remove(size_t n) {
+    names.erase(names.begin() + static_cast<std::ptrdiff_t>(n));
+    arrays.erase(arrays.begin() + static_cast<std::ptrdiff_t>(n));
+  }
+
   std::vector<std::string> names;
   std::vector<std::unique_ptr<Array>> arrays;
 };
@@ -150,6 +158,7 @@ struct Dense {
 
 TEST(CInterface, HasTheHeadersVersion) {
   EXPECT_EQ(tfb_interface_version(), TFB_INTERFACE_VERSION);
+  EXPECT_EQ(tfb_interface_revision(), TFB_INTERFACE_REVISION);
 }
 
 TEST(CInterface, EveryTechniqueRunsAndIsAsCloseToItsDefinitionAsItsBound) {
@@ -437,6 +446,370 @@ TEST(CInterface, AnInterruptedCallIsCancelledAndAnotherOneIsRefusedMeanwhile) {
   EXPECT_EQ(asked.of_another_call, TFB_FAILED_PRECONDITION);
   ASSERT_EQ(tfb_set_interrupt(layer.get(), nullptr, nullptr), TFB_OK);
   EXPECT_EQ(RunLayer(layer, inputs, outputs), TFB_FAILED_PRECONDITION);
+  EXPECT_STREQ(tfb_last_error(), "a call was interrupted: tfb_setup must come first");
+}
+
+// ---- The backward pass ----
+
+Json DescribeBackward(const LayerPtr& layer) {
+  const char* json = nullptr;
+  EXPECT_EQ(tfb_describe_backward(layer.get(), &json), TFB_OK) << tfb_last_error();
+  return Json::parse(json);
+}
+
+// Memory at an address that 64 divides.
+class KeptMemory {
+ public:
+  explicit KeptMemory(size_t bytes) : bytes_(bytes), memory_(bytes + 64) {}
+  char* data() { return memory_.data() + (64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_;
+  std::vector<char> memory_;
+};
+
+// Arrays of the specs, with elements that are no numbers.
+Arrays NanArraysOf(const Json& specs) {
+  Arrays arrays;
+  for (const Json& spec : specs) {
+    arrays.Add(spec["name"], spec["shape"], ToDLDataType(spec["dtype"]));
+    Array& array = *arrays.arrays.back();
+    std::fill_n(array.data<float>(), array.size<float>(), NAN);
+  }
+  return arrays;
+}
+
+// A layer that has been set up for both passes, and the tensors of both.
+struct Differentiated {
+  Differentiated(const std::string& technique, const TfbProblem& problem)
+      : layer(Create(technique, problem)),
+        said(DescribeBackward(layer)),
+        kept(said["kept_bytes"].get<size_t>()) {
+    const Json specs = Describe(layer);
+    inputs = InputsOf(specs["inputs"]);
+    outputs.Add("out", specs["outputs"][0]["shape"], kF32);
+    output_gradients.Add("out", specs["outputs"][0]["shape"], kF32);
+    Array& of_out = output_gradients.at("out");
+    for (size_t i = 0; i < of_out.size<float>(); ++i) {
+      of_out.data<float>()[i] = std::cos(static_cast<float>(3 * i));
+    }
+    input_gradients = NanArraysOf(said["input_gradients"]);
+    // A gradient of an optional input is there where the input is.
+    for (size_t n = input_gradients.names.size(); n-- > 0;) {
+      const std::vector<std::string>& given = inputs.names;
+      if (std::find(given.begin(), given.end(), input_gradients.names[n]) == given.end()) {
+        input_gradients.Remove(n);
+      }
+    }
+    parameter_gradients = NanArraysOf(said["parameter_gradients"]);
+  }
+
+  TfbStatus SetUp() {
+    if (const TfbStatus status = SetUpLayer(layer, inputs); status != TFB_OK) return status;
+    return SetUpBackward();
+  }
+  TfbStatus SetUpBackward() {
+    const std::vector<TfbTensor> given = inputs.Argument();
+    return tfb_setup_backward(layer.get(), given.data(), given.size(), nullptr, 0, nullptr);
+  }
+  TfbStatus Run(void* memory, size_t bytes) {
+    const std::vector<TfbTensor> given = inputs.Argument(), written = outputs.Argument();
+    return tfb_run_kept(layer.get(), given.data(), given.size(), written.data(), written.size(),
+                        nullptr, 0, memory, bytes, nullptr);
+  }
+  TfbStatus Run() { return Run(kept.data(), kept.bytes()); }
+  TfbStatus Backward(void* memory, size_t bytes) {
+    const std::vector<TfbTensor> arguments[] = {
+        inputs.Argument(), outputs.Argument(), output_gradients.Argument(),
+        input_gradients.Argument(), parameter_gradients.Argument()};
+    const auto all = [&](int n) { return TfbTensors{arguments[n].data(), arguments[n].size()}; };
+    const TfbBackwardCall call = {all(0), all(1), all(2), all(3), all(4)};
+    return tfb_backward(layer.get(), &call, nullptr, 0, memory, bytes, nullptr);
+  }
+  TfbStatus Backward() { return Backward(kept.data(), kept.bytes()); }
+
+  LayerPtr layer;
+  Json said;
+  KeptMemory kept;
+  Arrays inputs, outputs, output_gradients, input_gradients, parameter_gradients;
+};
+
+constexpr int64_t kHeads = 4, kTokens = 40,
+                  kDim = 16;  // of SelfAttention(40): 2 sequences, 2 heads
+
+// The gradients of one head of dense attention, in float64: of y_i = sum_j p_ij v_j with p_ij =
+// exp(s_ij) / sum_j exp(s_ij) and s_ij = q_i k_j / 4.
+struct HeadGradients {
+  HeadGradients(const float* q, const float* k, const float* v, const float* g)
+      : dq(kTokens * kDim), dk(kTokens * kDim), dv(kTokens * kDim), weight_of_key(kTokens) {
+    const auto dot = [](const float* a, const float* b, bool is_absolute) {
+      double sum = 0;
+      for (int64_t c = 0; c < kDim; ++c) {
+        const double product = static_cast<double>(a[c]) * b[c];
+        sum += is_absolute ? std::abs(product) : product;
+      }
+      return sum;
+    };
+    for (int64_t i = 0; i < kTokens; ++i) {
+      std::vector<double> p(kTokens), dp(kTokens);
+      double sum = 0, delta = 0;
+      for (int64_t j = 0; j < kTokens; ++j) {
+        p[j] = std::exp(dot(q + i * kDim, k + j * kDim, false) / 4);
+        sum += p[j];
+        largest_score = std::max(largest_score, dot(q + i * kDim, k + j * kDim, true) / 4);
+        dp[j] = dot(g + i * kDim, v + j * kDim, false);
+        largest_dp = std::max(largest_dp, dot(g + i * kDim, v + j * kDim, true));
+      }
+      for (int64_t j = 0; j < kTokens; ++j) {
+        p[j] /= sum;
+        delta += p[j] * dp[j];
+      }
+      for (int64_t j = 0; j < kTokens; ++j) {
+        const double ds = p[j] * (dp[j] - delta) / 4;
+        weight_of_key[j] += p[j];
+        for (int64_t c = 0; c < kDim; ++c) {
+          dq[i * kDim + c] += ds * k[j * kDim + c];
+          dk[j * kDim + c] += ds * q[i * kDim + c];
+          dv[j * kDim + c] += p[j] * g[i * kDim + c];
+        }
+      }
+    }
+  }
+
+  std::vector<double> dq, dk, dv;
+  std::vector<double> weight_of_key;         // sum_i p_ij
+  double largest_score = 0, largest_dp = 0;  // sums of magnitudes
+};
+
+// In fp32 with unit roundoff u, a score is a sum of 16 products, and so 16 u of their magnitudes
+// off; that is the relative error of its weight, and of the weights' sum. Sums over 40 tokens add
+// 40 u, the exponential some units: e. An element of dv has the error of the p_ij g_ic that it
+// sums, e each. ds_ij has that of p_ij times |dp_ij - D_i| <= 2 M, M a bound of sum_c |g_ic v_jc|,
+// and p_ij times the errors of dp_ij and D_i, (16 u + e) M each. No element of q, k, v and g is
+// beyond 1.
+TEST(CInterface, GradientsOfDenseAttentionAreThoseOfAPlainLoop) {
+  Differentiated dense("dense", SelfAttention(kTokens, false));
+  ASSERT_EQ(dense.SetUp(), TFB_OK) << tfb_last_error();
+  ASSERT_EQ(dense.Run(), TFB_OK) << tfb_last_error();
+  ASSERT_EQ(dense.Backward(), TFB_OK) << tfb_last_error();
+  constexpr double u = 1.0 / (1 << 24);
+  for (int64_t head = 0; head < kHeads; ++head) {
+    const auto rows = [&](Arrays& arrays, const char* name) {
+      return arrays.at(name).data<float>() + head * kTokens * kDim;
+    };
+    const HeadGradients expected(rows(dense.inputs, "q"), rows(dense.inputs, "k"),
+                                 rows(dense.inputs, "v"), rows(dense.output_gradients, "out"));
+    const double e = 2 * kDim * u * expected.largest_score + (kTokens + 8) * u;
+    const double of_score = (2 * e + 2 * (kDim * u + e)) * expected.largest_dp / 4;
+    for (int64_t n = 0; n < kTokens * kDim; ++n) {
+      const double weight = expected.weight_of_key[n / kDim];
+      ASSERT_NEAR(rows(dense.input_gradients, "q")[n], expected.dq[n], of_score) << n;
+      ASSERT_NEAR(rows(dense.input_gradients, "k")[n], expected.dk[n], of_score * weight) << n;
+      ASSERT_NEAR(rows(dense.input_gradients, "v")[n], expected.dv[n], e * weight) << n;
+    }
+  }
+}
+
+TEST(CInterface, EveryTechniqueRunsBackwardsOrSaysWhyNot) {
+  int with = 0, without = 0;
+  for (const Json& one : Json::parse(tfb_techniques())) {
+    const std::string name = one["name"];
+    const TfbProblem problem = SelfAttention(96, one["causal"].back());
+    const LayerPtr layer = Create(name, problem);
+    if (const TfbStatus status = tfb_check_backward(layer.get()); status != TFB_OK) {
+      ++without;
+      EXPECT_EQ(status, TFB_UNIMPLEMENTED) << name;
+      const std::string reason = tfb_last_error();
+      EXPECT_FALSE(reason.empty()) << name;
+      const char* json = nullptr;
+      size_t bytes = 0;
+      const TfbBackwardCall call = {};
+      const Arrays inputs = InputsOf(Describe(layer)["inputs"]);
+      ASSERT_EQ(SetUpLayer(layer, inputs), TFB_OK) << name;
+      const std::vector<TfbTensor> given = inputs.Argument();
+      Arrays outputs;
+      const Json out = Describe(layer)["outputs"][0];
+      outputs.Add("out", out["shape"], ToDLDataType(out["dtype"]));
+      const std::vector<TfbTensor> written = outputs.Argument();
+      TfbLayer* const own = layer.get();
+      const auto refused = [&](TfbStatus of_call) {
+        EXPECT_EQ(of_call, TFB_UNIMPLEMENTED) << name;
+        EXPECT_EQ(tfb_last_error(), reason);
+      };
+      refused(tfb_describe_backward(own, &json));
+      refused(tfb_kept_bytes(own, &bytes));
+      refused(tfb_backward_workspace_bytes(own, &bytes));
+      refused(tfb_setup_backward(own, given.data(), given.size(), nullptr, 0, nullptr));
+      refused(tfb_run_kept(own, given.data(), given.size(), written.data(), 1, nullptr, 0, nullptr,
+                           0, nullptr));
+      refused(tfb_backward(own, &call, nullptr, 0, nullptr, 0, nullptr));
+      continue;
+    }
+    ++with;
+    Differentiated d(name, problem);
+    ASSERT_EQ(d.SetUp(), TFB_OK) << name << ": " << tfb_last_error();
+    ASSERT_EQ(RunLayer(d.layer, d.inputs, d.outputs), TFB_OK) << name << ": " << tfb_last_error();
+    std::vector<char> expected(d.outputs.at("out").size<char>());
+    std::memcpy(expected.data(), d.outputs.at("out").data<char>(), expected.size());
+    ASSERT_EQ(d.Run(), TFB_OK) << name << ": " << tfb_last_error();
+    EXPECT_EQ(std::memcmp(expected.data(), d.outputs.at("out").data<char>(), expected.size()), 0)
+        << name;
+    ASSERT_EQ(d.Backward(), TFB_OK) << name << ": " << tfb_last_error();
+    for (Arrays* gradients : {&d.input_gradients, &d.parameter_gradients}) {
+      for (const std::string& of : gradients->names) {
+        Array& gradient = gradients->at(of);
+        int64_t not_finite = 0;
+        for (size_t i = 0; i < gradient.size<float>(); ++i) {
+          not_finite += std::isfinite(gradient.data<float>()[i]) ? 0 : 1;
+        }
+        EXPECT_EQ(not_finite, 0) << name << ": gradient of " << of;
+      }
+    }
+    size_t bytes = 0;
+    EXPECT_EQ(tfb_kept_bytes(d.layer.get(), &bytes), TFB_OK);
+    EXPECT_EQ(d.said["kept_bytes"], bytes);
+    EXPECT_EQ(tfb_backward_workspace_bytes(d.layer.get(), &bytes), TFB_OK);
+    EXPECT_EQ(d.said["workspace_bytes"], bytes);
+  }
+  EXPECT_GE(with, 15);
+  EXPECT_EQ(with + without, 38);
+}
+
+TEST(CInterface, ABackwardPassSaysWhatItTakesAndWrites) {
+  const LayerPtr layer = Create("t5_bias", SelfAttention(40, true));
+  Json said = DescribeBackward(layer);
+  EXPECT_GT(said["kept_bytes"], 0);
+  EXPECT_GT(said["workspace_bytes"], 0);
+  EXPECT_EQ(said["output_gradients"][0]["name"], "out");
+  EXPECT_EQ(said["output_gradients"][0]["shape"], Json({2, 2, 40, 16}));
+  EXPECT_EQ(said["output_gradients"][1]["name"], "log_sum_exp");
+  ASSERT_EQ(said["input_gradients"].size(), 3u);
+  for (int n = 0; n < 3; ++n) {
+    EXPECT_EQ(said["input_gradients"][n]["name"], std::string(1, "qkv"[n]));
+    EXPECT_EQ(said["input_gradients"][n]["shape"], Json({2, 2, 40, 16}));
+  }
+  ASSERT_EQ(said["parameter_gradients"].size(), 1u);
+  EXPECT_EQ(said["parameter_gradients"][0]["name"], "beta");
+  EXPECT_EQ(said["parameter_gradients"][0]["dtype"], "f32");
+  EXPECT_EQ(said["stopped"], Json::object());
+  ASSERT_EQ(SetUpLayer(layer, InputsOf(Describe(layer)["inputs"])), TFB_OK);
+  EXPECT_GT(DescribeBackward(layer)["flops"], 0);
+}
+
+TEST(CInterface, KeptMemoryIsOfTheRunThatFilledIt) {
+  Differentiated dense("dense", SelfAttention(kTokens, true));
+  ASSERT_EQ(dense.SetUp(), TFB_OK);
+  ASSERT_EQ(dense.Run(), TFB_OK);
+  ASSERT_EQ(dense.Backward(), TFB_OK) << tfb_last_error();
+  const Array& dq = dense.input_gradients.at("q");
+  const std::vector<char> expected(static_cast<char*>(dq.tensor.data),
+                                   static_cast<char*>(dq.tensor.data) + 2 * 2 * 40 * 16 * 4);
+  // Another run, of other queries and with memory of its own, comes between.
+  Differentiated second("dense", SelfAttention(kTokens, true));
+  float* const q = second.inputs.at("q").data<float>();
+  for (size_t i = 0; i < second.inputs.at("q").size<float>(); ++i) q[i] *= -3;
+  std::swap(dense.layer, second.layer);  // it is of the same layer
+  ASSERT_EQ(second.Run(), TFB_OK) << tfb_last_error();
+  ASSERT_EQ(second.Backward(), TFB_OK) << tfb_last_error();
+  std::swap(dense.layer, second.layer);
+  Array& again = dense.input_gradients.at("q");
+  EXPECT_NE(
+      std::memcmp(second.input_gradients.at("q").data<char>(), expected.data(), expected.size()),
+      0);
+  std::fill_n(again.data<float>(), again.size<float>(), NAN);
+  ASSERT_EQ(dense.Backward(), TFB_OK);
+  EXPECT_EQ(std::memcmp(expected.data(), again.data<char>(), expected.size()), 0);
+}
+
+TEST(CInterface, BackwardCallsThatCannotBeAreRefusedWithTheirReasons) {
+  Differentiated dense("dense", SelfAttention(kTokens, false));
+  const auto refused = [](TfbStatus status, TfbStatus expected, const std::string& message) {
+    EXPECT_EQ(status, expected) << message;
+    EXPECT_EQ(tfb_last_error(), message);
+  };
+  refused(dense.SetUpBackward(), TFB_FAILED_PRECONDITION,
+          "Setup must be called before SetUpBackward");
+  ASSERT_EQ(SetUpLayer(dense.layer, dense.inputs), TFB_OK);
+  const size_t bytes = dense.kept.bytes();
+  const std::string needs = " bytes; the layer needs " + std::to_string(bytes);
+  refused(dense.Run(nullptr, 0), TFB_INVALID_ARGUMENT, "kept memory has 0" + needs);
+  refused(dense.Run(dense.kept.data(), bytes - 1), TFB_INVALID_ARGUMENT,
+          "kept memory has " + std::to_string(bytes - 1) + needs);
+  refused(dense.Run(nullptr, bytes), TFB_INVALID_ARGUMENT,
+          "kept memory is null, and has " + std::to_string(bytes) + " bytes");
+  refused(dense.Run(dense.kept.data() + 4, bytes), TFB_INVALID_ARGUMENT,
+          "kept memory is not aligned to 64 bytes");
+  ASSERT_EQ(dense.Run(), TFB_OK);
+  refused(dense.Backward(), TFB_FAILED_PRECONDITION,
+          "SetUpBackward must be called before Backward");
+  ASSERT_EQ(dense.SetUpBackward(), TFB_OK);
+  refused(dense.Backward(dense.kept.data(), bytes - 1), TFB_INVALID_ARGUMENT,
+          "kept memory has " + std::to_string(bytes - 1) + needs);
+  refused(tfb_backward(dense.layer.get(), nullptr, nullptr, 0, nullptr, 0, nullptr),
+          TFB_INVALID_ARGUMENT, "call is null");
+  refused(tfb_check_backward(nullptr), TFB_INVALID_ARGUMENT, "layer is null");
+
+  const auto refused_with = [&](Arrays* arrays, int n, const std::string& name,
+                                const std::string& message) {
+    const std::string good = std::exchange(arrays->names[n], name);
+    refused(dense.Backward(), TFB_INVALID_ARGUMENT, message);
+    arrays->names[n] = good;
+  };
+  refused_with(&dense.inputs, 1, "key", "input k [2, 2, 40, 16] is missing");
+  refused_with(&dense.outputs, 0, "o", "output out [2, 2, 40, 16] is missing");
+  refused_with(&dense.output_gradients, 0, "o", "there is no output gradient \"o\"");
+  refused_with(&dense.input_gradients, 0, "query", "there is no input gradient \"query\"");
+  refused_with(&dense.input_gradients, 0, "k", "input gradient k is given twice");
+  dense.parameter_gradients.Add("beta", {2, 32}, kF32);
+  refused(dense.Backward(), TFB_INVALID_ARGUMENT, "there is no parameter gradient \"beta\"");
+  dense.parameter_gradients.Remove(0);
+  int64_t short_shape[] = {2, 2, 39, 16};
+  DLTensor& dq = dense.input_gradients.at("q").tensor;
+  int64_t* const good = std::exchange(dq.shape, short_shape);
+  refused(dense.Backward(), TFB_INVALID_ARGUMENT,
+          "input gradient q has shape [2, 2, 39, 16]; expected is [2, 2, 40, 16]");
+  dq.shape = good;
+  EXPECT_EQ(dense.Backward(), TFB_OK) << tfb_last_error();
+
+  // Another set-up makes that of the backward pass void.
+  ASSERT_EQ(SetUpLayer(dense.layer, dense.inputs), TFB_OK);
+  refused(dense.Backward(), TFB_FAILED_PRECONDITION,
+          "SetUpBackward must be called before Backward");
+}
+
+TEST(CInterface, ABackwardPassUsesTheCallersWorkspace) {
+  Differentiated dense("dense", SelfAttention(kTokens, false));
+  ASSERT_EQ(dense.SetUp(), TFB_OK);
+  ASSERT_EQ(dense.Run(), TFB_OK);
+  KeptMemory workspace(dense.said["workspace_bytes"].get<size_t>());
+  const std::vector<TfbTensor> given = dense.inputs.Argument(), out = dense.outputs.Argument(),
+                               of_out = dense.output_gradients.Argument(),
+                               written = dense.input_gradients.Argument();
+  const TfbBackwardCall call = {
+      {given.data(), 3}, {out.data(), 1}, {of_out.data(), 1}, {written.data(), 3}, {nullptr, 0}};
+  const auto backward = [&](size_t bytes) {
+    return tfb_backward(dense.layer.get(), &call, workspace.data(), bytes, dense.kept.data(),
+                        dense.kept.bytes(), nullptr);
+  };
+  EXPECT_EQ(tfb_setup_backward(dense.layer.get(), given.data(), 3, workspace.data(),
+                               workspace.bytes(), nullptr),
+            TFB_OK);
+  EXPECT_EQ(backward(workspace.bytes()), TFB_OK) << tfb_last_error();
+  EXPECT_EQ(backward(workspace.bytes() - 1), TFB_INVALID_ARGUMENT);
+  EXPECT_EQ(tfb_last_error(), "workspace has " + std::to_string(workspace.bytes() - 1) +
+                                  " bytes; the layer needs " + std::to_string(workspace.bytes()));
+}
+
+// Minutes of work on any machine, as above.
+TEST(CInterface, AnInterruptedBackwardPassIsCancelled) {
+  Differentiated dense("dense", {1, 1, 1, 1 << 17, 1 << 17, 16, 16, 1, kF32});
+  ASSERT_EQ(dense.SetUp(), TFB_OK);
+  const auto interrupted = [](void*) -> int32_t { return 1; };
+  ASSERT_EQ(tfb_set_interrupt(dense.layer.get(), interrupted, nullptr), TFB_OK);
+  EXPECT_EQ(dense.Backward(), TFB_CANCELLED);
+  ASSERT_EQ(tfb_set_interrupt(dense.layer.get(), nullptr, nullptr), TFB_OK);
+  EXPECT_EQ(dense.Backward(), TFB_FAILED_PRECONDITION);
   EXPECT_STREQ(tfb_last_error(), "a call was interrupted: tfb_setup must come first");
 }
 

@@ -47,9 +47,10 @@ struct TfbLayer {
   // nothing.
   tfb::Inputs inputs;
   tfb::Outputs outputs;
+  tfb::BackwardCall backward;
 
   // The caller has pointers to these.
-  std::string description, evaluation;
+  std::string description, backward_description, evaluation;
   std::map<std::string, std::vector<int64_t>> parameter_sizes;  // shape, and then strides
 };
 
@@ -171,7 +172,8 @@ absl::Status Read(const char* what, const TfbTensor* tensors, size_t count, Devi
   for (const auto& entry : *views) views->Set(entry.first, View());
   for (const TfbTensor& one : absl::MakeConstSpan(tensors, count)) {
     if (one.name == nullptr || one.tensor == nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat("an ", what, "'s name or tensor is null"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("the name or the tensor of one of the ", what, "s is null"));
     }
     if (!views->Get(one.name).empty()) {
       return absl::InvalidArgumentError(absl::StrCat(what, " ", one.name, " is given twice"));
@@ -300,6 +302,20 @@ std::string Description(const TfbLayer& own) {
                {"statistics", statistics}});
 }
 
+std::string BackwardDescription(const TfbLayer& own) {
+  const Layer& layer = *own.layer;
+  Json stopped = Json::object();
+  for (const auto& [name, reason] : layer.stopped_gradients()) stopped[name] = reason;
+  return Text({{"kept_bytes", layer.kept_bytes()},
+               {"workspace_bytes", layer.backward_workspace_bytes(own.pool->threads())},
+               {"output_gradients", Specs(layer.output_gradients())},
+               {"input_gradients", Specs(layer.input_gradients())},
+               {"parameter_gradients", Specs(layer.parameter_gradients())},
+               {"stopped", stopped},
+               {"flops", Number(layer.backward_cost().flops)},
+               {"bytes", Number(layer.backward_cost().bytes)}});
+}
+
 Json ErrorOf(const OutputError& error) {
   return {{"relative_frobenius", Number(error.relative_frobenius)},
           {"max_abs", Number(error.max_abs)},
@@ -374,7 +390,9 @@ absl::Status Create(const char* technique, const TfbProblem* problem, const char
   return absl::OkStatus();
 }
 
-absl::StatusOr<Execution> ExecutionOf(TfbLayer* own, void* workspace, size_t bytes, void* stream) {
+// Returns what a call that needs so many bytes of workspace works with.
+absl::StatusOr<Execution> ExecutionOf(TfbLayer* own, size_t needed, void* workspace, size_t bytes,
+                                      void* stream) {
   Execution execution;
   execution.pool = own->pool.get();
   execution.stream = stream;
@@ -385,7 +403,6 @@ absl::StatusOr<Execution> ExecutionOf(TfbLayer* own, void* workspace, size_t byt
   if (bytes > 0) {
     return absl::InvalidArgumentError(absl::StrCat("workspace is null, and has ", bytes, " bytes"));
   }
-  const size_t needed = own->layer->workspace_bytes(own->pool->threads());
   if (!own->workspace.has_value() || own->workspace->bytes().size() < needed) {
     own->workspace.reset();
     TFB_ASSIGN_OR_RETURN(own->workspace, DeviceMemory::Allocate(own->job.device, needed));
@@ -394,7 +411,18 @@ absl::StatusOr<Execution> ExecutionOf(TfbLayer* own, void* workspace, size_t byt
   return execution;
 }
 
-// Calls body(layer, execution) with own->inputs and own->outputs read.
+// Returns the status of body(), in which an interrupt gives the layer up.
+template <class Body>
+absl::Status Interruptible(TfbLayer* own, const Body& body) {
+  try {
+    return body();
+  } catch (const ThreadPool::Interrupted&) {
+    own->given_up = true;
+    throw;
+  }
+}
+
+// Calls body(execution) with own->inputs and own->outputs read.
 template <class Body>
 TfbStatus Call(TfbLayer* own, absl::Span<const TfbTensor> inputs,
                absl::Span<const TfbTensor> outputs, void* workspace, size_t workspace_bytes,
@@ -404,14 +432,47 @@ TfbStatus Call(TfbLayer* own, absl::Span<const TfbTensor> inputs,
     TFB_RETURN_IF_ERROR(Read("input", inputs.data(), inputs.size(), device, &own->inputs));
     TFB_RETURN_IF_ERROR(Read("output", outputs.data(), outputs.size(), device, &own->outputs));
     TFB_ASSIGN_OR_RETURN(const Execution execution,
-                         ExecutionOf(own, workspace, workspace_bytes, stream));
-    try {
-      return body(execution);
-    } catch (const ThreadPool::Interrupted&) {
-      own->given_up = true;
-      throw;
-    }
+                         ExecutionOf(own, own->layer->workspace_bytes(own->pool->threads()),
+                                     workspace, workspace_bytes, stream));
+    return Interruptible(own, [&] { return body(execution); });
   });
+}
+
+// The same for a call of the backward pass, whose workspace is another.
+template <class Body>
+TfbStatus CallBackward(TfbLayer* own, const TfbBackwardCall& given, void* workspace,
+                       size_t workspace_bytes, void* stream, const Body& body) {
+  return WithLayer(own, [&]() -> absl::Status {
+    TFB_RETURN_IF_ERROR(own->layer->CheckBackward());
+    const auto read = [&](const char* what, const TfbTensors& from, auto* to) {
+      return Read(what, from.tensors, from.count, own->job.device, to);
+    };
+    BackwardCall& call = own->backward;
+    TFB_RETURN_IF_ERROR(read("input", given.inputs, &call.inputs));
+    TFB_RETURN_IF_ERROR(read("output", given.outputs, &call.outputs));
+    TFB_RETURN_IF_ERROR(read("output gradient", given.output_gradients, &call.output_gradients));
+    TFB_RETURN_IF_ERROR(read("input gradient", given.input_gradients, &call.input_gradients));
+    TFB_RETURN_IF_ERROR(
+        read("parameter gradient", given.parameter_gradients, &call.parameter_gradients));
+    TFB_ASSIGN_OR_RETURN(
+        const Execution execution,
+        ExecutionOf(own, own->layer->backward_workspace_bytes(own->pool->threads()), workspace,
+                    workspace_bytes, stream));
+    return Interruptible(own, [&] { return body(execution); });
+  });
+}
+
+absl::StatusOr<absl::Span<std::byte>> KeptMemory(const TfbLayer& own, void* kept, size_t bytes) {
+  TFB_RETURN_IF_ERROR(own.layer->CheckBackward());
+  if (bytes < own.layer->kept_bytes()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "kept memory has ", bytes, " bytes; the layer needs ", own.layer->kept_bytes()));
+  }
+  if (kept == nullptr && bytes > 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("kept memory is null, and has ", bytes, " bytes"));
+  }
+  return absl::MakeSpan(static_cast<std::byte*>(kept), bytes);
 }
 
 absl::Status CheckNotGivenUp(const TfbLayer& own) {
@@ -611,6 +672,72 @@ TfbStatus tfb_set_interrupt(TfbLayer* layer, TfbInterrupted interrupted, void* c
     }
     return absl::OkStatus();
   });
+}
+
+int32_t tfb_interface_revision(void) { return TFB_INTERFACE_REVISION; }
+
+TfbStatus tfb_check_backward(TfbLayer* layer) {
+  return tfb::WithLayer(layer, [&] { return layer->layer->CheckBackward(); });
+}
+
+TfbStatus tfb_describe_backward(TfbLayer* layer, const char** json) {
+  return tfb::WithLayer(layer, [&]() -> absl::Status {
+    TFB_RETURN_IF_ERROR(layer->layer->CheckBackward());
+    layer->backward_description = tfb::BackwardDescription(*layer);
+    *json = layer->backward_description.c_str();
+    return absl::OkStatus();
+  });
+}
+
+TfbStatus tfb_kept_bytes(TfbLayer* layer, size_t* bytes) {
+  return tfb::WithLayer(layer, [&]() -> absl::Status {
+    TFB_RETURN_IF_ERROR(layer->layer->CheckBackward());
+    *bytes = layer->layer->kept_bytes();
+    return absl::OkStatus();
+  });
+}
+
+TfbStatus tfb_backward_workspace_bytes(TfbLayer* layer, size_t* bytes) {
+  return tfb::WithLayer(layer, [&]() -> absl::Status {
+    TFB_RETURN_IF_ERROR(layer->layer->CheckBackward());
+    *bytes = layer->layer->backward_workspace_bytes(layer->pool->threads());
+    return absl::OkStatus();
+  });
+}
+
+TfbStatus tfb_setup_backward(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
+                             void* workspace, size_t workspace_bytes, void* stream) {
+  TfbBackwardCall given = {};
+  given.inputs = {inputs, input_count};
+  return tfb::CallBackward(layer, given, workspace, workspace_bytes, stream,
+                           [&](const tfb::Execution& execution) -> absl::Status {
+                             TFB_RETURN_IF_ERROR(tfb::CheckNotGivenUp(*layer));
+                             return layer->layer->SetUpBackward(layer->backward.inputs, execution);
+                           });
+}
+
+TfbStatus tfb_run_kept(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
+                       const TfbTensor* outputs, size_t output_count, void* workspace,
+                       size_t workspace_bytes, void* kept, size_t kept_bytes, void* stream) {
+  return tfb::Call(layer, {inputs, input_count}, {outputs, output_count}, workspace,
+                   workspace_bytes, stream, [&](tfb::Execution execution) -> absl::Status {
+                     TFB_RETURN_IF_ERROR(tfb::CheckNotGivenUp(*layer));
+                     TFB_ASSIGN_OR_RETURN(execution.kept,
+                                          tfb::KeptMemory(*layer, kept, kept_bytes));
+                     return layer->layer->Run(layer->inputs, layer->outputs, execution);
+                   });
+}
+
+TfbStatus tfb_backward(TfbLayer* layer, const TfbBackwardCall* call, void* workspace,
+                       size_t workspace_bytes, void* kept, size_t kept_bytes, void* stream) {
+  if (call == nullptr) return tfb::ToC(absl::InvalidArgumentError("call is null"));
+  return tfb::CallBackward(layer, *call, workspace, workspace_bytes, stream,
+                           [&](tfb::Execution execution) -> absl::Status {
+                             TFB_RETURN_IF_ERROR(tfb::CheckNotGivenUp(*layer));
+                             TFB_ASSIGN_OR_RETURN(execution.kept,
+                                                  tfb::KeptMemory(*layer, kept, kept_bytes));
+                             return layer->layer->Backward(layer->backward, execution);
+                           });
 }
 
 }  // extern "C"

@@ -25,8 +25,12 @@
  * layer's, and stays until the next call of the same function with it, or tfb_destroy.
  *
  * Version. A program built with this header runs with every later library of the same
- * TFB_INTERFACE_VERSION; JSON may gain members. A shared library that exports these functions for
- * techniques of its own can be loaded where libtfb.so can.
+ * TFB_INTERFACE_VERSION: within a version no function and no struct changes. Functions are added at
+ * the end, and JSON may gain members; TFB_INTERFACE_REVISION counts the additions, and each says
+ * since which revision it is there. The preprocessor tells the revision of a header, and
+ * tfb_interface_revision that of a library; one that lacks this function is of revision 1. A shared
+ * library that exports the functions of any revision for techniques of its own can be loaded where
+ * libtfb.so can.
  */
 #ifndef TFB_HARNESS_C_TFB_H_
 #define TFB_HARNESS_C_TFB_H_
@@ -40,6 +44,7 @@ extern "C" {
 #endif
 
 #define TFB_INTERFACE_VERSION 1
+#define TFB_INTERFACE_REVISION 2
 #define TFB_EXPORT __attribute__((visibility("default")))
 
 /* The numbers are those of absl::StatusCode. */
@@ -187,6 +192,87 @@ typedef int32_t (*TfbInterrupted)(void* context);
  * call. Where it says so, the call returns TFB_CANCELLED soon, and tfb_setup must be the next one
  * with the layer. Null asks nobody. */
 TFB_EXPORT TfbStatus tfb_set_interrupt(TfbLayer* layer, TfbInterrupted interrupted, void* context);
+
+/* ---- Revision 2: the backward pass ----
+ *
+ * With the loss L as a function of the outputs, the backward pass computes dL/d(input) and
+ * dL/d(parameter) from dL/d(output). After tfb_setup and tfb_setup_backward, a step of training is
+ *
+ *   tfb_run_kept(layer, inputs, 3, outputs, 1, NULL, 0, kept, kept_bytes, NULL);
+ *   TfbBackwardCall call = {{inputs, 3}, {outputs, 1}, {&out_gradient, 1}, {input_gradients, 3}};
+ *   tfb_backward(layer, &call, NULL, 0, kept, kept_bytes, NULL);
+ *
+ * with any number of other runs between the two, each with kept memory of its own. Gradients are
+ * summed in float32, and their bits do not depend on the number of threads. Choices that the run
+ * made, such as buckets, stay as they were found. */
+
+/* Returns TFB_INTERFACE_REVISION as the library was built with. */
+TFB_EXPORT int32_t tfb_interface_revision(void);
+
+/* Returns TFB_OK where the layer has a backward pass, and otherwise TFB_UNIMPLEMENTED with the
+ * reason. Every function below that takes a layer fails with the same reason. */
+TFB_EXPORT TfbStatus tfb_check_backward(TfbLayer* layer);
+
+/* Writes a JSON object that tells what tfb_backward takes and writes:
+ *   {"kept_bytes", "workspace_bytes": numbers of bytes,
+ *    "output_gradients": [{"name", "dtype", "shape", "optional", "noise"}, ...],
+ *    "input_gradients", "parameter_gradients": the same,
+ *    "stopped": {name: reason, ...}, "flops", "bytes": numbers | null}
+ * A gradient has the name and the shape of what it is the gradient of. Those of outputs and inputs
+ * have their dtypes, and those of parameters are float32. All are optional. `stopped` are inputs
+ * and parameters of floating dtype that have no gradient, such as a memory at which the paper stops
+ * it. `flops` and `bytes` are of a call that writes all gradients, and null where tfb_setup has to
+ * come before they are known. */
+TFB_EXPORT TfbStatus tfb_describe_backward(TfbLayer* layer, const char** json);
+
+/* Writes the bytes that tfb_run_kept keeps for tfb_backward, beside inputs and outputs, in the
+ * memory of the device. */
+TFB_EXPORT TfbStatus tfb_kept_bytes(TfbLayer* layer, size_t* bytes);
+
+/* Writes the bytes of workspace that tfb_setup_backward and tfb_backward need, in the memory of the
+ * device. */
+TFB_EXPORT TfbStatus tfb_backward_workspace_bytes(TfbLayer* layer, size_t* bytes);
+
+/* Does the work of tfb_backward that need not be repeated while the inputs' sizes and the
+ * parameters stay. It must come behind each tfb_setup, before the first tfb_backward that follows.
+ * Inputs and stream are as for tfb_setup; `workspace` has at least tfb_backward_workspace_bytes
+ * bytes, or is null as there. */
+TFB_EXPORT TfbStatus tfb_setup_backward(TfbLayer* layer, const TfbTensor* inputs,
+                                        size_t input_count, void* workspace, size_t workspace_bytes,
+                                        void* stream);
+
+/* Computes the outputs as tfb_run does, with the same bits, and keeps in `kept`, at an address that
+ * 64 divides, what tfb_backward needs. TFB_INVALID_ARGUMENT where `kept` has fewer than
+ * tfb_kept_bytes bytes. */
+TFB_EXPORT TfbStatus tfb_run_kept(TfbLayer* layer, const TfbTensor* inputs, size_t input_count,
+                                  const TfbTensor* outputs, size_t output_count, void* workspace,
+                                  size_t workspace_bytes, void* kept, size_t kept_bytes,
+                                  void* stream);
+
+/* Tensors of a call. */
+typedef struct TfbTensors {
+  const TfbTensor* tensors;
+  size_t count;
+} TfbTensors;
+
+/* The tensors of a backward pass, by the names that tfb_describe_backward gives. */
+typedef struct TfbBackwardCall {
+  TfbTensors inputs;           /* as tfb_run_kept read them */
+  TfbTensors outputs;          /* as it wrote them: "out", and others may be there */
+  TfbTensors output_gradients; /* dL/d(output); one that is left out is 0 */
+  /* Written. One that is left out is not computed. They overlap no other tensor. */
+  TfbTensors input_gradients;     /* dL/d(input) */
+  TfbTensors parameter_gradients; /* dL/d(parameter), in the memory of the device */
+} TfbBackwardCall;
+
+/* Writes the gradients, from what tfb_run_kept of these inputs wrote to `kept`, which stays as it
+ * is. The workspace is as for tfb_setup_backward. It allocates nothing where a workspace has been
+ * given or kept; on a GPU it only enqueues its work. Fails with TFB_FAILED_PRECONDITION before
+ * tfb_setup_backward, and with TFB_INVALID_ARGUMENT for a tensor that is missing, has another shape
+ * or dtype, or is none of the layer's. */
+TFB_EXPORT TfbStatus tfb_backward(TfbLayer* layer, const TfbBackwardCall* call, void* workspace,
+                                  size_t workspace_bytes, void* kept, size_t kept_bytes,
+                                  void* stream);
 
 #ifdef __cplusplus
 }

@@ -76,6 +76,151 @@ class Attention(unittest.TestCase):
             numpy.testing.assert_array_equal(y, expected)
 
 
+def softmax_gradients(q, k, v, grad_out, causal):
+    """Returns the gradients of softmax_attention, in float64."""
+    q, k, v, grad_out = (one.astype('float64') for one in (q, k, v, grad_out))
+    scale = 1 / numpy.sqrt(q.shape[3])
+    scores = numpy.einsum('bhid,bhjd->bhij', q, k) * scale
+    if causal:
+        scores[..., numpy.triu(numpy.ones(scores.shape[2:], bool), 1)] = -numpy.inf
+    weights = numpy.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    of_weights = numpy.einsum('bhid,bhjd->bhij', grad_out, v)
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdims=True)) * scale
+    return {
+        'q': numpy.einsum('bhij,bhjd->bhid', of_scores, k),
+        'k': numpy.einsum('bhij,bhid->bhjd', of_scores, q),
+        'v': numpy.einsum('bhij,bhid->bhjd', weights, grad_out)
+    }
+
+
+class Gradients(unittest.TestCase):
+
+    # The C interface's and the engines' tests have bounds; a wrong factor, sign or order is beyond this one.
+    def expect_close(self, found, expected):
+        self.assertEqual(found.shape, expected.shape)
+        self.assertEqual(found.dtype, numpy.float32)
+        self.assertLess(numpy.linalg.norm(found - expected), 1e-4 * numpy.linalg.norm(expected))
+
+    def test_are_those_of_softmax_attention_where_it_is_dense(self):
+        q, k, v, grad_out = draw(4, 2, 4, 50, 16)
+        for causal in (False, True):
+            found = tfb.gradients('dense', q, k, v, grad_out, causal=causal)
+            expected = softmax_gradients(q, k, v, grad_out, causal)
+            self.assertEqual((list(found.inputs), found.parameters), (['q', 'k', 'v'], {}))
+            for name, gradient in found.inputs.items():
+                self.assertIsInstance(gradient, numpy.ndarray)
+                self.expect_close(gradient, expected[name])
+
+    def test_of_arrays_where_they_lie(self):
+        q, k, v, grad_out = draw(4, 2, 50, 4, 16).transpose(0, 1, 3, 2, 4)
+        found = tfb.gradients('dense', q, k, v, grad_out)
+        for name, gradient in tfb.gradients('dense', *map(numpy.ascontiguousarray, (q, k, v, grad_out))).inputs.items():
+            numpy.testing.assert_array_equal(found.inputs[name], gradient)
+
+    def test_of_parameters_are_slopes_of_the_definition(self):
+        q, k, v, grad_out = draw(4, 1, 2, 40, 16)
+        layer = tfb.Layer('t5_bias', tokens=40, heads=2, head_dim=16, causal=True)
+        beta = layer.parameters()['beta'].astype('float64')
+        direction = draw(*beta.shape, seed=2).astype('float64')
+        direction /= numpy.linalg.norm(direction)
+
+        def loss(shift):
+            layer.set_parameters({'beta': (beta + shift * direction).astype('float32')})
+            return (layer.define(q=q, k=k, v=v)['out'] * grad_out).sum()
+
+        # The parameter is float32: a step far above its spacing, whose own error is of the second order.
+        expected = (loss(1e-2) - loss(-1e-2)) / 2e-2
+        found = tfb.gradients('t5_bias', q, k, v, grad_out, causal=True)
+        self.assertEqual((list(found.inputs), list(found.parameters)), (['q', 'k', 'v'], ['beta']))
+        self.assertEqual(found.parameters['beta'].dtype, numpy.float32)
+        self.assertAlmostEqual((found.parameters['beta'] * direction).sum() / expected, 1, delta=1e-3)
+
+    def test_of_half_precision_and_groups_of_heads(self):
+        q, k, v = draw(1, 4, 30, 16, dtype='float16'), draw(1, 2, 40, 16, dtype='float16'), draw(1, 2, 40, 8, dtype='float16')
+        found = tfb.gradients('dense', q, k, v, draw(1, 4, 30, 8, dtype='float16')).inputs
+        self.assertEqual({name: (one.shape, one.dtype) for name, one in found.items()},
+                         {name: (one.shape, one.dtype) for name, one in (('q', q), ('k', k), ('v', v))})
+
+    def test_of_masked_keys_are_zero(self):
+        q, k, v, grad_out = draw(4, 1, 2, 40, 16)
+        k[:, :, 33:] = numpy.nan
+        found = tfb.gradients('dense', q, k, v, grad_out, key_mask=numpy.arange(40)[None] < 33).inputs
+        self.assertTrue(all(numpy.isfinite(one).all() for one in found.values()))
+        self.assertFalse(found['k'][:, :, 33:].any() or found['v'][:, :, 33:].any())
+
+    def test_of_a_layers_runs_in_any_order(self):
+        layer = tfb.Layer('longformer:window=16', tokens=40, heads=2, head_dim=16)
+        runs = []
+        for seed in (1, 2):
+            q, k, v = draw(3, 1, 2, 40, 16, seed=seed)
+            inputs = dict(q=q, k=k, v=v)
+            outputs, kept = layer.run_kept(['out', 'log_sum_exp'], **inputs)
+            numpy.testing.assert_array_equal(outputs['out'], layer.run(**inputs))
+            runs.append((inputs, outputs, kept))
+        grad_out = draw(1, 2, 40, 16, seed=3)
+        for inputs, outputs, kept in runs:
+            found = layer.backward(kept, outputs, {'out': grad_out}, **inputs).inputs
+            for name, gradient in tfb.gradients('longformer:window=16', grad_out=grad_out, **inputs).inputs.items():
+                numpy.testing.assert_array_equal(found[name], gradient)
+            self.assertEqual(list(layer.backward(kept, outputs, {'out': grad_out}, ['v'], **inputs).inputs), ['v'])
+            misplaced = numpy.empty(kept.size + 1, 'uint8')[1:]
+            misplaced[:] = kept
+            again = layer.backward(misplaced, outputs, {'out': grad_out}, **inputs).inputs
+            numpy.testing.assert_array_equal(again['q'], found['q'])
+            # The log-sum-exp does not depend on the values.
+            of_log_sum_exp = layer.backward(kept, outputs, {'log_sum_exp': draw(1, 2, 40)}, **inputs).inputs
+            self.assertTrue(of_log_sum_exp['q'].any())
+            self.assertFalse(of_log_sum_exp['v'].any())
+
+    def test_of_an_input_and_a_parameter_of_one_name_are_two(self):
+        q, k, v, grad_out = draw(4, 1, 2, 40, 16)
+        found = tfb.gradients('transformer_xl_relative', q, k, v, grad_out)
+        self.assertEqual(found.inputs['v'].shape, v.shape)
+        self.assertEqual(found.parameters['v'].shape, (2, 16))
+
+    def test_are_described(self):
+        known = 0
+        for one in tfb.techniques():
+            layer = tfb.Layer(one['name'], tokens=96, heads=2, head_dim=16, causal=one['causal'][-1])
+            try:
+                layer.check_backward()
+            except tfb.UnimplementedError as error:
+                self.assertTrue(str(error))
+                with self.assertRaises(tfb.UnimplementedError) as caught:
+                    layer.run_kept()
+                self.assertEqual(str(caught.exception), str(error))
+                continue
+            known += 1
+            said = layer.describe_backward()
+            names = {spec.name for spec in said['input_gradients'] + said['parameter_gradients']}
+            self.assertFalse(names & set(said['stopped']))
+            self.assertLessEqual(names, {spec.name for spec in layer.inputs} | set(layer.parameters()))
+            self.assertEqual(layer.kept_bytes(), said['kept_bytes'])
+        self.assertGreaterEqual(known, 15)
+
+    def test_that_cannot_be_are_refused(self):
+        q, k, v, grad_out = draw(4, 1, 2, 40, 16)
+        layer = tfb.Layer('dense', tokens=40, heads=2, head_dim=16)
+        outputs, kept = layer.run_kept(q=q, k=k, v=v)
+
+        def expect(kind, message, call):
+            with self.assertRaises(kind) as caught:
+                call()
+            self.assertEqual(str(caught.exception), message)
+
+        expect(tfb.InvalidArgumentError, 'output gradient out has shape [1, 2, 39, 16]; expected is [1, 2, 40, 16]',
+               lambda: tfb.gradients('dense', q, k, v, grad_out[:, :, :39]))
+        expect(tfb.InvalidArgumentError, 'output out [1, 2, 40, 16] is missing',
+               lambda: layer.backward(kept, {}, {'out': grad_out}, q=q, k=k, v=v))
+        expect(tfb.InvalidArgumentError, 'kept memory has 8 bytes; the layer needs %d' % kept.size,
+               lambda: layer.backward(kept[:8], outputs, {'out': grad_out}, q=q, k=k, v=v))
+        expect(tfb.NotFoundError, 'there is no gradient of "w"',
+               lambda: layer.backward(kept, outputs, {'out': grad_out}, ['w'], q=q, k=k, v=v))
+        expect(tfb.NotFoundError, 'there is no output "weights"; the layer writes out, log_sum_exp',
+               lambda: layer.run_kept(['weights'], q=q, k=k, v=v))
+
+
 class Errors(unittest.TestCase):
 
     def test_of_a_technique_are_within_its_bound_and_beside_dense_attention(self):

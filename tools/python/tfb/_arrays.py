@@ -35,6 +35,7 @@ _get_pointer = pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 _HOST = DLDevice(1, 0)  # kDLCPU
+_ALIGNMENT = 64  # bytes, of memory that is not a tensor's
 _NUMBERS = [ctypes.c_int64 * (2 * rank) for rank in range(65)]  # NumPy's arrays have at most 64 dimensions
 
 
@@ -89,7 +90,8 @@ def _borrow_numpy(array: Any) -> Tuple[int, Any]:
 
 def _borrow_torch(array: Any) -> Tuple[int, Any]:
     if array.requires_grad:
-        raise ValueError('the tensor requires a gradient, which tfb does not compute: detach() it')
+        raise ValueError('the tensor requires a gradient, which tfb.torch.attention computes and this call does not: '
+                         'detach() it')
     if array.device.type != 'cpu':
         return _borrow(array)
     # A capsule of PyTorch's costs more than a small layer.
@@ -106,6 +108,28 @@ def empty_like_kind(array: Any, shape: Sequence[int], dtype: str) -> Any:
         return torch.empty(tuple(shape), dtype=getattr(torch, ARRAY_DTYPES[dtype]), device=array.device)
     import numpy
     return numpy.empty(tuple(shape), dtype=ARRAY_DTYPES[dtype])
+
+
+def new_memory(array: Any, size: int) -> Any:
+    """Returns a uint8 array of so many zeros, of the kind that empty_like_kind gives, at an address that 64 divides."""
+    memory = empty_like_kind(array, (size + _ALIGNMENT,), 'u8')
+    memory[:] = 0  # so that what is kept is the same for the same run, gaps between its tensors included
+    begin = -address_of(memory) % _ALIGNMENT
+    return memory[begin:begin + size]
+
+
+def aligned_memory(memory: Any) -> Any:
+    """Returns a contiguous uint8 array, or a copy of it at an address that 64 divides."""
+    if address_of(memory) % _ALIGNMENT == 0:
+        return memory
+    copy = new_memory(memory, memory.shape[0])
+    copy[:] = memory
+    return copy
+
+
+def address_of(memory: Any) -> int:
+    """Returns where the elements of an array that empty_like_kind made begin."""
+    return memory.data_ptr() if kind_of(memory) == 'torch' else memory.__array_interface__['data'][0]
 
 
 def of_kind(array: Any, made: Any) -> Any:

@@ -9,7 +9,7 @@ from ctypes import byref, c_char_p, c_size_t, c_void_p
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from tfb import _arrays, _library
-from tfb._library import LIBRARY, DLDataType, DLTensor, TfbProblem, TfbTensor, check
+from tfb._library import LIBRARY, DLDataType, DLTensor, TfbBackwardCall, TfbProblem, TfbTensor, TfbTensors, check
 
 
 class TensorSpec(NamedTuple):
@@ -19,6 +19,12 @@ class TensorSpec(NamedTuple):
     shape: Tuple[int, ...]  # -1: the tokens of a segment
     optional: bool
     noise: Optional[str]  # the distribution of an input that is noise: "normal", "uniform" or "gumbel"
+
+
+class Gradients(NamedTuple):
+    """Gradients of a loss L, by the names of what they are the gradients of, with the shapes of that."""
+    inputs: Dict[str, Any]  # dL/d(input), of the input's dtype
+    parameters: Dict[str, Any]  # dL/d(parameter), in float32
 
 
 def _specs(given: Sequence[Mapping[str, Any]]) -> List[TensorSpec]:
@@ -49,6 +55,9 @@ class _Tensors:
             tensor.name = name.encode()
             tensor.tensor, kept = _arrays.borrow(array)
             self._kept.append(kept)
+
+    def argument(self) -> TfbTensors:
+        return TfbTensors(self.array, self.count)
 
 
 class Layer:
@@ -116,6 +125,8 @@ class Layer:
         if self.streaming is not None:
             self.streaming.update(inputs=_specs(self.streaming['inputs']), outputs=_specs(self.streaming['outputs']))
         self._is_set_up = False
+        self._is_backward_set_up = False
+        self._backward: Optional[Dict[str, Any]] = None  # what describe_backward said
 
     def __del__(self) -> None:
         if getattr(self, '_layer', None) and self._layer.value:
@@ -137,6 +148,7 @@ class Layer:
         tensors = _Tensors(inputs)
         _check(LIBRARY.tfb_setup(self._layer, tensors.array, tensors.count, None, 0, None))
         self._is_set_up = True
+        self._is_backward_set_up = False
 
     def run(self, **inputs: Any) -> Any:
         """Returns the output "out", of the kind of the first input, with the shape that `outputs` tells."""
@@ -146,6 +158,80 @@ class Layer:
         """Returns the named outputs, of which `into` may give arrays to write."""
         self._set_up_with(inputs)
         return self._call(LIBRARY.tfb_run, self.outputs, names, into, inputs, 0)
+
+    def check_backward(self) -> None:
+        """Raises UnimplementedError, with the reason, where the layer has no backward pass."""
+        check(LIBRARY.tfb_check_backward(self._layer))
+
+    def describe_backward(self) -> Dict[str, Any]:
+        """Returns what tfb_describe_backward of harness/c/tfb.h says.
+
+        "input_gradients" and "parameter_gradients" are lists of TensorSpec, the gradients that `backward` can give;
+        "output_gradients" are those that it takes. "stopped" has the reasons why others have none, by name. Raises
+        UnimplementedError as check_backward.
+        """
+        said = _library.text(LIBRARY.tfb_describe_backward, self._layer)
+        for gradients in ('output_gradients', 'input_gradients', 'parameter_gradients'):
+            said[gradients] = _specs(said[gradients])
+        return said
+
+    def kept_bytes(self) -> int:
+        """Returns the bytes that run_kept keeps for `backward`, beside inputs and outputs. Raises as check_backward."""
+        size = c_size_t()
+        check(LIBRARY.tfb_kept_bytes(self._layer, byref(size)))
+        return size.value
+
+    def run_kept(self, names: Sequence[str] = ('out',), **inputs: Any) -> Tuple[Dict[str, Any], Any]:
+        """Returns the named outputs, as run_for, and the memory that `backward` needs: an array of bytes (uint8).
+
+        Further runs may come before the backward pass of this one. Raises UnimplementedError as check_backward.
+        """
+        kept = _arrays.new_memory(_first(inputs), self.kept_bytes())
+        self._set_up_with(inputs)
+        return self._call(LIBRARY.tfb_run_kept, self.outputs, names, None, inputs, 0, kept), kept
+
+    def backward(self,
+                 kept: Any,
+                 outputs: Mapping[str, Any],
+                 output_gradients: Mapping[str, Any],
+                 input_names: Optional[Sequence[str]] = None,
+                 parameter_names: Optional[Sequence[str]] = None,
+                 **inputs: Any) -> Gradients:
+        """Returns the gradients of a loss L, dL/d(input) and dL/d(parameter), given dL/d(output).
+
+        Args:
+          kept: what run_kept gave beside the outputs. It may be used any number of times.
+          outputs: those of run_kept. "out" must be there. The parameters must be those of the run, too.
+          output_gradients: dL/d(output), by the outputs' names and of their shapes; one that is left out is 0.
+          input_names: of the inputs whose gradients are computed; by default all that are given and have one.
+          parameter_names: of the parameters whose gradients are computed; by default all that have one.
+          **inputs: those of run_kept.
+
+        Returns:
+          Arrays of the kind of the first input.
+
+        Raises:
+          NotFoundError: there is no such gradient.
+          UnimplementedError: as check_backward.
+        """
+        if self._backward is None:
+            self._backward = self.describe_backward()
+        of_inputs = self._new_gradients('input_gradients', input_names, inputs)
+        of_parameters = self._new_gradients('parameter_gradients', parameter_names, inputs)
+        given = _Tensors(inputs)
+        if not self._is_set_up:  # of a layer like the one that ran
+            self.setup(**inputs)
+        if not self._is_backward_set_up:
+            _check(LIBRARY.tfb_setup_backward(self._layer, given.array, given.count, None, 0, None))
+            self._is_backward_set_up = True
+        tensors = [given] + [_Tensors(arrays) for arrays in (outputs, output_gradients, of_inputs, of_parameters)]
+        call = TfbBackwardCall(*(one.argument() for one in tensors))
+        kept = _arrays.aligned_memory(kept)
+        self._check_call(
+            LIBRARY.tfb_backward(self._layer, byref(call), None, 0, _arrays.address_of(kept), kept.shape[0], None))
+        return Gradients(*({
+            name: _arrays.of_kind(_first(inputs), array) for name, array in made.items()
+        } for made in (of_inputs, of_parameters)))
 
     def append(self, **segment: Any) -> Any:
         """Takes the next segment of a sequence, which `reset` begins, and returns the "out" of its tokens."""
@@ -217,8 +303,22 @@ class Layer:
         if not self._is_set_up:
             self.setup(**inputs)
 
+    def _new_gradients(self, which: str, names: Optional[Sequence[str]], inputs: Mapping[str, Any]) -> Dict[str, Any]:
+        said = self._backward or {}
+        there = {
+            spec.name: spec for spec in said[which] if which == 'parameter_gradients' or spec.name in inputs
+        }
+        for name in names or ():
+            if name not in there:
+                reason = said['stopped'].get(name)
+                raise _library.NotFoundError('there is no gradient of "%s"%s' % (name, ': ' + reason if reason else ''))
+        return {
+            name: _arrays.empty_like_kind(_first(inputs), there[name].shape, there[name].dtype)
+            for name in (there if names is None else names)
+        }
+
     def _call(self, function: Any, specs: Sequence[TensorSpec], names: Sequence[str], into: Optional[Mapping[str, Any]],
-              inputs: Mapping[str, Any], tokens: int) -> Dict[str, Any]:
+              inputs: Mapping[str, Any], tokens: int, kept: Any = None) -> Dict[str, Any]:
         made = dict(into or {})
         for spec in specs:
             if spec.name in names and spec.name not in made:
@@ -229,11 +329,15 @@ class Layer:
             raise _library.NotFoundError('there is no output "%s"; the layer writes %s' %
                                          (missing[0], ', '.join(spec.name for spec in specs)))
         given, written = _Tensors(inputs), _Tensors(made)
-        status = function(self._layer, given.array, given.count, written.array, written.count, None, 0, None)
+        kept_memory = () if kept is None else (_arrays.address_of(kept), kept.shape[0])
+        self._check_call(
+            function(self._layer, given.array, given.count, written.array, written.count, None, 0, *kept_memory, None))
+        return {name: _arrays.of_kind(_first(inputs), made[name]) for name in names}
+
+    def _check_call(self, status: int) -> None:
         if status != 0:
             self._is_set_up = self._is_set_up and status != 1
             _check(status)
-        return {name: _arrays.of_kind(_first(inputs), made[name]) for name in names}
 
 
 def _first(inputs: Mapping[str, Any]) -> Any:
@@ -263,7 +367,8 @@ _cache = _Cache()
 _DTYPE_NAMES = {name: short for short, name in _arrays.ARRAY_DTYPES.items()}
 
 
-def _layer_of(technique: str, q: Any, k: Any, v: Any, causal: bool, seed: int, threads: int) -> Layer:
+def layer_of(technique: str, q: Any, k: Any, v: Any, causal: bool, seed: int, threads: int) -> Layer:
+    """Returns the calling thread's layer for arrays of these shapes and this dtype, which it keeps for later calls."""
     for name, array in (('q', q), ('k', k), ('v', v)):
         if len(array.shape) != 4:
             raise _library.InvalidArgumentError(
@@ -312,8 +417,45 @@ def attention(technique: str,
 
     The layers of the last calls are kept, so that a call like an earlier one does not set up again.
     """
-    layer = _layer_of(technique, q, k, v, causal, seed, threads)
+    layer = layer_of(technique, q, k, v, causal, seed, threads)
     return layer.run(**layer.read_of(q=q, k=k, v=v), **inputs)
+
+
+def gradients(technique: str,
+              q: Any,
+              k: Any,
+              v: Any,
+              grad_out: Any,
+              *,
+              causal: bool = False,
+              seed: int = 1,
+              threads: int = 0,
+              **inputs: Any) -> Gradients:
+    """Returns the gradients of a loss L with respect to what the technique's attention reads, given dL/d(out).
+
+        found = tfb.gradients("t5_bias", q, k, v, grad_out, causal=True)
+        found.inputs["q"], found.inputs["k"], found.inputs["v"], found.parameters["beta"]
+
+    The arguments are those of `attention`.
+
+    Args:
+      grad_out: dL/d(out), [batch, heads, tokens, value_dim] of q's dtype.
+
+    Returns:
+      The gradients as arrays of q's kind: those of q, k, v and further inputs of floating dtype that are given, with
+      their shapes and dtypes, and those of the technique's parameters, in float32. An input that the technique does not
+      read, or at which its gradient stops, has none.
+
+    Raises:
+      UnimplementedError: the technique has no backward pass; the message says why.
+
+    The function runs the technique, and then its backward pass. To use the result of the run, too, or for several
+    gradients of one run, see Layer.run_kept and Layer.backward.
+    """
+    layer = layer_of(technique, q, k, v, causal, seed, threads)
+    given = dict(layer.read_of(q=q, k=k, v=v), **inputs)
+    outputs, kept = layer.run_kept(**given)
+    return layer.backward(kept, outputs, {'out': grad_out}, **given)
 
 
 def error(technique: str,
@@ -333,5 +475,5 @@ def error(technique: str,
     same formula. `rows` query tokens are checked; 0 means all. The result is that of Layer.evaluate: "definition" and
     "dense" with relative and largest errors, "kept_mass", "recall", "passed", ...
     """
-    layer = _layer_of(technique, q, k, v, causal, seed, threads)
+    layer = layer_of(technique, q, k, v, causal, seed, threads)
     return layer.evaluate(None if out is None else {'out': out}, rows, **layer.read_of(q=q, k=k, v=v), **inputs)

@@ -7,6 +7,7 @@ from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_size
 from typing import Any, List, Optional
 
 INTERFACE_VERSION = 1
+INTERFACE_REVISION = 2
 
 
 class Error(Exception):
@@ -78,10 +79,20 @@ class TfbProblem(Structure):
                 ('dtype', DLDataType)]
 
 
+class TfbTensors(Structure):
+    _fields_ = [('tensors', POINTER(TfbTensor)), ('count', c_size_t)]
+
+
+class TfbBackwardCall(Structure):
+    _fields_ = [('inputs', TfbTensors), ('outputs', TfbTensors), ('output_gradients', TfbTensors),
+                ('input_gradients', TfbTensors), ('parameter_gradients', TfbTensors)]
+
+
 Interrupted = ctypes.CFUNCTYPE(c_int32, c_void_p)
 
 _TENSORS = [POINTER(TfbTensor), c_size_t]
 _MEMORY = [c_void_p, c_size_t, c_void_p]  # workspace, its bytes, stream
+_KEPT = [c_void_p, c_size_t] + _MEMORY  # workspace, kept memory, stream
 _SIGNATURES = {
     'tfb_create': [c_char_p, POINTER(TfbProblem), c_char_p, c_uint64, c_int32, POINTER(c_void_p)],
     'tfb_describe': [c_void_p, POINTER(c_char_p)],
@@ -95,6 +106,12 @@ _SIGNATURES = {
     'tfb_define': [c_void_p] + _TENSORS + _TENSORS,
     'tfb_evaluate': [c_void_p] + _TENSORS + _TENSORS + [c_int64, POINTER(c_char_p)],
     'tfb_set_interrupt': [c_void_p, Interrupted, c_void_p],
+    'tfb_check_backward': [c_void_p],
+    'tfb_describe_backward': [c_void_p, POINTER(c_char_p)],
+    'tfb_kept_bytes': [c_void_p, POINTER(c_size_t)],
+    'tfb_setup_backward': [c_void_p] + _TENSORS + _MEMORY,
+    'tfb_run_kept': [c_void_p] + _TENSORS + _TENSORS + _KEPT,
+    'tfb_backward': [c_void_p, POINTER(TfbBackwardCall)] + _KEPT,
 }
 
 
@@ -106,6 +123,10 @@ def _load() -> ctypes.CDLL:
     version = library.tfb_interface_version()
     if version != INTERFACE_VERSION:
         raise ImportError('%s has interface %d; this package needs %d' % (path, version, INTERFACE_VERSION))
+    revision = library.tfb_interface_revision() if hasattr(library, 'tfb_interface_revision') else 1
+    if revision < INTERFACE_REVISION:
+        raise ImportError('%s has revision %d of the interface; this package needs %d' %
+                          (path, revision, INTERFACE_REVISION))
     library.tfb_last_error.restype = c_char_p
     library.tfb_techniques.restype = c_char_p
     library.tfb_destroy.argtypes = [c_void_p]
