@@ -1,6 +1,7 @@
 // Tests what techniques and layers have in common: tensors, refusals, parameters, the registry.
 #include "core/technique.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -275,6 +276,222 @@ TEST(Layer, CallsThatDoNotFitAreRefusedAndDoNothing) {
   inputs.Set("other", ConstTensorView());
   ASSERT_TRUE(layer.Run(inputs, MutableViewsOf(fitting.outputs), fitting.execution).ok());
   EXPECT_EQ(layer.runs, 1);
+}
+
+// A layer with a backward pass, which stops the gradients of the keys and of the bias, and counts its
+// calls.
+class DifferentiableLayer : public Layer {
+ public:
+  explicit DifferentiableLayer(bool is_differentiable = true)
+      : Layer(Uneven(), QkvInputs(Uneven()), AttentionOutputs(Uneven())),
+        is_differentiable_(is_differentiable) {
+    parameters_["w"] = Filled(DType::kF16, {2, 3}, 1);
+    parameters_["bias"] = Filled(DType::kF32, {3}, 2);
+    parameters_["order"] = Filled(DType::kI32, {2}, 3);
+  }
+  size_t workspace_bytes(int) const override { return 0; }
+  Cost cost() const override { return {}; }
+  absl::Status CheckBackward() const override {
+    return is_differentiable_ ? absl::OkStatus() : Layer::CheckBackward();
+  }
+  size_t kept_bytes() const override { return 192; }
+  size_t backward_workspace_bytes(int threads) const override { return 64 * threads; }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    return {{"k", "the keys are constants"}, {"bias", "the bias is a constant"}};
+  }
+  std::vector<std::string> differentiable_outputs() const override {
+    return {"out", "log_sum_exp"};
+  }
+  int runs = 0, backward_setups = 0, passes = 0;
+  absl::Status of_setup;  // what DoSetUpBackward returns
+
+ private:
+  absl::Status DoRun(const Inputs&, const Outputs&, const Execution&) override {
+    return ++runs, absl::OkStatus();
+  }
+  absl::Status DoSetUpBackward(const Inputs&, const Execution&) override {
+    return ++backward_setups, of_setup;
+  }
+  absl::Status DoBackward(const BackwardCall&, const Execution&) override {
+    return ++passes, absl::OkStatus();
+  }
+
+  bool is_differentiable_;
+};
+
+TEST(Layer, GradientsAreThoseOfFloatingTensorsThatAreNotStopped) {
+  const DifferentiableLayer layer;
+  ExpectSpecs(layer.output_gradients(), {{"out", {2, 6, 5, 8}, DType::kBF16, true},
+                                         {"log_sum_exp", {2, 6, 5}, DType::kF32, true}});
+  ExpectSpecs(layer.input_gradients(),
+              {{"q", {2, 6, 5, 4}, DType::kBF16, true}, {"v", {2, 3, 7, 8}, DType::kBF16, true}});
+  ExpectSpecs(layer.parameter_gradients(), {{"w", {2, 3}, DType::kF32, true}});
+  // By default a layer has no backward pass, and one that has takes the gradient of its output alone.
+  const CountingLayer other(Uneven());
+  EXPECT_EQ(other.CheckBackward(), absl::UnimplementedError("the layer has no backward pass"));
+  EXPECT_EQ(other.kept_bytes(), 0u);
+  EXPECT_EQ(other.backward_workspace_bytes(3), 0u);
+  EXPECT_FALSE(other.backward_cost().flops.has_value());
+  ExpectSpecs(other.output_gradients(), {{"out", {2, 6, 5, 8}, DType::kBF16, true}});
+  ExpectSpecs(other.input_gradients(), {{"q", {2, 6, 5, 4}, DType::kBF16, true},
+                                        {"k", {2, 3, 7, 4}, DType::kBF16, true},
+                                        {"v", {2, 3, 7, 8}, DType::kBF16, true}});
+  ExpectSpecs(other.parameter_gradients(),
+              {{"b", {5}, DType::kF32, true}, {"w", {2, 3}, DType::kF32, true}});
+}
+
+// What a backward pass of DifferentiableLayer needs, for a test to spoil.
+struct FittingBackward : Fitting {
+  NamedTensors output_gradients, input_gradients, parameter_gradients;
+  Tensor kept_memory = Tensor(DType::kU8, {1000});
+
+  explicit FittingBackward(const Layer& layer) {
+    const auto add = [](const std::vector<TensorSpec>& specs, NamedTensors* tensors) {
+      for (const TensorSpec& spec : specs) (*tensors)[spec.name] = Tensor(spec.dtype, spec.shape);
+    };
+    add(layer.output_gradients(), &output_gradients);
+    add(layer.input_gradients(), &input_gradients);
+    add(layer.parameter_gradients(), &parameter_gradients);
+    Keep(0, 192);
+  }
+  void Keep(int64_t offset, size_t bytes) {
+    execution.kept = absl::MakeSpan(static_cast<std::byte*>(kept_memory.raw()) + offset, bytes);
+  }
+  absl::Status Setup(Layer* layer) { return layer->Setup(ViewsOf(inputs), execution); }
+  absl::Status Run(Layer* layer) {
+    return layer->Run(ViewsOf(inputs), MutableViewsOf(outputs), execution);
+  }
+  absl::Status SetUpBackward(Layer* layer) {
+    return layer->SetUpBackward(ViewsOf(inputs), execution);
+  }
+  absl::Status Backward(Layer* layer) {
+    return layer->Backward({ViewsOf(inputs), ViewsOf(outputs), ViewsOf(output_gradients),
+                            MutableViewsOf(input_gradients), MutableViewsOf(parameter_gradients)},
+                           execution);
+  }
+};
+
+TEST(Layer, ABackwardPassFollowsItsSetUpWhichFollowsSetup) {
+  DifferentiableLayer layer;
+  FittingBackward fitting(layer);
+  const absl::Status early =
+      absl::FailedPreconditionError("SetUpBackward must be called before Backward");
+  EXPECT_EQ(fitting.SetUpBackward(&layer),
+            absl::FailedPreconditionError("Setup must be called before SetUpBackward"));
+  EXPECT_EQ(fitting.Backward(&layer), early);
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  EXPECT_EQ(fitting.Backward(&layer), early);
+  layer.of_setup = absl::InternalError("no");
+  EXPECT_EQ(fitting.SetUpBackward(&layer), layer.of_setup);
+  EXPECT_EQ(fitting.Backward(&layer), early);
+  layer.of_setup = absl::OkStatus();
+  ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+  EXPECT_TRUE(fitting.Run(&layer).ok());
+  EXPECT_TRUE(fitting.Backward(&layer).ok());
+  EXPECT_TRUE(fitting.Backward(&layer).ok());
+  EXPECT_EQ(layer.passes, 2);
+  // Another Setup, and other parameters, ask for another SetUpBackward.
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  EXPECT_EQ(fitting.Backward(&layer), early);
+  ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+  EXPECT_TRUE(fitting.Backward(&layer).ok());
+  ASSERT_TRUE(layer.SetParameters(NamedTensors()).ok());
+  EXPECT_EQ(fitting.Backward(&layer), early);
+  EXPECT_EQ(layer.passes, 3);
+  EXPECT_EQ(layer.backward_setups, 3);
+}
+
+TEST(Layer, ALayerWithoutABackwardPassRefusesWhatBelongsToIt) {
+  DifferentiableLayer layer(/*is_differentiable=*/false);
+  FittingBackward fitting(layer);
+  const absl::Status refused = absl::UnimplementedError("the layer has no backward pass");
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  EXPECT_EQ(fitting.SetUpBackward(&layer), refused);
+  EXPECT_EQ(fitting.Run(&layer), refused);
+  fitting.execution.kept = {};
+  EXPECT_TRUE(fitting.Run(&layer).ok());
+  EXPECT_EQ(layer.runs, 1);
+  EXPECT_EQ(layer.backward_setups, 0);
+}
+
+TEST(Layer, BackwardCallsThatDoNotFitAreRefusedAndDoNothing) {
+  struct Case {
+    std::string message;
+    void (*spoil)(FittingBackward*);
+  };
+  const Case cases[] = {
+      {"execution has no thread pool", [](FittingBackward* f) { f->execution.pool = nullptr; }},
+      {"workspace has 127 bytes; the layer needs 128",
+       [](FittingBackward* f) { f->UseMemory(0, 127); }},
+      {"workspace is not aligned to 64 bytes", [](FittingBackward* f) { f->UseMemory(32, 128); }},
+      {"kept memory has 191 bytes; the layer needs 192",
+       [](FittingBackward* f) { f->Keep(0, 191); }},
+      {"kept memory has 0 bytes; the layer needs 192",
+       [](FittingBackward* f) { f->execution.kept = {}; }},
+      {"kept memory is not aligned to 64 bytes", [](FittingBackward* f) { f->Keep(32, 192); }},
+      {"input k [2, 3, 7, 4] is missing", [](FittingBackward* f) { f->inputs.erase("k"); }},
+      {"output out [2, 6, 5, 8] is missing", [](FittingBackward* f) { f->outputs.clear(); }},
+      {"output log_sum_exp is f64; expected is f32",
+       [](FittingBackward* f) {
+         f->outputs["log_sum_exp"] = Tensor(DType::kF64, {2, 6, 5});
+       }},
+      {"output gradient out is f32; expected is bf16",
+       [](FittingBackward* f) {
+         f->output_gradients["out"] = Tensor(DType::kF32, {2, 6, 5, 8});
+       }},
+      {"output gradient log_sum_exp has shape [2, 6]; expected is [2, 6, 5]",
+       [](FittingBackward* f) {
+         f->output_gradients["log_sum_exp"] = Tensor(DType::kF32, {2, 6});
+       }},
+      {"there is no output gradient \"weights\"",
+       [](FittingBackward* f) { f->output_gradients["weights"] = Tensor(DType::kF32, {1}); }},
+      {"input gradient q has shape [2, 6, 4, 5]; expected is [2, 6, 5, 4]",
+       [](FittingBackward* f) {
+         f->input_gradients["q"] = Tensor(DType::kBF16, {2, 6, 4, 5});
+       }},
+      {"there is no input gradient \"k\"",
+       [](FittingBackward* f) {
+         f->input_gradients["k"] = Tensor(DType::kBF16, {2, 3, 7, 4});
+       }},
+      {"there is no input gradient \"key_mask\"",
+       [](FittingBackward* f) {
+         f->input_gradients["key_mask"] = Tensor(DType::kU8, {2, 7});
+       }},
+      {"parameter gradient w is f16; expected is f32",
+       [](FittingBackward* f) {
+         f->parameter_gradients["w"] = Tensor(DType::kF16, {2, 3});
+       }},
+      {"there is no parameter gradient \"bias\"",
+       [](FittingBackward* f) { f->parameter_gradients["bias"] = Tensor(DType::kF32, {3}); }},
+      {"there is no parameter gradient \"order\"",
+       [](FittingBackward* f) { f->parameter_gradients["order"] = Tensor(DType::kI32, {2}); }}};
+  for (const Case& c : cases) {
+    DifferentiableLayer layer;
+    FittingBackward fitting(layer);
+    ASSERT_TRUE(fitting.Setup(&layer).ok());
+    ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+    c.spoil(&fitting);
+    EXPECT_EQ(fitting.Backward(&layer), absl::InvalidArgumentError(c.message));
+    EXPECT_EQ(layer.passes, 0);
+  }
+  // All gradients may be left out.
+  DifferentiableLayer layer;
+  FittingBackward fitting(layer);
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+  fitting.output_gradients.clear();
+  fitting.input_gradients.clear();
+  fitting.parameter_gradients.clear();
+  EXPECT_TRUE(fitting.Backward(&layer).ok());
+  // A Run refuses kept memory that is too small, and SetUpBackward a workspace.
+  fitting.Keep(0, 191);
+  EXPECT_EQ(fitting.Run(&layer),
+            absl::InvalidArgumentError("kept memory has 191 bytes; the layer needs 192"));
+  fitting.UseMemory(0, 127);
+  EXPECT_EQ(fitting.SetUpBackward(&layer),
+            absl::InvalidArgumentError("workspace has 127 bytes; the layer needs 128"));
+  EXPECT_EQ(layer.runs, 0);
+  EXPECT_EQ(layer.backward_setups, 1);
 }
 
 TEST(StreamingLayer, SegmentsHaveOneToTheMostTokensAndTensorsToMatch) {

@@ -18,18 +18,6 @@
 namespace tfb::conformance {
 namespace {
 
-// Returns other parameters than the seed's, where it draws any: three quarters of each.
-NamedTensors Smaller(const NamedTensors& parameters) {
-  NamedTensors smaller = Copies(parameters);
-  for (auto& [name, tensor] : smaller) {
-    if (!IsFloating(tensor.dtype())) continue;
-    for (int64_t i = 0; i < tensor.num_elements(); ++i) {
-      tensor.view().Set(i, 0.75 * tensor.view().Get(i));
-    }
-  }
-  return smaller;
-}
-
 // Parameters that a technique computes instead of drawing are replaced like any others.
 void ChangedParametersChangeTheLayer(const Job& job) {
   const auto trial = Trial::Make(job);

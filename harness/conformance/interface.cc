@@ -26,6 +26,7 @@
 #include "gtest/gtest.h"
 #include "harness/conformance/drawn.h"
 #include "harness/judge/bound_layer.h"
+#include "harness/judge/device_memory.h"
 
 namespace tfb::conformance {
 namespace {
@@ -195,6 +196,51 @@ std::string WorkspaceText(Job job, const Layer& layer) {
       on_gpu.ok() ? absl::StrCat((*on_gpu)->workspace_bytes(1)) : on_gpu.status().ToString());
 }
 
+// Sets the backward pass up behind Setup, which its costs may be known after.
+absl::Status SetUpBackward(const Job& job, Layer* layer) {
+  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs, job.LoadInputs());
+  TFB_ASSIGN_OR_RETURN(const DeviceTensors read, DeviceTensors::Of(job.device, ViewsOf(inputs)));
+  ThreadPool pool(2);
+  const size_t bytes = std::max<size_t>(layer->backward_workspace_bytes(pool.threads()), 1);
+  TFB_ASSIGN_OR_RETURN(const DeviceMemory workspace, DeviceMemory::Allocate(job.device, bytes));
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = workspace.bytes();
+  return layer->SetUpBackward(read.inputs(), execution);
+}
+
+// Tells whether the technique's layers have backward passes with the default options.
+bool HasBackward(Job job) {
+  job.options = {};
+  const auto layer = job.CreateLayer();
+  return layer.ok() && (*layer)->CheckBackward().ok();
+}
+
+// Returns the costs of the backward pass of a layer that is set up, with workspaces for 1 and 3
+// threads; nothing for a technique that has none.
+std::string BackwardText(const Job& job, Layer* layer) {
+  if (!HasBackward(job)) return "";
+  const absl::Status status = SetUpBackward(job, layer);
+  if (!status.ok()) return absl::StrCat(", backward ", status.ToString());
+  return absl::StrCat(", backward ", NumberText(layer->backward_cost().flops), " FLOPs, keeps ",
+                      layer->kept_bytes(), ", workspace ", layer->backward_workspace_bytes(1), ", ",
+                      layer->backward_workspace_bytes(3));
+}
+
+// Returns a line of the gradients that the layer gives, and one for each that it stops.
+std::string GradientsText(const Layer& layer) {
+  if (!layer.CheckBackward().ok()) return "";
+  std::vector<std::string> names;
+  for (const TensorSpec& spec : layer.input_gradients()) names.push_back(spec.name);
+  for (const TensorSpec& spec : layer.parameter_gradients()) names.push_back(spec.name);
+  std::string text = absl::StrCat("  gradients of ", Join(names), " by those of ",
+                                  Join(layer.differentiable_outputs()), "\n");
+  for (const auto& [name, reason] : layer.stopped_gradients()) {
+    absl::StrAppend(&text, "  no gradient of ", name, ": ", reason, "\n");
+  }
+  return text;
+}
+
 // Returns the layer's statistics that are known before a Run.
 std::string StatisticsText(const Layer& layer) {
   std::string text;
@@ -215,8 +261,9 @@ std::string LineOf(const Job& job, const std::vector<std::string>* usual_tensors
   const absl::Status setup = SetUp(job, layer->get());
   if (!setup.ok()) return setup.ToString();
   const Cost cost = (*layer)->cost();
-  std::string text = absl::StrCat(NumberText(cost.flops), " FLOPs, ", NumberText(cost.bytes),
-                                  " bytes, ", of_creation, StatisticsText(**layer));
+  std::string text =
+      absl::StrCat(NumberText(cost.flops), " FLOPs, ", NumberText(cost.bytes), " bytes, ",
+                   of_creation, StatisticsText(**layer), BackwardText(job, layer->get()));
   if (usual_tensors == nullptr) return text;
   for (const std::string& line : TensorLines(**layer)) {
     if (absl::c_linear_search(*usual_tensors, line)) continue;
@@ -254,8 +301,8 @@ std::string OptionText(const Job& job, const OptionSpec& option, const std::stri
 
 std::string DetailsText(const Job& job, const Layer& layer, const std::string& usual) {
   const std::vector<std::string> tensors = TensorLines(layer);
-  std::string text =
-      absl::StrCat(absl::StrJoin(tensors, ""), ParametersText(layer), StreamText(layer));
+  std::string text = absl::StrCat(absl::StrJoin(tensors, ""), ParametersText(layer),
+                                  GradientsText(layer), StreamText(layer));
   for (const OptionSpec& option : job.technique->info().options) {
     text += OptionText(job, option, usual, tensors);
   }

@@ -1,5 +1,6 @@
 // What callers see of a technique without running it, as text: its description and options, and on
-// a few problems its tensors, parameters, costs, workspace and refusals. Every technique's folder
+// a few problems its tensors, parameters, costs, workspace and refusals, and those of its backward pass
+// where it has one. Every technique's folder
 // keeps that text as testdata/interface.txt, so that a change of any of them is seen and reviewed. A
 // line "with OPTION=VALUE,OPTION=VALUE" that is added there has the text of that combination below it
 // when the file is written again.

@@ -26,9 +26,9 @@ class CaseTest : public ::testing::Test {
 
 std::vector<Case> AllCases() {
   std::vector<Case> all;
-  for (const auto& cases :
-       {MaskCases(), ShapeCases(), DeviceCases(), OptionCases(), NumberCases(), ScaleCases(),
-        DeterminismCases(), ContractCases(), CostCases(), StreamingCases(), ContinuationCases()}) {
+  for (const auto& cases : {MaskCases(), ShapeCases(), DeviceCases(), OptionCases(), NumberCases(),
+                            ScaleCases(), DeterminismCases(), ContractCases(), CostCases(),
+                            StreamingCases(), ContinuationCases(), GradientCases()}) {
     all.insert(all.end(), cases.begin(), cases.end());
   }
   return all;
@@ -106,6 +106,18 @@ bool Admits(const Technique& technique, Device device, const Options& options) {
   return false;
 }
 
+// Returns OK where a layer for a usual problem of either kind has a backward pass, else why none has.
+absl::Status CheckBackward(const Technique& technique, Device device, const Options& options) {
+  absl::Status status;
+  for (const bool causal : {false, true}) {
+    const auto layer = technique.Create(Usual(causal), options, device, kSeed);
+    if (!layer.ok()) continue;
+    status = (*layer)->CheckBackward();
+    if (status.ok()) break;
+  }
+  return status;
+}
+
 const OptionSpec* FindOption(const TechniqueInfo& info, const std::string& name) {
   for (const OptionSpec& option : info.options) {
     if (option.name == name) return &option;
@@ -119,6 +131,12 @@ void AnOrdinaryProblemIsAdmitted(const Job& job) {
       << job.technique->Create(Usual(false), job.options, job.device, kSeed).status()
       << ", causal: "
       << job.technique->Create(Usual(true), job.options, job.device, kSeed).status();
+}
+
+// Stands for all cases of backward passes where a technique has none.
+void ItHasABackwardPass(const Job& job) {
+  const absl::Status status = CheckBackward(*job.technique, job.device, job.options);
+  if (!status.ok()) Skip(std::string(status.message()));
 }
 
 // Returns the one test that stands for all cases of a device that cannot run them: it is skipped
@@ -165,6 +183,8 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
   int count = 0;
   std::vector<Case> cases = AllCases();
   cases.push_back({"AnOrdinaryProblemIsAdmitted", "", {Usual()}, AnOrdinaryProblemIsAdmitted});
+  cases.push_back({kBackwardCase, "", {Usual()}, ItHasABackwardPass});
+  cases.back().default_options_only = true;
   const auto add = [&count](const Case& one, const Technique* technique, const Options& options,
                             Device device, const std::string& label, const Problem& problem) {
     Job job;
@@ -183,9 +203,11 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
         continue;
       }
       const auto option_sets = OptionSets(*technique, device);
+      const bool has_backward = CheckBackward(*technique, device, {}).ok();
       for (size_t number = 0; number < cases.size(); ++number) {
         const Case& one = cases[number];
         if (one.of_devices && device == Device::kCpu) continue;
+        if (one.of_gradients && !has_backward) continue;
         for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
           const auto& [label, options] = option_sets[set];
           for (const Problem& problem : ProblemsOf(one, number, technique->info(), device)) {

@@ -137,18 +137,6 @@ void DtypesThatNoLayerHasAreRefused(const Job& job) {
   EXPECT_TRUE(absl::StrContains(layer.status().message(), "i32")) << layer.status();
 }
 
-// Copies batch row 0, head 0 of the tensor over all others.
-void MakeEqualAlongBatchAndHeads(Tensor* tensor) {
-  const TensorView view = tensor->view();
-  if (view.rank != 4) return;
-  for (int64_t b = 0; b < view.dim(0); ++b) {
-    for (int64_t h = 0; h < view.dim(1); ++h) {
-      if (b == 0 && h == 0) continue;
-      CopyElements(Slice(Slice(view, 0, 0, 1), 1, 0, 1), Slice(Slice(view, 0, b, 1), 1, h, 1));
-    }
-  }
-}
-
 // Strides do not change the arithmetic, so the bits are equal.
 void ViewsGiveWhatContiguousTensorsGive(const Job& job, Layout inputs, Layout outputs) {
   const auto trial = Trial::Make(job);

@@ -14,6 +14,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/conformance/placed.h"
 #include "harness/inputs/job.h"
 #include "harness/judge/bound_layer.h"
 
@@ -55,7 +56,11 @@ struct Case {
   // Whether the case is about which tokens see which. Any other case runs causal problems as
   // non-causal ones, and the reverse, where the technique has only that form.
   bool of_causality = false;
+  // Whether the case is about backward passes. It is left out for a technique without one, for which
+  // the case kBackwardCase is skipped with the reason.
+  bool of_gradients = false;
 };
+constexpr char kBackwardCase[] = "ItHasABackwardPass";
 inline Case OfCausality(Case one) {
   one.of_causality = true;
   return one;
@@ -71,6 +76,7 @@ std::vector<Case> ContractCases();
 std::vector<Case> CostCases();
 std::vector<Case> StreamingCases();
 std::vector<Case> ContinuationCases();
+std::vector<Case> GradientCases();
 std::vector<Case> DeviceCases();
 
 // Returns "b2_h4over2_t130_d16_causal_bf16": the properties of the problem, for a test's name.
@@ -81,15 +87,6 @@ std::string LabelOf(const Problem& problem);
 Problem Usual(bool causal = false, DType dtype = DType::kF32);
 // Returns the usual problem, causal and not.
 std::vector<Problem> UsualBoth();
-
-// The layout of an input or output in memory.
-enum class Layout {
-  kContiguous,
-  kGaps,        // padding after every row
-  kTransposed,  // the dimensions before the last in reversed order
-  kBroadcast,   // stride 0 over batch and heads; the inputs must be equal along them
-  kOddStrides,  // stride 12345 in dimensions of size 1
-};
 
 struct RunSettings {
   int threads = 2;
@@ -204,7 +201,11 @@ bool IsRefusal(const absl::Status& status);
 // Returns the input that the keys come from: k, or q where the technique has no k.
 Tensor& KeysOf(NamedTensors& inputs);
 
+// Copies batch row 0, head 0 of a tensor of rank 4 over all others, so that it can be broadcast.
+void MakeEqualAlongBatchAndHeads(Tensor* tensor);
 NamedTensors Copies(const NamedTensors& tensors);
+// Returns other parameters than the seed's, where a layer draws any: three quarters of each.
+NamedTensors Smaller(const NamedTensors& parameters);
 // Compares element by element and bit by bit; the first difference fails the running test.
 void ExpectSameBits(const NamedTensors& a, const NamedTensors& b, const std::string& what);
 // Does the same for the tokens below `tokens_below`.

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -12,6 +14,7 @@
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/pattern.h"
 #include "core/workspace.h"
+#include "harness/testing/tiny_backward.h"
 #include "harness/testing/tiny_kernels.h"
 
 namespace tfb {
@@ -47,6 +50,37 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
     {TinyFault::kThreadsDefine, "tiny_threads_define"},
+    {TinyFault::kGradientWrongScale, "tiny_gradient_wrong_scale"},
+    {TinyFault::kGradientMissesLastTile, "tiny_gradient_misses_last_tile"},
+    {TinyFault::kGradientOfWholeVectors, "tiny_gradient_of_whole_vectors"},
+    {TinyFault::kGradientOfOneHead, "tiny_gradient_of_one_head"},
+    {TinyFault::kGradientTopLeftCausal, "tiny_gradient_top_left_causal"},
+    {TinyFault::kGradientOfMaskedKeys, "tiny_gradient_of_masked_keys"},
+    {TinyFault::kGradientReadsMasked, "tiny_gradient_reads_masked"},
+    {TinyFault::kGradientOfEmptyRowIsNan, "tiny_gradient_of_empty_row_is_nan"},
+    {TinyFault::kGradientSeesFuture, "tiny_gradient_sees_future"},
+    {TinyFault::kGradientOfOneBatch, "tiny_gradient_of_one_batch"},
+    {TinyFault::kGradientForgetsLogSumExp, "tiny_gradient_forgets_log_sum_exp"},
+    {TinyFault::kGradientRoundsMean, "tiny_gradient_rounds_mean"},
+    {TinyFault::kGradientClips, "tiny_gradient_clips"},
+    {TinyFault::kGradientRounds, "tiny_gradient_rounds"},
+    {TinyFault::kGradientOverflows, "tiny_gradient_overflows"},
+    {TinyFault::kGradientOfDrawnParameters, "tiny_gradient_of_drawn_parameters"},
+    {TinyFault::kGradientIgnoresStrides, "tiny_gradient_ignores_strides"},
+    {TinyFault::kGradientDependsOnThreads, "tiny_gradient_depends_on_threads"},
+    {TinyFault::kGradientDependsOnBatch, "tiny_gradient_depends_on_batch"},
+    {TinyFault::kGradientKeepsState, "tiny_gradient_keeps_state"},
+    {TinyFault::kGradientNeedsQueries, "tiny_gradient_needs_queries"},
+    {TinyFault::kGradientOfLeftOutOutput, "tiny_gradient_of_left_out_output"},
+    {TinyFault::kGradientOfLastRun, "tiny_gradient_of_last_run"},
+    {TinyFault::kKeepingChangesOutput, "tiny_keeping_changes_output"},
+    {TinyFault::kBackwardAllocates, "tiny_backward_allocates"},
+    {TinyFault::kGradientWritesBehind, "tiny_gradient_writes_behind"},
+    {TinyFault::kGradientWritesInputs, "tiny_gradient_writes_inputs"},
+    {TinyFault::kBackwardWorkspaceOverrun, "tiny_backward_workspace_overrun"},
+    {TinyFault::kKeptOverrun, "tiny_kept_overrun"},
+    {TinyFault::kStopsUnknownGradient, "tiny_stops_unknown_gradient"},
+    {TinyFault::kDefinitionReadsFloats, "tiny_definition_reads_floats"},
     {TinyFault::kKernelWritesBehindOutput, "tiny_kernel_writes_behind_output"},
     {TinyFault::kKernelReadsUnwritten, "tiny_kernel_reads_unwritten"},
     {TinyFault::kKernelDependsOnOrder, "tiny_kernel_depends_on_order"},
@@ -100,13 +134,8 @@ class TinyLayer : public StreamingLayer {
     return cost;
   }
 
-  absl::Status Reset() override {
-    cached_ = 0;
-    return absl::OkStatus();
-  }
-
   absl::Status CheckBackward() const override {
-    if (fault_ == TinyFault::kNone) return absl::OkStatus();
+    if (fault_ == TinyFault::kNone || IsOfBackward(fault_)) return absl::OkStatus();
     return absl::UnimplementedError("a layer with a fault has no backward pass");
   }
   // The log-sum-exp of each row.
@@ -115,7 +144,7 @@ class TinyLayer : public StreamingLayer {
     return static_cast<size_t>(p.batch * p.query_heads * p.query_tokens) * sizeof(float);
   }
   size_t backward_workspace_bytes(int threads) const override {
-    return Workspace::Measure([&](Workspace& w) { BackwardSums(w, threads); });
+    return TinyBackward::WorkspaceBytes(problem(), threads);
   }
   Cost backward_cost() const override {
     const Problem& p = problem();
@@ -128,8 +157,17 @@ class TinyLayer : public StreamingLayer {
     cost.bytes = 2 * TensorBytes();  // all tensors of the run, and their gradients
     return cost;
   }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    if (fault_ == TinyFault::kStopsUnknownGradient) return {{"kk", "a fault"}};
+    return {};
+  }
   std::vector<std::string> differentiable_outputs() const override {
     return {"out", "log_sum_exp"};
+  }
+
+  absl::Status Reset() override {
+    cached_ = 0;
+    return absl::OkStatus();
   }
 
  protected:
@@ -160,8 +198,14 @@ class TinyLayer : public StreamingLayer {
     }
     const bool reads = fault_ == TinyFault::kReadsWorkspace && execution.workspace.size() >= 4;
     const float found = reads ? *reinterpret_cast<const float*>(execution.workspace.data()) : 0;
+    float* const kept =
+        execution.kept.empty() ? nullptr : reinterpret_cast<float*>(execution.kept.data());
+    if (kept != nullptr) last_kept_ = kept;
     Attend(inputs.Get("q"), k, inputs.Get("v"), inputs.Get("key_mask"), outputs, Whole(), execution,
-           reinterpret_cast<float*>(execution.kept.data()));
+           kept);
+    if (fault_ == TinyFault::kKeptOverrun && kept != nullptr) {
+      execution.kept.data()[kept_bytes()] = std::byte{0};
+    }
     if (fault_ == TinyFault::kWritesBehindOutput) {
       const TensorView out = outputs.Get("out");
       if (out.is_contiguous()) out.Set(out.num_elements(), 0);
@@ -173,6 +217,30 @@ class TinyLayer : public StreamingLayer {
       outputs.Get("out").Set(0, outputs.Get("out").Get(0) + 1e-3 * found);
     }
     ++runs_;
+    return absl::OkStatus();
+  }
+
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    if (fault_ == TinyFault::kBackwardAllocates) {
+      int* volatile taken = new int(1);  // not optimised away
+      delete taken;
+    }
+    TinyBackward::Numbers numbers;
+    numbers.problem = &problem();
+    const bool drawn = fault_ == TinyFault::kGradientOfDrawnParameters;
+    numbers.gain = drawn ? &drawn_gain_ : &parameters_.at("gain");
+    const bool top_left = fault_ == TinyFault::kGradientTopLeftCausal;
+    const int64_t first = top_left ? 0 : problem().causal_offset();
+    const int64_t ahead = fault_ == TinyFault::kGradientSeesFuture ? 1 : 0;
+    const auto sees = [this, first, ahead](int64_t i, int64_t j) {
+      return Sees(i + first, j) || (ahead == 1 && j == i + first + 1);
+    };
+    numbers.sees = std::cref(sees);
+    const bool last = fault_ == TinyFault::kGradientOfLastRun;
+    numbers.log_sum_exp = last ? last_kept_ : reinterpret_cast<const float*>(execution.kept.data());
+    numbers.fault = fault_;
+    numbers.passes = passes_++;
+    TinyBackward(numbers, call, execution).Run();
     return absl::OkStatus();
   }
 
@@ -292,124 +360,20 @@ class TinyLayer : public StreamingLayer {
     for (int64_t c = 0; c < p.value_dim; ++c) {
       out.Set(out.Offset(b, h, i, c), y[c] * factor * (shifted ? 1.0001f : 1.0f));
     }
-    if (kept != nullptr) *kept = seen ? max + std::log(sum) : kMinusInfinity;
-    const TensorView lse = outputs.Get("log_sum_exp");
-    if (lse.empty()) return;
     const float base = fault_ == TinyFault::kWrongLogSumExp ? 0 : max;
-    lse.Set(lse.Offset(b, h, i), seen ? base + std::log(sum) : kMinusInfinity);
-  }
-
-  // The sums of one sequence and one key-value head that a thread holds.
-  struct Sums {
-    float* dq;  // of one query
-    float* dk;  // [kv_tokens, head_dim]
-    float* dv;  // [kv_tokens, value_dim]
-  };
-  int64_t SumsSize() const {
-    const Problem& p = problem();
-    return p.head_dim + p.kv_tokens * (p.head_dim + p.value_dim);
-  }
-  float* BackwardSums(Workspace& workspace, int threads) const {
-    return workspace.Take<float>(SumsSize() * threads);
-  }
-
-  // With g and e the gradients of out and log_sum_exp, l the log-sum-exp, and c = gain / sqrt(d):
-  //
-  //   p_j = exp(c q . k_j - l),   ds_j = p_j (g . v_j - g . y + e),   dv_j = p_j g,
-  //   dq = c sum_j ds_j k_j,   dk_j = c ds_j q,   dgain = sum_j ds_j q . k_j / sqrt(d).
-  //
-  // A thread has all queries of a key-value head, so that every sum has one order.
-  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
-    const Problem& p = problem();
-    Workspace workspace(execution.workspace);
-    float* const scratch = BackwardSums(workspace, execution.pool->threads());
-    execution.pool->ParallelFor(p.kv_heads, [&](int64_t kv_head, int worker) {
-      float* const dq = scratch + SumsSize() * worker;
-      float* const dk = dq + p.head_dim;
-      const Sums sums = {dq, dk, dk + p.kv_tokens * p.head_dim};
-      const TensorView dgain = call.parameter_gradients.Get("gain");
-      for (int64_t n = 0; n < p.group() && !dgain.empty(); ++n) {
-        dgain.Set(dgain.Offset(kv_head * p.group() + n), 0);
-      }
-      for (int64_t b = 0; b < p.batch; ++b) BackwardOfHead(b, kv_head, call, execution, sums);
-    });
-    return absl::OkStatus();
-  }
-
-  void BackwardOfHead(int64_t b, int64_t kv_head, const BackwardCall& call,
-                      const Execution& execution, const Sums& sums) const {
-    const Problem& p = problem();
-    std::fill_n(sums.dk, p.kv_tokens * (p.head_dim + p.value_dim), 0.0f);
-    for (int64_t h = kv_head * p.group(); h < (kv_head + 1) * p.group(); ++h) {
-      for (int64_t i = 0; i < p.query_tokens; ++i) {
-        BackwardOfRow(b, h, i, call, execution, sums);
-        const TensorView dq = call.input_gradients.Get("q");
-        for (int64_t c = 0; c < p.head_dim && !dq.empty(); ++c) {
-          dq.Set(dq.Offset(b, h, i, c), sums.dq[c]);
-        }
-      }
+    const float log_sum_exp = seen ? base + std::log(sum) : kMinusInfinity;
+    if (kept != nullptr) {
+      *kept = log_sum_exp;
+      if (fault_ == TinyFault::kKeepingChangesOutput) out.Set(out.Offset(b, h, i, 0), 0.125);
     }
-    const TensorView dk = call.input_gradients.Get("k"), dv = call.input_gradients.Get("v");
-    for (int64_t j = 0; j < p.kv_tokens; ++j) {
-      for (int64_t c = 0; c < p.head_dim && !dk.empty(); ++c) {
-        dk.Set(dk.Offset(b, kv_head, j, c), sums.dk[j * p.head_dim + c]);
-      }
-      for (int64_t c = 0; c < p.value_dim && !dv.empty(); ++c) {
-        dv.Set(dv.Offset(b, kv_head, j, c), sums.dv[j * p.value_dim + c]);
-      }
-    }
-  }
-
-  void BackwardOfRow(int64_t b, int64_t h, int64_t i, const BackwardCall& call,
-                     const Execution& execution, const Sums& sums) const {
-    const Problem& p = problem();
-    const ConstTensorView q = call.inputs.Get("q"), k = call.inputs.Get("k"),
-                          v = call.inputs.Get("v"), y = call.outputs.Get("out"),
-                          key_mask = call.inputs.Get("key_mask"),
-                          g = call.output_gradients.Get("out"),
-                          e = call.output_gradients.Get("log_sum_exp");
-    const auto at = [](const ConstTensorView& x, int64_t offset) {
-      return static_cast<float>(x.Get(offset));
-    };
-    const auto gradient = [&](int64_t c) { return g.empty() ? 0.0f : at(g, g.Offset(b, h, i, c)); };
-    std::fill_n(sums.dq, p.head_dim, 0.0f);
-    const int64_t row = (b * p.query_heads + h) * p.query_tokens + i;
-    const float lse = reinterpret_cast<const float*>(execution.kept.data())[row];
-    if (lse == kMinusInfinity) return;
-    const int64_t kv_head = h / p.group();
-    const float unit = 1 / std::sqrt(static_cast<float>(p.head_dim));
-    const float scale = unit * parameters_.at("gain").span<float>()[h];
-    float mean = e.empty() ? 0 : -at(e, e.Offset(b, h, i));
-    for (int64_t c = 0; c < p.value_dim; ++c) mean += gradient(c) * at(y, y.Offset(b, h, i, c));
-    float by_gain = 0;
-    for (int64_t j = 0; j < p.kv_tokens; ++j) {
-      const bool token = key_mask.empty() || *key_mask.At<uint8_t>(b, j) != 0;
-      if (!token || !Sees(i + p.causal_offset(), j)) continue;
-      float score = 0, change = 0;
-      for (int64_t c = 0; c < p.head_dim; ++c) {
-        score += at(q, q.Offset(b, h, i, c)) * at(k, k.Offset(b, kv_head, j, c));
-      }
-      for (int64_t c = 0; c < p.value_dim; ++c) {
-        change += gradient(c) * at(v, v.Offset(b, kv_head, j, c));
-      }
-      const float weight = std::exp(scale * score - lse);
-      const float by_score = weight * (change - mean);
-      for (int64_t c = 0; c < p.value_dim; ++c) {
-        sums.dv[j * p.value_dim + c] += weight * gradient(c);
-      }
-      for (int64_t c = 0; c < p.head_dim; ++c) {
-        sums.dq[c] += scale * by_score * at(k, k.Offset(b, kv_head, j, c));
-        sums.dk[j * p.head_dim + c] += scale * by_score * at(q, q.Offset(b, h, i, c));
-      }
-      by_gain += by_score * unit * score;
-    }
-    const TensorView dgain = call.parameter_gradients.Get("gain");
-    if (!dgain.empty()) dgain.Set(dgain.Offset(h), dgain.Get(dgain.Offset(h)) + by_gain);
+    const TensorView lse = outputs.Get("log_sum_exp");
+    if (!lse.empty()) lse.Set(lse.Offset(b, h, i), log_sum_exp);
   }
 
   Tensor drawn_gain_;
-  int runs_ = 0;
-  Tensor keys_;  // keys of appended segments
+  int runs_ = 0, passes_ = 0;
+  const float* last_kept_ = nullptr;  // of the last Run that kept memory
+  Tensor keys_;                       // keys of appended segments
   Tensor values_;
 };
 
@@ -445,7 +409,6 @@ class TinyDeviceLayer : public TinyLayer {
   size_t workspace_bytes(int) const override {
     return Workspace::Measure([&](Workspace& w) { Scores(w); });
   }
-
   absl::Status CheckBackward() const override {
     return absl::UnimplementedError("the layer has a backward pass on the CPU alone");
   }
@@ -566,7 +529,11 @@ class Tiny : public TechniqueOf<TinyOptions> {
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
     const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k"));
-    const DoubleTensor gain(parameters.at("gain").view());
+    const DoubleTensor in_double(parameters.at("gain").view());
+    const bool reads_floats = fault_ == TinyFault::kDefinitionReadsFloats;
+    const auto gain = [&](int64_t h) {
+      return reads_floats ? *parameters.at("gain").view().At<float>(h) : in_double.at(h);
+    };
     const KeyMask is_token(inputs);
     const bool splits = fault_ == TinyFault::kThreadsDefine && request.pool != nullptr;
     const int64_t part = splits ? problem.head_dim / request.pool->threads() : 0;
@@ -577,7 +544,7 @@ class Tiny : public TechniqueOf<TinyOptions> {
           if (problem.causal && j > position) return kNotSeen;
           if (std::abs(position - j) > options.window || !is_token(b, j)) return kNotSeen;
           const double *query = q.Row(b, h, i), *key = k.Row(b, h / problem.group(), j);
-          return gain.at(h) / std::sqrt(static_cast<double>(problem.head_dim)) *
+          return gain(h) / std::sqrt(static_cast<double>(problem.head_dim)) *
                  (Dot(query, key, part) + Dot(query + part, key + part, problem.head_dim - part));
         },
         outputs);
@@ -609,6 +576,9 @@ std::vector<TinyFault> AllTinyFaults() {
   return faults;
 }
 
+bool IsOfBackward(TinyFault fault) {
+  return fault >= TinyFault::kGradientWrongScale && !IsOfDevices(fault);
+}
 bool IsOfDevices(TinyFault fault) { return fault >= TinyFault::kKernelWritesBehindOutput; }
 
 std::string TinyName(TinyFault fault) {

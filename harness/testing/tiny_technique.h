@@ -15,7 +15,7 @@ namespace tfb {
 //
 // The sum is over the keys that are tokens, that are not in the future where the problem is causal,
 // and that are at most `window` tokens away. gain is a parameter [query_heads]. The technique
-// supports streaming. Without a fault it has a backward pass on the CPU.
+// supports streaming. Without a fault of its forward pass it has a backward pass on the CPU.
 struct TinyOptions {
   int64_t window = kMaxTokens;
 
@@ -54,6 +54,39 @@ enum class TinyFault {
   kRoundsScores,        // to bf16
   kThreadsDefine,       // the definition sums in an order that the number of threads decides
 
+  // Faults of the backward pass.
+  kGradientWrongScale,         // the gradient of queries is wrong by a thousandth
+  kGradientMissesLastTile,     // leaves out the key of a tile of one
+  kGradientOfWholeVectors,     // gives values none in channels behind the last multiple of 8
+  kGradientOfOneHead,          // gives keys and values that of the first head of their group
+  kGradientTopLeftCausal,      // takes j <= i for what is seen, whatever the number of keys
+  kGradientOfMaskedKeys,       // gives one to keys that are padding
+  kGradientReadsMasked,        // adds 0 times the value of keys that are not seen
+  kGradientOfEmptyRowIsNan,    // -inf - -inf where no key is seen
+  kGradientSeesFuture,         // one token
+  kGradientOfOneBatch,         // gives the parameter that of the first batch row
+  kGradientForgetsLogSumExp,   // ignores the gradient of log_sum_exp
+  kGradientRoundsMean,         // rounds the mean that is taken off a row to bf16
+  kGradientClips,              // limits the gradients of weights to 100
+  kGradientRounds,             // rounds the gradients of scores to bf16
+  kGradientOverflows,          // exp(s) / exp(l)
+  kGradientOfDrawnParameters,  // ignores parameters that were set
+  kGradientIgnoresStrides,     // reads the output's gradient as if it were contiguous
+  kGradientDependsOnThreads,   // sums in an order that the number of threads decides
+  kGradientDependsOnBatch,     // sums in an order that the batch decides
+  kGradientKeepsState,         // the second backward pass differs from the first
+  kGradientNeedsQueries,       // is wrong where the gradient of queries is left out
+  kGradientOfLeftOutOutput,    // takes 1 for an output's gradient that is left out
+  kGradientOfLastRun,          // reads what the last Run kept
+  kKeepingChangesOutput,       // writes another output where it keeps memory
+  kBackwardAllocates,          // in Backward
+  kGradientWritesBehind,       // one element
+  kGradientWritesInputs,       // changes the output's gradient
+  kBackwardWorkspaceOverrun,   // writes one byte more than it asked for
+  kKeptOverrun,                // keeps one byte more than it asked for
+  kStopsUnknownGradient,       // stops that of a tensor which it does not have
+  kDefinitionReadsFloats,      // the definition reads parameters as f32, whatever their dtype
+
   // Faults of the layer on a device; on the CPU the layer is correct.
   kKernelWritesBehindOutput,  // one element
   kKernelReadsUnwritten,      // workspace, and adds it to row 0
@@ -65,6 +98,7 @@ enum class TinyFault {
 };
 
 std::vector<TinyFault> AllTinyFaults();
+bool IsOfBackward(TinyFault fault);
 bool IsOfDevices(TinyFault fault);
 // Returns "tiny", "tiny_wrong_scale", ...
 std::string TinyName(TinyFault fault);

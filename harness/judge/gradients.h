@@ -1,0 +1,144 @@
+// Computes directional derivatives of a technique's float64 definition, and the bound of the error
+// of a layer's own.
+//
+// Let f = sum over outputs of <g, output>, with the gradients g of the outputs, as a function of the
+// inputs and parameters. Its derivative along d, a unit vector in the space of one of them, x, is
+//
+//   D = (f(x + h d) - f(x - h d)) / 2h,   h = 1e-5 |x|,
+//
+// of which the differences are taken output by output. What h leaves out is of the order of
+// (h / |x|)^2 = 1e-10, and what rounding adds is at most
+//
+//   e = 2^-52 |g| |output| / h.
+//
+// The definition is evaluated as for fp32, whatever the precision of the problem, since a definition
+// rounds what a layer stores in 16 bits, and a rounded function has no derivative.
+//
+// The bound of |<gradient, d> - D|, where the layer computed the gradient. It is the bound of the
+// forward pass, times the norm of what is summed:
+//
+// A backward pass sums products of factors z_k: inputs, parameters and g, and what both passes make
+// of them. For attention, with the direction's part s'_ij of the score and v'_j of the value,
+//
+//   D = sum_i g_i . y'_i = sum_ij p_ij (g_i . v'_j + s'_ij (g_i . v_j - g_i . y_i)).
+//
+// AbsoluteBound has the relative error B of a term p_ij v_j of the forward pass: of the score, which
+// is an absolute one of log p, of exp and of accumulation; and what a problem of 16 bits rounds. The
+// terms of D have the same factors p_ij, and products of up to 256 channels in the place of v_j,
+// whose 256 roundings are sqrt(256) u = 16 u, as those of a score: so every factor has at most the
+// relative error B. Where the errors of factors are independent with deviation B, that of D is
+//
+//   s = B |(z_k dD/dz_k)_k|,
+//
+// whose k-th element is the sum of the terms that z_k is in. This is the norm of what is summed:
+// |g| |d|, the sizes of the other factors, and the condition of the softmax row, since it stays as it
+// is where terms of both signs leave a small D. No formula of the technique is needed for it: it is
+// the deviation of D where each number z that the definition is given becomes z (1 + B n) with a
+// normal n. It is estimated from kPoints such points, and over directions that are drawn alike.
+//
+// Two factors are no numbers which a definition is given, and no function of these that shows it:
+//
+// - y_i, where a layer has formed it apart from the sum over g_i . v_j: a query that sees one key has
+//   g_i . v_j - g_i . y_i = 0 in each of those points, and a rounding in a layer. Its terms,
+//   g_ic y_ic sum_j p_ij s'_ij, are known by sum_j p_ij s'_ij, the derivative of log_sum_exp.
+// - The log_sum_exp l_i, which a layer keeps to form p_ij = exp(s_ij - l_i) again: an absolute error
+//   of it is a relative one of all p_ij of the row, whose sum so is not 1 any more. LogSumExpBound
+//   has that error; the row's terms are g_i . y'_i.
+//
+// Both are added, in squares, to s^2 for definitions that have the output log_sum_exp.
+//
+// The bound is 3 s + e: three deviations. A layer has a few roundings where B allows hundreds, so that
+// errors are a twentieth of s or less; an estimate from three points is below a twentieth of s once
+// in 6000 cases.
+#ifndef TFB_HARNESS_JUDGE_GRADIENTS_H_
+#define TFB_HARNESS_JUDGE_GRADIENTS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+#include "harness/inputs/job.h"
+
+namespace tfb {
+
+// An input or a parameter of a layer, by which a derivative is taken.
+struct Variable {
+  bool is_parameter = false;
+  std::string name;
+
+  std::string ToString() const {
+    return absl::StrCat(is_parameter ? "parameter " : "input ", name);
+  }
+};
+
+// A directional derivative of a definition, and the bound of a layer's error.
+struct Slope {
+  double value = 0;
+  double bound = 0;
+};
+
+// The derivatives of the definition of a job at one point.
+class DefinitionGradient {
+ public:
+  static constexpr int kPoints = 3;
+
+  // The point: the tensors that a layer read, its parameters, and the gradients of its outputs, by the
+  // outputs' names. Those that are missing are 0.
+  struct Point {
+    const NamedTensors* inputs = nullptr;
+    const NamedTensors* parameters = nullptr;
+    const NamedTensors* output_gradients = nullptr;
+  };
+  // Copies the point. The job and the pool, which may be null, must outlive the result.
+  static absl::StatusOr<DefinitionGradient> At(const Job& job, const Point& point,
+                                               ThreadPool* pool);
+
+  // Returns the slopes along directions in the space of the variable, which are drawn alike. They are
+  // f64, of its shape, and of length 1.
+  absl::StatusOr<std::vector<Slope>> Along(const Variable& variable,
+                                           const std::vector<Tensor>& directions);
+  // Returns all partial derivatives by the variable, f64 of its shape.
+  absl::StatusOr<Tensor> Partial(const Variable& variable);
+
+ private:
+  // Tensors at which the definition is evaluated; all floating-point numbers are f64.
+  struct Numbers {
+    NamedTensors inputs, parameters, output_gradients;
+    Tensor& at(const Variable& variable) {
+      return (variable.is_parameter ? parameters : inputs).at(variable.name);
+    }
+  };
+  // A derivative along one direction at one point.
+  struct Derivative {
+    double value = 0;
+    double variance = 0;    // of y_i and l_i: what they add to s^2
+    double resolution = 0;  // e
+  };
+  absl::StatusOr<Derivative> DerivativeAt(Numbers* numbers, const Variable& variable,
+                                          const ConstTensorView& direction) const;
+  absl::StatusOr<NamedTensors> Define(const Numbers& numbers) const;
+
+  const Job* job_ = nullptr;
+  ThreadPool* pool_ = nullptr;
+  int64_t keys_ = 0;             // that a row can have
+  double error_ = 0;             // B
+  std::vector<Numbers> points_;  // the point itself, and kPoints near it
+};
+
+// Returns `count` directions of a shape, f64: normal vectors of length 1.
+std::vector<Tensor> RandomDirections(const Shape& shape, int count, uint64_t seed,
+                                     absl::string_view name);
+// Returns the direction of one coordinate.
+Tensor CoordinateDirection(const Shape& shape, int64_t index);
+// Returns sum_n a_n b_n of tensors of one shape, in float64.
+double InnerProduct(const ConstTensorView& a, const ConstTensorView& b);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_JUDGE_GRADIENTS_H_
