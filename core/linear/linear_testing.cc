@@ -291,7 +291,8 @@ double Norm(const Tensor& x) {
 // derivative has that error for each unit by which the row's weights change along the direction, or
 // by which the values that they weigh do.
 void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
-                                 const NamedTensors& inputs, const RunRequest& request) {
+                                 const NamedTensors& inputs, const RunRequest& request,
+                                 double bounds) {
   const std::unique_ptr<Layer> layer =
       technique.Create(problem, request.options, Device::kCpu, request.seed).value();
   if (request.parameters != nullptr) {
@@ -362,7 +363,7 @@ void ExpectGradientsOfDefinition(const Technique& technique, const Problem& prob
     for (int64_t n = 0; n < x.num_elements(); ++n) {
       product += gradient.view().Get(n) * direction.span<double>()[n];
     }
-    EXPECT_NEAR(product, difference, 2e-5 * largest_gradient * changes)
+    EXPECT_NEAR(product, difference, bounds * 2e-5 * largest_gradient * changes)
         << name << ", " << ToString(request.options) << ", " << problem.ToString();
   }
 }

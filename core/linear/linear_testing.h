@@ -85,9 +85,10 @@ void ExpectClose(const LinearCase& c, const LinearResults& results, const Linear
 // Runs a layer of a technique on this engine, and its Backward with gradients of the outputs that are
 // drawn, and expects the derivatives along a random direction of each input and parameter to be
 // those of the technique's definition, by central differences. Expects also the same bits with
-// another number of threads.
+// another number of threads. The error of a forward row is at most Fp32Bound times `bounds`.
 void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
-                                 const NamedTensors& inputs, const RunRequest& request);
+                                 const NamedTensors& inputs, const RunRequest& request,
+                                 double bounds = 1);
 
 }  // namespace tfb
 
