@@ -335,7 +335,8 @@ void ExpectGradientsOfDefinition(const Technique& technique, const Problem& prob
     FillNormal(&direction, request.seed, absl::StrCat("direction of ", name));
     const double norm = Norm(direction);
     for (double& d : direction.span<double>()) d /= norm;
-    // A step across the corner of a ReLU would count as an error; it is more likely the longer it is.
+    // A step across the corner of a ReLU would count as an error; it is more likely the longer it
+    // is.
     const double step = 1e-6 * Norm(x);
     const Tensor at = x.Clone();
     const auto moved = [&](double by) {
