@@ -161,6 +161,21 @@ TEST(Performer, LargeNormsUnderflowNeitherLayerNorDefinition) {
   }
 }
 
+TEST(Performer, LargeNormsLeaveTheGradientsThoseOfTheDefinition) {
+  for (const double magnitude : {8.0, 40.0}) {
+    for (const char* epsilon : {"0", "1e-6"}) {
+      for (const bool causal : {false, true}) {
+        const Problem problem = Problem::SelfAttention(1, 2, 70, 8, causal);
+        NamedTensors inputs = Random(problem);
+        for (float& x : inputs["k"].span<float>()) x *= static_cast<float>(magnitude);
+        RunRequest request;
+        request.options = {{"features", "64"}, {"epsilon", epsilon}};
+        ExpectGradientsOfDefinition(Performer(), problem, inputs, request, magnitude);
+      }
+    }
+  }
+}
+
 TEST(Performer, DefinitionGivesWeightsAndSingleRows) {
   const Problem problem = Problem::SelfAttention(1, 2, 30, 8, true);
   const NamedTensors inputs = Random(problem);

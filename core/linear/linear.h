@@ -18,8 +18,9 @@
 //
 // The first two: Choromanski et al., arXiv:2009.14794v4, lemma 1 and section 2.3; kRelu is the
 // generalised attention of its section 2.2; kSinCos: Peng et al., arXiv:2103.02143v2, section 2.2.
-// With `unit`, x is divided by its length plus `length_epsilon` before it is scaled; an input shorter
-// than 2^-60 counts as zero, and one longer than 2^63, whose square is no fp32 number, gives NaN.
+// With `unit`, x is divided by its length plus `length_epsilon` before it is scaled; an input
+// shorter than 2^-60 counts as zero, and one longer than 2^63, whose square is no fp32 number,
+// gives NaN.
 //
 // Weights of kSinCos have either sign, and so have D_i, whose logarithm is that of |D_i|.
 //
@@ -115,7 +116,8 @@ struct LinearBackwardCall : LinearInputs {
   ConstTensorView out;                   // as LinearCpu wrote it
   ConstTensorView out_gradient;          // like out, or empty: 0
   ConstTensorView log_sum_exp_gradient;  // f32 [batch, query_heads, query_tokens], or empty: 0
-  // Written where they are not empty: gradients like q, k and v, and in f32 those of W and the gates.
+  // Written where they are not empty: gradients like q, k and v, and in f32 those of W and the
+  // gates.
   TensorView q_gradient;
   TensorView k_gradient;
   TensorView v_gradient;
@@ -131,8 +133,8 @@ absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
 // problem.kv_tokens tokens.
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);
 
-// Returns what a run keeps for LinearBackwardCpu, in bytes: sums of each head, all of them or, where
-// causal, those before every 512th key, and two numbers a query row.
+// Returns what a run keeps for LinearBackwardCpu, in bytes: sums of each head, all of them or,
+// where causal, those before every 512th key, and two numbers a query row.
 size_t LinearKeptBytes(const Problem& problem, const FeatureMap& map);
 
 // Runs a call on the CPU. Where execution.kept is not empty, it is filled for LinearBackwardCpu.
@@ -143,11 +145,11 @@ absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Exe
 
 // Returns the scratch of one backward pass in bytes.
 size_t LinearBackwardWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);
-// Computes gradients on the CPU, from execution.kept as LinearCpu filled it for the same inputs; see
-// linear_backward_cpu.cc for the formulas. Gradients of masked keys and values and of rows without
-// weight are 0, whatever their tensors hold. The function to be differentiated is the definition:
-// the stabilisers are maxima, whose gradient goes to the projection, of a key the first, that is the
-// largest; a denominator that the floor holds is a constant.
+// Computes gradients on the CPU, from execution.kept as LinearCpu filled it for the same inputs;
+// see linear_gradient.h for the formulas. Gradients of masked keys and values and of rows
+// without weight are 0, whatever their tensors hold. The function to be differentiated is the
+// definition: the stabilisers are maxima, whose gradient goes to the projection, of a key the
+// first, that is the largest; a denominator that the floor holds is a constant.
 //
 // Sums are fp32, whose bits do not depend on the number of threads. It allocates nothing.
 absl::Status LinearBackwardCpu(const Problem& problem, const LinearBackwardCall& call,

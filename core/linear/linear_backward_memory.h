@@ -11,7 +11,7 @@
 
 namespace tfb::linear_cpu {
 
-// Up to 64 queries of one head; names are those of linear_backward_cpu.cc.
+// Up to 64 queries of one head; names are those of linear_gradient.h.
 struct QueryChunk {
   Tokens tokens;  // with inputs; features become gradients of projections
   QueryFactors factors;

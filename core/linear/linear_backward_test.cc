@@ -1,5 +1,5 @@
-// Tests the backward pass of engine linear against central differences of the formula of linear.h in
-// float64, evaluated pair by pair.
+// Tests the backward pass of engine linear against central differences of the formula of linear.h
+// in float64, evaluated pair by pair.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -323,17 +323,18 @@ double DotOf(const double* x, const double* y, int64_t count) {
   return sum;
 }
 
-// The derivative of the loss along a direction of one tensor, and the bound of the error of a product
-// of that direction with a gradient in fp32.
+// The derivative of the loss along a direction of one tensor, and the bound of the error of a
+// product of that direction with a gradient in fp32.
 //
-// The derivative is a sum over rows i and keys j of t_ij = (y'_i . v_j - y'_i . y_i + l'_i) / D_i times
-// the change of a_ij, which is a sum over features; or, for values, of a_ij / D_i times y'_i . (change
-// of v_j). Roundings that are common to the features of a pair act in proportion to that change, and
-// independent ones add up in quadrature: the size of a pair's term is that of t_ij's three parts, times
-// |change| + sqrt(sum of squares of its features' parts). The error of D_i acts on all terms of its row
-// in the same way. The number of roundings is that of the exponents (see ExpectClose), ten operations,
-// and sqrt(n) for sums of n numbers (features, a chunk's tokens, chunks, channels), whose errors are
-// below 4 sqrt(n) u but for a probability of 7e-4 (Higham and Mary, SIAM J. Sci. Comput. 41, 2019).
+// The derivative is a sum over rows i and keys j of t_ij = (y'_i . v_j - y'_i . y_i + l'_i) / D_i
+// times the change of a_ij, which is a sum over features; or, for values, of a_ij / D_i times y'_i
+// . (change of v_j). Roundings that are common to the features of a pair act in proportion to that
+// change, and independent ones add up in quadrature: the size of a pair's term is that of t_ij's
+// three parts, times |change| + sqrt(sum of squares of its features' parts). The error of D_i acts
+// on all terms of its row in the same way. The number of roundings is that of the exponents (see
+// ExpectClose), ten operations, and sqrt(n) for sums of n numbers (features, a chunk's tokens,
+// chunks, channels), whose errors are below 4 sqrt(n) u but for a probability of 7e-4 (Higham and
+// Mary, SIAM J. Sci. Comput. 41, 2019).
 struct Derivative {
   double difference;  // central
   double bound;

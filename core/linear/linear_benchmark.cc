@@ -1,5 +1,5 @@
-// Times engine linear: its stages on one chunk, whole runs beside engine flash, backward passes beside
-// runs, and decoding.
+// Times engine linear: its stages on one chunk, whole runs beside engine flash, backward passes
+// beside runs, and decoding.
 //
 // Every figure is the best of several samples, which alternate with samples of the FMA peak, so
 // that shares of the peak are meaningful on a shared machine.

@@ -189,8 +189,8 @@ class LinearLayer : public Base {
   float* LayOutMatrixGradient(Workspace& workspace) const {
     return workspace.Take<float>(has_channel_scale_ ? scaled_.num_elements() : 0);
   }
-  // Computes the gradients of W and of the channel scale, where they are not empty, from that of their
-  // product.
+  // Computes the gradients of W and of the channel scale, where they are not empty, from that of
+  // their product.
   void ThroughChannelScale(const ConstTensorView& gradient, const TensorView& w_gradient,
                            const TensorView& scale_gradient) const {
     const ConstTensorView w = ParameterOf("w"), scale = ParameterOf("channel_scale");

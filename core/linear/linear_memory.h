@@ -49,7 +49,7 @@ struct Sizes {
 };
 
 // The sums over the keys of one head so far; in the backward pass also sums over queries, see
-// linear_backward_cpu.cc. Matrices of value_row columns are in panels of 64
+// linear_gradient.h. Matrices of value_row columns are in panels of 64
 // columns.
 class Sums {
  public:

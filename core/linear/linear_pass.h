@@ -49,12 +49,12 @@ class Pass {
   // Loads the features, values and scales of the keys from `first` to the end of their chunk.
   void LoadKeys(int64_t kv_head, int64_t first, Keys& keys, LoadScratch& scratch) const;
 
-  // Updates the header of sums with keys [begin, end) of the chunk, and finds the scales of the keys
-  // and of the sums so far.
+  // Updates the header of sums with keys [begin, end) of the chunk, and finds the scales of the
+  // keys and of the sums so far.
   void AdvanceHeader(Sums::Header& header, int64_t begin, int64_t end, Keys& keys) const;
 
-  // Does the part of to = from + tokens for features [first, last); the slice with the first feature
-  // also does the sums without features. `to` may be `from`.
+  // Does the part of to = from + tokens for features [first, last); the slice with the first
+  // feature also does the sums without features. `to` may be `from`.
   void AddToSlice(const Addend& tokens, const Sums& from, const Sums& to, int64_t first,
                   int64_t last, LoadScratch& scratch) const;
 
@@ -117,8 +117,8 @@ class Pass {
   Rows LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
                   const float* seen, LoadScratch& scratch) const;
 
-  // Computes features of `count` tokens; where they are few, their inputs are in scratch.rows. Their
-  // products with `normaliser` are computed where that is not null.
+  // Computes features of `count` tokens; where they are few, their inputs are in scratch.rows.
+  // Their products with `normaliser` are computed where that is not null.
   void MakeFeatures(const Rows& rows, int64_t count, int64_t kv_head, const float* normaliser,
                     Tokens& tokens, LoadScratch& scratch) const;
 

@@ -291,7 +291,8 @@ double Norm(const Tensor& x) {
 // derivative has that error for each unit by which the row's weights change along the direction, or
 // by which the values that they weigh do.
 void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
-                                 const NamedTensors& inputs, const RunRequest& request) {
+                                 const NamedTensors& inputs, const RunRequest& request,
+                                 double bounds) {
   const std::unique_ptr<Layer> layer =
       technique.Create(problem, request.options, Device::kCpu, request.seed).value();
   if (request.parameters != nullptr) {
@@ -334,7 +335,8 @@ void ExpectGradientsOfDefinition(const Technique& technique, const Problem& prob
     FillNormal(&direction, request.seed, absl::StrCat("direction of ", name));
     const double norm = Norm(direction);
     for (double& d : direction.span<double>()) d /= norm;
-    // A step across the corner of a ReLU would count as an error; it is more likely the longer it is.
+    // A step across the corner of a ReLU would count as an error; it is more likely the longer it
+    // is.
     const double step = 1e-6 * Norm(x);
     const Tensor at = x.Clone();
     const auto moved = [&](double by) {
@@ -362,7 +364,7 @@ void ExpectGradientsOfDefinition(const Technique& technique, const Problem& prob
     for (int64_t n = 0; n < x.num_elements(); ++n) {
       product += gradient.view().Get(n) * direction.span<double>()[n];
     }
-    EXPECT_NEAR(product, difference, 2e-5 * largest_gradient * changes)
+    EXPECT_NEAR(product, difference, bounds * 2e-5 * largest_gradient * changes)
         << name << ", " << ToString(request.options) << ", " << problem.ToString();
   }
 }

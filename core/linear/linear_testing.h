@@ -73,21 +73,21 @@ LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int
 bool SameBits(const Tensor& a, const Tensor& b);
 // Compares fp32 with float64. A weight is a sum of positive products, so its relative error is that
 // of its exponents: w . x and |x|^2 / 2 round in proportion to |w| |x| = head_dim^(3/4) magnitude
-// and
-// |x|^2 = head_dim^(1/2) magnitude^2, a few units in 2^-24 each, and the logarithms of a chunk's gates
-// add up to some 32; sums add about 10 more. Outputs are means of values of up to 5, or, where
-// weights have signs and their sum may be small, larger in the proportion in which errors are;
-// those of 16 bits are rounded once more. `unit` is the unit roundoff of the products' operands,
-// where that is not fp32's.
+// and |x|^2 = head_dim^(1/2) magnitude^2, a few units in 2^-24 each, and the logarithms of a
+// chunk's gates add up to some 32; sums add about 10 more. Outputs are means of values of up to 5,
+// or, where weights have signs and their sum may be small, larger in the proportion in which errors
+// are; those of 16 bits are rounded once more. `unit` is the unit roundoff of the products'
+// operands, where that is not fp32's.
 void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
                  double unit = 0);
 
-// Runs a layer of a technique on this engine, and its Backward with gradients of the outputs that are
-// drawn, and expects the derivatives along a random direction of each input and parameter to be
+// Runs a layer of a technique on this engine, and its Backward with gradients of the outputs that
+// are drawn, and expects the derivatives along a random direction of each input and parameter to be
 // those of the technique's definition, by central differences. Expects also the same bits with
-// another number of threads.
+// another number of threads. The error of a forward row is at most Fp32Bound times `bounds`.
 void ExpectGradientsOfDefinition(const Technique& technique, const Problem& problem,
-                                 const NamedTensors& inputs, const RunRequest& request);
+                                 const NamedTensors& inputs, const RunRequest& request,
+                                 double bounds = 1);
 
 }  // namespace tfb
 
