@@ -365,7 +365,8 @@ TEST(MultiHead, WhatTheTechniqueInsideReadsBesideProjectionsIsAnInput) {
   for (const auto& [inner, reads] : Readers()) {
     std::vector<std::string> expected = {"x", "key_mask"};
     expected.insert(expected.end(), reads.begin(), reads.end());
-    if (std::string(inner).rfind("hard", 0) == 0) expected.push_back("baseline");  // of its backward pass alone
+    if (std::string(inner).rfind("hard", 0) == 0)
+      expected.push_back("baseline");  // of its backward pass alone
     EXPECT_EQ(NamesOf(MultiHead().InputSpecs(Self(2, 70, 16), {{"inner", inner}}).value()),
               expected)
         << inner;

@@ -29,7 +29,7 @@ struct Setting {
   Problem problem = Problem::SelfAttention(1, 2, 130, 16, false);
   std::vector<std::string> terms = {};  // of: u, w, r, l, c, factor, bias, span
   std::function<bool(int64_t i, int64_t j)> sees = [](int64_t, int64_t) { return true; };
-  int64_t hidden_key = -1;           // is padding
+  int64_t hidden_key = -1;                // is padding
   std::vector<int32_t> query_order = {};  // tokens by place; -1 for none
   std::vector<int32_t> key_order = {};
   DType dtype = DType::kF32;

@@ -194,7 +194,7 @@ class ProjectedAttention {
     // The gradients of the layer's parameters by their names, of which those with the prefix of
     // SetUpBackward are written.
     const Outputs& parameters;
-    bool accumulate = false;  // adds to what the parameters' gradients hold
+    bool accumulate = false;               // adds to what the parameters' gradients hold
     ConstTensorView added_to_memory = {};  // a summand of dmemory, which may be dmemory
   };
   // Computes the gradients from execution.kept as a Run on the inputs filled it. It allocates
