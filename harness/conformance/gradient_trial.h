@@ -42,10 +42,10 @@ struct StepSettings {
   }
 };
 
-// A Run, and the memory that it keeps for its Backward. All tensors, and workspaces and kept memory of
-// exactly the requested sizes, lie between guard bands of NaN and are NaN before they are written.
-// Each call checks that its guards, and what it may only read, are unchanged, and that all that it has
-// to write was written.
+// A Run, and the memory that it keeps for its Backward. All tensors, and workspaces and kept memory
+// of exactly the requested sizes, lie between guard bands of NaN and are NaN before they are
+// written. Each call checks that its guards, and what it may only read, are unchanged, and that all
+// that it has to write was written.
 class Step {
  public:
   static absl::StatusOr<std::unique_ptr<Step>> Run(Layer* layer, Device device,
@@ -90,11 +90,12 @@ class GradientTrial {
   NamedTensors& inputs() { return trial_->inputs(); }
   NamedTensors& output_gradients() { return output_gradients_; }
 
-  // Makes the selection that the layer writes for these inputs an input, where it has one, so that its
-  // choices are constants. Returns false, with the test failed, where the run failed.
+  // Makes the selection that the layer writes for these inputs an input, where it has one, so that
+  // its choices are constants. Returns false, with the test failed, where the run failed.
   bool FreezeChoices();
 
-  // Returns the inputs and parameters of which the layer gives gradients.
+  // Returns the inputs and parameters of which the layer gives gradients: values before keys and
+  // queries, whose gradients may vanish, and parameters last.
   std::vector<Variable> Variables();
 
   // Returns null, with the test failed, where the run failed.
@@ -104,9 +105,9 @@ class GradientTrial {
   NamedTensors Backward(const StepSettings& settings = {});
   NamedTensors Backward(Step* step);
 
-  // Compares the gradients with the definition's derivatives along two random directions and one
-  // coordinate, for every input, and for up to `parameters` parameters, which the problem's label
-  // draws.
+  // Compares the gradients with the definition's derivatives along two random directions and, in
+  // fp32, one coordinate, for every input, and for up to `parameters` parameters, which the
+  // problem's label draws.
   void ExpectMatchesDefinition(const NamedTensors& gradients, int parameters = 3);
   // Compares those of one variable.
   void ExpectMatchesDefinition(const NamedTensors& gradients, const Variable& variable,

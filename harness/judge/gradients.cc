@@ -36,8 +36,8 @@ NamedTensors InDouble(const NamedTensors& tensors) {
   return copies;
 }
 
-// Returns the tensors with each number x of f64 changed to x (1 + deviation n), n normal, but for the
-// tensors `fixed`.
+// Returns the tensors with each number x of f64 changed to x (1 + deviation n), n normal, but for
+// the tensors `fixed`.
 NamedTensors Near(const NamedTensors& tensors, double deviation, absl::string_view stream,
                   const std::set<std::string>& fixed = {}) {
   NamedTensors near;
@@ -158,7 +158,12 @@ absl::StatusOr<std::vector<Slope>> DefinitionGradient::Along(
     squares += changes / kPoints + here.variance;
     slopes.push_back({here.value, here.resolution});
   }
-  const double deviation = std::sqrt(squares / static_cast<double>(directions.size()));
+  double deviation = std::sqrt(squares / static_cast<double>(directions.size()));
+  const bool vanishes = std::all_of(slopes.begin(), slopes.end(), [&](const Slope& slope) {
+    return deviation <= slope.bound && std::abs(slope.value) <= slope.bound;
+  });
+  if (vanishes) deviation = largest_deviation_;
+  largest_deviation_ = std::max(largest_deviation_, deviation);
   for (Slope& slope : slopes) slope.bound += kDeviations * deviation;
   return slopes;
 }

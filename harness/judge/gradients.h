@@ -1,8 +1,9 @@
 // Computes directional derivatives of a technique's float64 definition, and the bound of the error
 // of a layer's own.
 //
-// Let f = sum over outputs of <g, output>, with the gradients g of the outputs, as a function of the
-// inputs and parameters. Its derivative along d, a unit vector in the space of one of them, x, is
+// Let f = sum over outputs of <g, output>, with the gradients g of the outputs, as a function of
+// the inputs and parameters. Its derivative along d, a unit vector in the space of one of them, x,
+// is
 //
 //   D = (f(x + h d) - f(x - h d)) / 2h,   h = 1e-5 |x|,
 //
@@ -11,8 +12,8 @@
 //
 //   e = 2^-52 |g| |output| / h.
 //
-// The definition is evaluated as for fp32, whatever the precision of the problem, since a definition
-// rounds what a layer stores in 16 bits, and a rounded function has no derivative.
+// The definition is evaluated as for fp32, whatever the precision of the problem, since a
+// definition rounds what a layer stores in 16 bits, and a rounded function has no derivative.
 //
 // The bound of |<gradient, d> - D|, where the layer computed the gradient. It is the bound of the
 // forward pass, times the norm of what is summed:
@@ -22,34 +23,43 @@
 //
 //   D = sum_i g_i . y'_i = sum_ij p_ij (g_i . v'_j + s'_ij (g_i . v_j - g_i . y_i)).
 //
-// AbsoluteBound has the relative error B of a term p_ij v_j of the forward pass: of the score, which
-// is an absolute one of log p, of exp and of accumulation; and what a problem of 16 bits rounds. The
-// terms of D have the same factors p_ij, and products of up to 256 channels in the place of v_j,
-// whose 256 roundings are sqrt(256) u = 16 u, as those of a score: so every factor has at most the
-// relative error B. Where the errors of factors are independent with deviation B, that of D is
+// AbsoluteBound has the relative error B of a term p_ij v_j of the forward pass: of the score,
+// which is an absolute one of log p, of exp and of accumulation; and what a problem of 16 bits
+// rounds. The terms of D have the same factors p_ij, and products of up to 256 channels in the
+// place of v_j, whose 256 roundings are sqrt(256) u = 16 u, as those of a score: so every factor
+// has at most the relative error B. Where the errors of factors are independent with deviation B,
+// that of D is
 //
 //   s = B |(z_k dD/dz_k)_k|,
 //
 // whose k-th element is the sum of the terms that z_k is in. This is the norm of what is summed:
-// |g| |d|, the sizes of the other factors, and the condition of the softmax row, since it stays as it
-// is where terms of both signs leave a small D. No formula of the technique is needed for it: it is
-// the deviation of D where each number z that the definition is given becomes z (1 + B n) with a
+// |g| |d|, the sizes of the other factors, and the condition of the softmax row, since it stays as
+// it is where terms of both signs leave a small D. No formula of the technique is needed for it: it
+// is the deviation of D where each number z that the definition is given becomes z (1 + B n) with a
 // normal n. It is estimated from kPoints such points, and over directions that are drawn alike.
 //
 // Two factors are no numbers which a definition is given, and no function of these that shows it:
 //
-// - y_i, where a layer has formed it apart from the sum over g_i . v_j: a query that sees one key has
+// - y_i, where a layer has formed it apart from the sum over g_i . v_j: a query that sees one key
+// has
 //   g_i . v_j - g_i . y_i = 0 in each of those points, and a rounding in a layer. Its terms,
 //   g_ic y_ic sum_j p_ij s'_ij, are known by sum_j p_ij s'_ij, the derivative of log_sum_exp.
-// - The log_sum_exp l_i, which a layer keeps to form p_ij = exp(s_ij - l_i) again: an absolute error
+// - The log_sum_exp l_i, which a layer keeps to form p_ij = exp(s_ij - l_i) again: an absolute
+// error
 //   of it is a relative one of all p_ij of the row, whose sum so is not 1 any more. LogSumExpBound
 //   has that error; the row's terms are g_i . y'_i.
 //
 // Both are added, in squares, to s^2 for definitions that have the output log_sum_exp.
 //
-// The bound is 3 s + e: three deviations. A layer has a few roundings where B allows hundreds, so that
-// errors are a twentieth of s or less; an estimate from three points is below a twentieth of s once
-// in 6000 cases.
+// A gradient may be a sum that vanishes at every point, as that of a bias of all keys, which
+// softmax does not see: no term of it shows in the definition. Its terms are of the size of those
+// of the other gradients, into which the same factors go, so that its s is the largest of these.
+//
+// The bound is 3 s + e: three deviations. In fp32 a layer has a few roundings where B allows
+// hundreds, so that errors are a twentieth of s or less; an estimate from three points is below a
+// twentieth of s once in 6000 cases. In 16 bits B is a few roundings, and errors come near to s: an
+// estimate there needs the six that two directions give, which are below a sixth of s once in
+// 10000.
 #ifndef TFB_HARNESS_JUDGE_GRADIENTS_H_
 #define TFB_HARNESS_JUDGE_GRADIENTS_H_
 
@@ -88,8 +98,8 @@ class DefinitionGradient {
  public:
   static constexpr int kPoints = 3;
 
-  // The point: the tensors that a layer read, its parameters, and the gradients of its outputs, by the
-  // outputs' names. Those that are missing are 0.
+  // The point: the tensors that a layer read, its parameters, and the gradients of its outputs, by
+  // the outputs' names. Those that are missing are 0.
   struct Point {
     const NamedTensors* inputs = nullptr;
     const NamedTensors* parameters = nullptr;
@@ -99,8 +109,8 @@ class DefinitionGradient {
   static absl::StatusOr<DefinitionGradient> At(const Job& job, const Point& point,
                                                ThreadPool* pool);
 
-  // Returns the slopes along directions in the space of the variable, which are drawn alike. They are
-  // f64, of its shape, and of length 1.
+  // Returns the slopes along directions in the space of the variable, which are drawn alike. They
+  // are f64, of its shape, and of length 1. Variables whose slopes may vanish come behind others.
   absl::StatusOr<std::vector<Slope>> Along(const Variable& variable,
                                            const std::vector<Tensor>& directions);
   // Returns all partial derivatives by the variable, f64 of its shape.
@@ -126,9 +136,10 @@ class DefinitionGradient {
 
   const Job* job_ = nullptr;
   ThreadPool* pool_ = nullptr;
-  int64_t keys_ = 0;             // that a row can have
-  double error_ = 0;             // B
-  std::vector<Numbers> points_;  // the point itself, and kPoints near it
+  int64_t keys_ = 0;              // that a row can have
+  double error_ = 0;              // B
+  double largest_deviation_ = 0;  // s, of the slopes until now
+  std::vector<Numbers> points_;   // the point itself, and kPoints near it
 };
 
 // Returns `count` directions of a shape, f64: normal vectors of length 1.
