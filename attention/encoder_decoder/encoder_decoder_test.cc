@@ -237,8 +237,8 @@ TEST(EncoderDecoder, MasksOfTheTechniqueInsideReachAllLayersOfAStack) {
 TEST(EncoderDecoder, NoiseOfTheTechniqueInsideIsEachLayersOwn) {
   const Problem problem = Make(20, 20);
   const Options options = {{"inner", "hard[sample=gumbel]"}};
-  EXPECT_THAT(InputNames(problem, options),
-              ElementsAre("x", "key_mask", "encoder0.attention.g", "encoder1.attention.g"));
+  EXPECT_THAT(InputNames(problem, options), ElementsAre("x", "key_mask", "encoder0.attention.g",
+                                                        "baseline", "encoder1.attention.g"));
   const NamedTensors inputs = Random(problem, options), others = Random(problem, options, 6);
   for (const char* name : {"encoder0.attention.g", "encoder1.attention.g"}) {
     ExpectMatters(problem, options, inputs, name, others.at(name).Clone());
@@ -334,7 +334,7 @@ TEST(EncoderDecoder, OnlyTheLayersWhoseTechniqueReadsAMaskReadIt) {
   const Options options = {
       {"inner", "dense/longformer[window=4,max_globals=2]/hard[sample=gumbel]"}, {"layers", "3"}};
   EXPECT_THAT(InputNames(problem, options),
-              ElementsAre("x", "key_mask", "global_mask", "encoder2.attention.g"));
+              ElementsAre("x", "key_mask", "global_mask", "encoder2.attention.g", "baseline"));
   NamedTensors inputs = Random(problem, options);
   Tensor& mask = inputs["global_mask"] = Tensor(DType::kU8, {2, 40});
   Fill(mask.view(), 0);

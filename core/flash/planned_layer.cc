@@ -433,8 +433,9 @@ PlannedLayer::KeptViews PlannedLayer::TakeKept(const KeptTensor& kept, Workspace
 
 void PlannedLayer::LayOutKept(absl::Span<std::byte> memory) {
   Workspace workspace(memory);
+  const bool keeps = !memory.empty() || kept_bytes() == 0;  // a layer without rows keeps nothing
   for (const KeptTensor& kept : kept_tensors_) {
-    const KeptViews views = memory.empty() ? KeptViews() : TakeKept(kept, &workspace);
+    const KeptViews views = keeps ? TakeKept(kept, &workspace) : KeptViews();
     kept_.Set(kept.name, views.values);
     kept_rests_.Set(kept.name, views.rest);
     const bool is_output = tensors_.Get(kept.name).empty();

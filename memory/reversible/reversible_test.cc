@@ -268,7 +268,7 @@ TEST(Reversible, NoiseThatFReadsIsEachBlocksOwn) {
   const Problem problem = Problem::SelfAttention(2, 2, 20, 8);
   const Options options = {{"f", "multi_head[inner=hard[sample=gumbel]]"}};
   EXPECT_THAT(InputNames(problem, options),
-              ::testing::ElementsAre("x", "key_mask", "layer0.f.g", "layer1.f.g"));
+              ::testing::ElementsAre("x", "key_mask", "layer0.f.g", "baseline", "layer1.f.g"));
   NamedTensors inputs = Random(problem, 11, options);
   const NamedTensors others = Random(problem, 12, options);
   Tensor before = ExpectMatchesDefinition(problem, inputs, options);
