@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
-#include "core/gradient_testing.h"
+#include "core/backward_testing.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -985,7 +985,7 @@ TEST(LshBackward, PaddingHasNoGradientAndGivesNone) {
       for (auto& [name, gradient] : g) Fill(Slice(gradient.view(), 2, 55, 30), 0);
       const auto gradients_with = [&](double padding) {
         for (const char* name : {"q", "v"}) Fill(Slice(inputs[name].view(), 2, 55, 30), padding);
-        return RunBackward(*layer, ViewsOf(inputs), g).value();
+        return GradientsOf(*layer, ViewsOf(inputs), g).value();
       };
       const NamedTensors gradients = gradients_with(0.5);
       for (const auto& [name, gradient] : gradients) {
@@ -1007,7 +1007,7 @@ TEST(LshBackward, AValueThatItsTokenAloneSeesHasTheGradientOfItsOutput) {
     const NamedTensors inputs = Random(problem);
     const std::unique_ptr<Layer> layer = LshLayer(problem, {{"rounds", "3"}, {"dedup", dedup}});
     const NamedTensors g = RandomOutputGradients(*layer, 3);
-    const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+    const NamedTensors gradients = GradientsOf(*layer, ViewsOf(inputs), g).value();
     // Three weights of 1 / 3, each with a few roundings.
     EXPECT_LE(MaxDifference(gradients.at("v").view(), g.at("out").view()),
               0x1p-21 * MaxAbs(g.at("out").view()));
@@ -1052,10 +1052,10 @@ TEST(LshBackward, GradientsAreThoseOfTheDefinitionInTheBucketsThatWereFound) {
       const std::unique_ptr<Layer> layer = LshLayer(problem, options);
       const NamedTensors g = RandomOutputGradients(*layer, 3);
       EXPECT_EQ(g.size(), 2u);
-      const NamedTensors found = RunBackward(*layer, ViewsOf(inputs), g).value();
+      const NamedTensors found = GradientsOf(*layer, ViewsOf(inputs), g).value();
       EXPECT_EQ(found.size(), 2u);  // of q and v
       inputs["buckets"] = std::move(RunLsh(problem, inputs, options).at("buckets"));
-      const NamedTensors given = RunBackward(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
+      const NamedTensors given = GradientsOf(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
       for (const auto& [name, gradient] : found) {
         EXPECT_EQ(MaxDifference(gradient.view(), given.at(name).view()), 0) << name;
       }

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/backward_testing.h"
 #include "core/cpu/kernels.h"
 #include "core/definition.h"
-#include "core/gradient_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
@@ -1298,10 +1298,10 @@ TEST(RoutingBackward, GradientsAreThoseOfTheDefinitionWithTheMembersThatWereFoun
       const std::unique_ptr<Layer> layer = RoutingLayer(problem, options);
       const NamedTensors g = RandomOutputGradients(*layer, 3);
       EXPECT_EQ(g.size(), 1u);
-      const NamedTensors found = RunBackward(*layer, ViewsOf(inputs), g).value();
+      const NamedTensors found = GradientsOf(*layer, ViewsOf(inputs), g).value();
       EXPECT_EQ(found.size(), causal ? 2u : 3u);
       inputs["members"] = std::move(RunLayer(*layer, ViewsOf(inputs)).value().at("members"));
-      const NamedTensors of_given = RunBackward(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
+      const NamedTensors of_given = GradientsOf(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
       for (const auto& [name, gradient] : found) {
         EXPECT_EQ(MaxDifference(gradient.view(), of_given.at(name).view()), 0) << name;
       }
@@ -1332,7 +1332,7 @@ TEST(RoutingBackward, PaddingHasNoGradientAndGivesNone) {
         for (auto& [name, input] : inputs) {
           if (name != "key_mask") Fill(Slice(input.view(), 2, 0, 100), padding);
         }
-        return RunBackward(*layer, ViewsOf(inputs), g).value();
+        return GradientsOf(*layer, ViewsOf(inputs), g).value();
       };
       const NamedTensors gradients = gradients_with(0.5);
       for (const auto& [name, gradient] : gradients) {
@@ -1353,7 +1353,7 @@ TEST(RoutingBackward, AQueryInNoClusterHasNoGradient) {
   inputs["members"] = Marks({"11011000", "10101001", "11110000", "11110000"});
   const std::unique_ptr<Layer> layer = RoutingLayer(problem, Clusters(2));
   const NamedTensors g = RandomOutputGradients(*layer, 3);
-  const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+  const NamedTensors gradients = GradientsOf(*layer, ViewsOf(inputs), g).value();
   for (int64_t i = 0; i < 8; ++i) {
     const bool is_in_none = i == 5 || i == 6;
     EXPECT_EQ(MaxAbs(Slice(gradients.at("q").view(), 2, i, 1)) == 0, is_in_none) << i;

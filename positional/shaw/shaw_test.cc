@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "attention/dense/dense.h"
-#include "core/gradient_testing.h"
+#include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -256,10 +256,10 @@ TEST(ShawBackward, GradientsAreThoseOfTheDefinition) {
         for (int64_t j = 20; j < 26; ++j) *inputs["key_mask"].view().MutableAt<uint8_t>(1, j) = 0;
         const NamedTensors g = RandomOutputGradients(*layer, 3);
         EXPECT_EQ(g.size(), 2u);
-        const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+        const NamedTensors gradients = GradientsOf(*layer, ViewsOf(inputs), g).value();
         EXPECT_EQ(gradients.size(), 3 + layer->parameters().size());
         const NamedTensors of_three =
-            RunBackward(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
+            GradientsOf(*layer, ViewsOf(inputs), g, /*threads=*/3).value();
         for (const auto& [name, gradient] : gradients) {
           EXPECT_EQ(MaxDifference(gradient.view(), of_three.at(name).view()), 0) << name;
         }
@@ -285,9 +285,9 @@ TEST(ShawBackward, TablesOfZeroGiveTheGradientsOfDense) {
     const std::unique_ptr<Layer> dense =
         dense::Dense().Create(problem, {}, Device::kCpu, /*seed=*/1).value();
     const NamedTensors g = RandomOutputGradients(*layer, 3);
-    const NamedTensors ours = RunBackward(*layer, ViewsOf(inputs), g).value();
+    const NamedTensors ours = GradientsOf(*layer, ViewsOf(inputs), g).value();
     // Elements of the gradients are of order 1, and both sums have the forward pass's errors.
-    const NamedTensors of_dense = RunBackward(*dense, ViewsOf(inputs), g).value();
+    const NamedTensors of_dense = GradientsOf(*dense, ViewsOf(inputs), g).value();
     for (const auto& [name, expected] : of_dense) {
       EXPECT_LE(MaxDifference(ours.at(name).view(), expected.view()),
                 2 * Fp32Bound(inputs.at("v").view()))
@@ -304,7 +304,7 @@ TEST(ShawBackward, ADistanceOfZeroGivesTheOnlyValueVectorTheSumOfTheOutputsGradi
   const std::unique_ptr<Layer> layer = LayerWithLargeTables(problem, K(0));
   NamedTensors g = RandomOutputGradients(*layer, 3);
   g.erase("log_sum_exp");
-  const NamedTensors gradients = RunBackward(*layer, ViewsOf(inputs), g).value();
+  const NamedTensors gradients = GradientsOf(*layer, ViewsOf(inputs), g).value();
   for (int64_t h = 0; h < 2; ++h) {
     for (int64_t c = 0; c < 8; ++c) {
       double sum = 0;
@@ -334,7 +334,7 @@ TEST(ShawBackward, PaddingHasNoGradientAndGivesNone) {
       for (const char* name : {"q", "k", "v"}) {
         Fill(Slice(inputs[name].view(), 2, 55, 30), padding);
       }
-      return RunBackward(*layer, ViewsOf(inputs), g).value();
+      return GradientsOf(*layer, ViewsOf(inputs), g).value();
     };
     const NamedTensors gradients = gradients_with(0.5);
     for (const char* name : {"q", "k", "v"}) {
