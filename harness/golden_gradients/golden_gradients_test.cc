@@ -62,9 +62,9 @@ INSTANTIATE_TEST_SUITE_P(Files, GoldenGradients,
                                            "performer_softmax", "performer_softmax_causal",
                                            "t5_bias_causal_after_cache"));
 
-// The bound is that of ExpectGradientsOfDefinition (core/backward_testing.h): as many roundings as the
-// sums between a tensor and the loss have terms, of the gradient and of |g| |out| / |x|, which it is
-// where it does not cancel. The file's own rounding to float32 is one more.
+// The bound is that of ExpectGradientsOfDefinition (core/backward_testing.h): as many roundings as
+// the sums between a tensor and the loss have terms, of the gradient and of |g| |out| / |x|, which
+// the gradient is where it does not cancel. The file's own rounding to float32 is one more.
 TEST_P(GoldenGradients, AreThoseOfTheLayer) {
   const SafetensorsFile golden =
       GoldenFile(absl::StrCat("harness/golden_gradients/", GetParam(), ".safetensors"));
