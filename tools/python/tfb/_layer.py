@@ -146,7 +146,7 @@ class Layer:
         `run` and `append` do it where it was not done.
         """
         tensors = _Tensors(inputs)
-        _check(LIBRARY.tfb_setup(self._layer, tensors.array, tensors.count, None, 0, None))
+        self._check_call(LIBRARY.tfb_setup(self._layer, tensors.array, tensors.count, None, 0, None))
         self._is_set_up = True
         self._is_backward_set_up = False
 
@@ -222,7 +222,7 @@ class Layer:
         if not self._is_set_up:  # of a layer like the one that ran
             self.setup(**inputs)
         if not self._is_backward_set_up:
-            _check(LIBRARY.tfb_setup_backward(self._layer, given.array, given.count, None, 0, None))
+            self._check_call(LIBRARY.tfb_setup_backward(self._layer, given.array, given.count, None, 0, None))
             self._is_backward_set_up = True
         tensors = [given] + [_Tensors(arrays) for arrays in (outputs, output_gradients, of_inputs, of_parameters)]
         call = TfbBackwardCall(*(one.argument() for one in tensors))
