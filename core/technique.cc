@@ -224,6 +224,7 @@ absl::Status Layer::SetUpBackward(const Inputs& inputs, const Execution& executi
   TFB_RETURN_IF_ERROR(CheckBackward());
   TFB_RETURN_IF_ERROR(CheckBackwardCall(execution));
   TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
+  backward_ready_ = false;
   backward_ = {outputs_, output_gradients(), input_gradients(), parameter_gradients()};
   for (TensorSpec& output : backward_.outputs) output.optional = output.name != "out";
   const ScopedFlushDenormals flush;

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/status.h"
+#include "core/zeros.h"
 
 namespace tfb::multi_head {
 namespace {
@@ -95,7 +96,7 @@ class MultiHeadLayer : public Layer {
   }
   absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
     return attention_.Backward({InputsOf(call.inputs, further_),
-                                call.output_gradients.Get("out"),
+                                OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out")),
                                 {},
                                 call.input_gradients.Get("x"),
                                 call.input_gradients.Get("memory"),

@@ -7,6 +7,7 @@
 #include "core/flash/planned_layer.h"
 #include "core/flash/rows.h"
 #include "core/status.h"
+#include "core/zeros.h"
 
 namespace tfb {
 namespace {
@@ -58,13 +59,6 @@ void AddByToken(const ConstTensorView& rows, const TokenOrder& order, const Tens
       for (int64_t c = 0; c < channels; ++c) sum[c * to.stride(3)] += from[c];
     }
   });
-}
-
-// Returns a gradient of zeros where the caller gives none.
-ConstTensorView OrZeros(const ConstTensorView& gradient, const ConstTensorView& like) {
-  static constexpr float kZero = 0;
-  if (!gradient.empty()) return gradient;
-  return ConstTensorView(&kZero, DType::kF32, like.shape(), Shape(like.rank, 0));
 }
 
 }  // namespace

@@ -1,0 +1,18 @@
+// A gradient that a caller left out is 0.
+#ifndef TFB_CORE_ZEROS_H_
+#define TFB_CORE_ZEROS_H_
+
+#include "core/tensor.h"
+
+namespace tfb {
+
+// Returns the gradient, or where it is empty zeros of the shape of `like`.
+inline ConstTensorView OrZeros(const ConstTensorView& gradient, const ConstTensorView& like) {
+  static constexpr float kZero = 0;
+  if (!gradient.empty()) return gradient;
+  return ConstTensorView(&kZero, DType::kF32, like.shape(), Shape(like.rank, 0));
+}
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_ZEROS_H_
