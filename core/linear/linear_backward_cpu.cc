@@ -166,9 +166,7 @@ class Backward {
     for (block_ = KeptBlocks(problem_) - 1; block_ >= 0; --block_, which_ = 1 - which_) {
       count_ = std::min(kKeptChunks, CeilDivide(problem_.kv_tokens, kChunk) - block_ * kKeptChunks);
       LocateSums();
-      ForEachItem([&](int64_t slot, Chunk& chunk, int64_t n, int64_t g, BackwardScratch& scratch) {
-        Load(slot, chunk, (block_ * kKeptChunks + n) * kChunk, g, scratch);
-      });
+      LoadChunks();
       ComputeSums();
       pool_.ParallelFor(heads_ * count_, [&](int64_t task, int worker) {
         const int64_t slot = task / count_;
@@ -182,12 +180,7 @@ class Backward {
                             memory_.chains[slot], memory_.scratch[worker]);
         }
       });
-      ForEachItem([&](int64_t slot, Chunk& chunk, int64_t, int64_t g, BackwardScratch& scratch) {
-        Store(slot, chunk, g, scratch);
-      });
-      pool_.ParallelFor(run_.wants_w() ? heads_ * kSumSlices : 0, [&](int64_t task, int) {
-        AddSliceToW(task / kSumSlices, task % kSumSlices);
-      });
+      StoreKeysAndAddToW();
     }
     for (int64_t slot = 0; run_.NeedsMaximumKey() && slot < heads_; ++slot) {
       run_.StoreMaximumKey(BatchOf(slot), HeadOf(slot), memory_.chains[slot], PartOfW(slot));
@@ -201,17 +194,6 @@ class Backward {
   float* StateAfter(int64_t slot, int64_t which) const {
     return memory_.states + (slot * 2 + which) * sizes_.state;
   }
-  // Calls body(head, chunk, its number, g, scratch) for each chunk of the block and g in [0,
-  // group]: the queries of a head of the group, or, where g is `group`, the keys.
-  template <class Body>
-  void ForEachItem(Body body) const {
-    const int64_t items = problem_.group() + 1;
-    pool_.ParallelFor(heads_ * count_ * items, [&](int64_t task, int worker) {
-      const int64_t slot = task / items / count_, n = task / items % count_;
-      body(slot, ChunksOf(slot)[n], n, task % items, memory_.scratch[worker]);
-    });
-  }
-
   // Tells the chunks where the sums before and after them are.
   void LocateSums() const {
     for (int64_t slot = 0; slot < heads_; ++slot) {
@@ -226,15 +208,22 @@ class Backward {
     }
   }
 
-  void Load(int64_t slot, Chunk& chunk, int64_t first_key, int64_t g,
-            BackwardScratch& scratch) const {
-    const int64_t group = problem_.group();
-    if (g == group) return run_.LoadChunkKeys(first_ + slot, first_key, chunk, scratch);
-    const int64_t end = std::min(first_key + kChunk, problem_.kv_tokens);
-    const int64_t first = std::max<int64_t>(first_key - problem_.causal_offset(), 0);
-    const int64_t rows = std::max<int64_t>(end - problem_.causal_offset() - first, 0);
-    run_.LoadChunkQueries(BatchOf(slot), HeadOf(slot) * group + g, first, rows, chunk.queries[g],
-                          scratch);
+  // Loads the keys of each chunk, and the queries of each head of the group.
+  void LoadChunks() const {
+    const int64_t items = problem_.group() + 1;
+    pool_.ParallelFor(heads_ * count_ * items, [&](int64_t task, int worker) {
+      const int64_t slot = task / items / count_, n = task / items % count_, g = task % items;
+      Chunk& chunk = ChunksOf(slot)[n];
+      const int64_t first_key = (block_ * kKeptChunks + n) * kChunk;
+      if (g == problem_.group()) {
+        return run_.LoadChunkKeys(first_ + slot, first_key, chunk, memory_.scratch[worker]);
+      }
+      const int64_t end = std::min(first_key + kChunk, problem_.kv_tokens);
+      const int64_t first = std::max<int64_t>(first_key - problem_.causal_offset(), 0);
+      const int64_t rows = std::max<int64_t>(end - problem_.causal_offset() - first, 0);
+      run_.LoadChunkQueries(BatchOf(slot), HeadOf(slot) * problem_.group() + g, first, rows,
+                            chunk.queries[g], memory_.scratch[worker]);
+    });
   }
 
   // Computes the sums before and after each chunk.
@@ -257,11 +246,17 @@ class Backward {
     });
   }
 
-  void Store(int64_t slot, Chunk& chunk, int64_t g, BackwardScratch& scratch) const {
-    const int64_t b = BatchOf(slot), h = HeadOf(slot), group = problem_.group();
-    if (g < group) return run_.StoreQueryGradients(b, h * group + g, chunk.queries[g], scratch);
-    run_.StoreKeyGradients(b, h, chunk, run_.NeedsMaximumKey() ? memory_.chains + slot : nullptr,
-                           scratch);
+  void StoreKeysAndAddToW() const {
+    const int64_t chunks = heads_ * count_, slices = run_.wants_w() ? heads_ * kSumSlices : 0;
+    pool_.ParallelFor(chunks + slices, [&](int64_t task, int worker) {
+      if (task >= chunks) {
+        return AddSliceToW((task - chunks) / kSumSlices, (task - chunks) % kSumSlices);
+      }
+      const int64_t slot = task / count_;
+      run_.StoreKeyGradients(BatchOf(slot), HeadOf(slot), ChunksOf(slot)[task % count_],
+                             run_.NeedsMaximumKey() ? memory_.chains + slot : nullptr,
+                             memory_.scratch[worker]);
+    });
   }
 
   void AddSliceToW(int64_t slot, int64_t slice) const {

@@ -6,7 +6,7 @@ namespace tfb::linear_cpu {
 namespace {
 
 constexpr int64_t kGroupTokens = 512;     // least queries, and keys, in a task
-constexpr int64_t kWantedTasks = 16;      // tasks that few heads are cut into
+constexpr int64_t kWantedTasks = 16;      // not causal: tasks that few heads are cut into
 constexpr int64_t kHeldBytes = 32 << 20;  // bytes of heads whose sums are held at a time
 
 // `chunk` is null while the workspace only counts.
@@ -65,9 +65,9 @@ BackwardPlan::BackwardPlan(const Problem& p, const Sizes& sizes, int threads)
       matrix_floats(sizes.projections * sizes.input_row) {
   const int64_t most_heads = std::max<int64_t>(heads, 1);
   if (p.causal) {
-    // The chunks of a block and head are tasks.
-    const int64_t wanted = std::max<int64_t>(kWantedTasks, 2 * threads);
-    held_heads = std::min(CeilDivide(wanted, kKeptChunks), most_heads);
+    // The chunks of a block and head are tasks, two for each thread at least; more heads would only
+    // take more of the caches.
+    held_heads = std::min(CeilDivide(2 * threads, kKeptChunks), most_heads);
     return;
   }
   const int64_t tokens = std::max(p.query_tokens, p.kv_tokens);

@@ -170,6 +170,7 @@ void LinearGradient::Differentiate(int64_t b, int64_t h, Chunk& chunk,
     kernels_.transpose64(scratch.pair_gradients, kChunk, kChunk, scratch.pair_columns);
     AddPairsToKeys(chunk.keys, queries, scratch);
     DifferentiateQueries(queries, StateAt(chunk.before), &chunk.keys, sums_of_pairs, scratch);
+    StoreQueryGradients(b, h * problem_.group() + g, queries, scratch);
   }
   FinishKeys(b, h, StateAt(chunk.after), chunk, scratch);
 }

@@ -128,8 +128,8 @@ class LinearGradient : public Pass {
   void AdvanceQuerySlice(const Chunk* chunks, int64_t count, int64_t slice, const Sums& next,
                          BackwardScratch& scratch) const;
 
-  // Differentiates a chunk of a causal problem: its values, and the projections of its keys and
-  // queries.
+  // Differentiates a chunk of a causal problem: its values, its queries and the projections of its
+  // keys.
   void Differentiate(int64_t b, int64_t h, Chunk& chunk, BackwardScratch& scratch) const;
 
   // Differentiates rows of queries that see all keys of the sums.
