@@ -79,14 +79,9 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, technique: str, causal:
         if tensor.dim() != 4:
             raise tfb.InvalidArgumentError('%s has shape %s; it must be [batch, heads, tokens, channels]' %
                                            (name, list(tensor.shape)))
-    kept_bytes = 0
-    if keep:
-        sizes = (*q.shape, *k.shape, *v.shape)
-        if all(isinstance(size, int) for size in sizes):
-            layer = _layer_of(q, k, v, technique, causal)
-            kept_bytes = layer.kept_bytes() if _has_backward(layer) else 0
-        else:  # what a technique keeps is no formula of the sizes
-            kept_bytes = torch.library.get_ctx().new_dynamic_size()
+    # What a technique keeps is no formula of the sizes, and compiled code, which PyTorch caches on disk, outlives a version
+    # of the library.
+    kept_bytes = torch.library.get_ctx().new_dynamic_size() if keep else 0
     return (q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3])), q.new_empty(kept_bytes, dtype=torch.uint8))
 
 
