@@ -282,7 +282,9 @@ absl::Status ReversibleStack::BackwardG(Block& block, const Streams& streams,
                                         const Streams& gradients, const BackwardCall& call,
                                         const Execution& execution) const {
   const Outputs& parameters = call.parameter_gradients;
-  for (int64_t begin = 0; begin < problem_.query_tokens; begin += chunk_tokens()) {
+  // A sequence without tokens is one empty chunk, whose gradients of parameters are 0.
+  const int64_t all_tokens = std::max<int64_t>(problem_.query_tokens, 1);
+  for (int64_t begin = 0; begin < all_tokens; begin += chunk_tokens()) {
     const int64_t tokens = std::min(chunk_tokens(), problem_.query_tokens - begin);
     const auto part = [&](const TensorView& view) { return Slice(view, 1, begin, tokens); };
     const TensorView first = part(streams.first), second = part(streams.second);

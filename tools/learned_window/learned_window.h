@@ -17,7 +17,7 @@ struct LearnedWindowOptions {
   double ramp = 32;
 
   void Describe(OptionBinder& bind) {
-    bind.Real("window", &window, 0, kMaxTokens, "tokens: mean of the drawn widths", {0, 128, 512});
+    bind.Real("window", &window, 1, kMaxTokens, "tokens: mean of the drawn widths", {1, 128, 512});
     bind.Real("ramp", &ramp, 1, kMaxTokens, "tokens where weights fall to 0", {1, 32});
   }
 };

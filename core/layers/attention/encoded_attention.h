@@ -17,12 +17,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/layers/attention/projected_attention.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -41,9 +41,9 @@ struct EncodedAttentionPlan {
   // The parameters that the encodings are rows of, for the backward pass: P of [tables, any number
   // of rows, model_dim], of which the tokens have rows first_position on, and t [applications,
   // model_dim]. Empty where there is no such parameter.
-  std::string positions_parameter = "";
+  absl::string_view positions_parameter = "";
   int64_t first_position = 0;
-  std::string times_parameter = "";
+  absl::string_view times_parameter = "";
 };
 
 // The encodings to add, f32, in host memory.
