@@ -14,7 +14,7 @@
 
 namespace tfb {
 
-// What a Run and its Backward wrote.
+// Holds what a Run and its Backward wrote.
 struct LayerGradients {
   NamedTensors outputs;
   NamedTensors inputs;      // gradients of the inputs that were given

@@ -407,7 +407,7 @@ class EncoderDecoderLayer : public Layer {
     layers::FeedForwardNames feed_forward_names{""};
     layers::NormNames norm_names{""};
   };
-  // What a Run keeps of a sublayer.
+  // Holds what a Run keeps of a sublayer.
   struct Kept {
     // [batch, tokens, model_dim], f32: what its LN reads, which is the sublayer's input with
     // pre_norm and else the residual sum. Empty where that is the stack's input.
@@ -645,7 +645,7 @@ class EncoderDecoderLayer : public Layer {
     return scratch;
   }
 
-  // What the sublayers of one stack share in one backward pass.
+  // Holds what the sublayers of one stack share in one backward pass.
   struct BackwardWalk {
     const BackwardCall& call;
     ConstTensorView x;       // the stack's input

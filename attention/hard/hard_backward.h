@@ -17,7 +17,7 @@ struct HardBackwardCall {
   ConstTensorView index;         // i32 [batch, query_heads, query_tokens], as chosen
   ConstTensorView baseline;      // or empty: 0
   ConstTensorView out_gradient;  // or empty: 0
-  // What is written; each may be empty. Without sampling there is no gradient of q and k.
+  // The call writes these, of which each may be empty. Only sampling gives q and k gradients.
   TensorView q_gradient, k_gradient, v_gradient;
   float scale = 1;
 };

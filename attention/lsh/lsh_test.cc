@@ -970,7 +970,7 @@ std::unique_ptr<Layer> LshLayer(const Problem& problem, const Options& options) 
   return Lsh().Create(problem, options, Device::kCpu, /*seed=*/1).value();
 }
 
-// What padding holds reaches nothing where the loss does not read its rows, and has no gradient.
+// Padding reaches nothing where the loss does not read its rows, and it has no gradient.
 TEST(LshBackward, PaddingHasNoGradientAndGivesNone) {
   for (const bool causal : {false, true}) {
     for (const Options& kind : {Options{}, kNoMask, kWrap}) {

@@ -1316,7 +1316,7 @@ TEST(RoutingBackward, GradientsAreThoseOfTheDefinitionWithTheMembersThatWereFoun
   }
 }
 
-// What padding holds reaches nothing where the loss does not read its rows, and has no gradient.
+// Padding reaches nothing where the loss does not read its rows, and it has no gradient.
 // With one token of four it is a member of every cluster.
 TEST(RoutingBackward, PaddingHasNoGradientAndGivesNone) {
   for (const bool causal : {false, true}) {

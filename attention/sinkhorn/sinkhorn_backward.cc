@@ -21,7 +21,7 @@ void AddToRow(const float* from, int64_t channels, const TensorView& view, int64
   for (int64_t c = 0; c < channels; ++c) to[c * stride] += from[c];
 }
 
-// What the tasks share. A head is b heads + h.
+// Holds what the tasks share. A head is counted as b heads + h.
 struct Memory {
   float* sort;              // [heads][blocks][columns]: S
   double* matrix;           // of that shape: dS, and then the gradient of the network's output

@@ -1,4 +1,4 @@
-// What the CPU's sorting of blocks and its backward pass have in common: the matrix of one head,
+// Holds what the CPU's sorting of blocks and its backward pass share: the matrix of one head,
 // and rows of blocks.
 #ifndef TFB_ATTENTION_SINKHORN_SORTER_H_
 #define TFB_ATTENTION_SINKHORN_SORTER_H_

@@ -433,8 +433,8 @@ def gradients(technique: str,
               **inputs: Any) -> Gradients:
     """Returns the gradients of a loss L with respect to what the technique's attention reads, given dL/d(out).
 
-        found = tfb.gradients("t5_bias", q, k, v, grad_out, causal=True)
-        found.inputs["q"], found.inputs["k"], found.inputs["v"], found.parameters["beta"]
+        found = tfb.gradients(technique, q, k, v, grad_out, causal=True)
+        found.inputs["q"], found.inputs["k"], found.inputs["v"], found.parameters
 
     The arguments are those of `attention`.
 
