@@ -150,6 +150,9 @@ class Layer {
   // Returns why Backward does not differentiate through some inputs and parameters of floating
   // dtype, by their names: a memory at which the paper stops the gradient, say.
   virtual std::map<std::string, std::string> stopped_gradients() const { return {}; }
+  // Returns of which inputs and parameters Backward writes a random estimate of the gradient, whose
+  // mean it is, and why, by their names.
+  virtual std::map<std::string, std::string> estimated_gradients() const { return {}; }
   // Returns the outputs whose gradients Backward takes: "out" and, of attention, "log_sum_exp".
   virtual std::vector<std::string> differentiable_outputs() const { return {"out"}; }
   // Return the specs of the tensors of BackwardCall, of which all are optional but the output "out".

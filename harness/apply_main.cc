@@ -26,6 +26,7 @@
 #include "harness/inputs/technique_tensors.h"
 #include "harness/judge/bound_layer.h"
 #include "harness/judge/evaluate.h"
+#include "harness/judge/judge_gradients.h"
 #include "harness/measure/machine.h"
 #include "results/files.h"
 #include "results/table.h"
@@ -64,8 +65,10 @@ ABSL_FLAG(
     bool, backward, false,
     "Also call the backward pass. The input file then has grad_out, the gradient of a loss by the "
     "output, of the output's shape, and may have grad_log_sum_exp. --output gets grad_NAME, the "
-    "loss's gradient by each input and parameter; the norm of each is printed, and what in it is "
-    "NaN or infinite. With --draw_input grad_out is drawn, too.");
+    "loss's gradient by each input and parameter; the norm of each is printed, what in it is NaN "
+    "or "
+    "infinite, and its error against derivatives of the definition, of the loss over --rows. With "
+    "--draw_input grad_out is drawn, too.");
 ABSL_FLAG(bool, causal, false,
           "Query i sees keys up to i + (keys - queries), as with a key-value cache.");
 ABSL_FLAG(int64_t, rows, 256,
@@ -379,6 +382,21 @@ bool PrintGradients(const NamedTensors& tensors, const std::vector<std::string>&
   return all_finite;
 }
 
+// Holds the gradients against the definition and prints their errors. Returns whether all are
+// within their bounds.
+absl::StatusOr<bool> CheckGradients(const EvaluateRequest& request, Layer* layer) {
+  TFB_ASSIGN_OR_RETURN(const std::vector<GradientError> errors, EvaluateGradients(request, layer));
+  bool passed = true;
+  for (const auto& [name, error] : errors) {
+    passed = passed && error.passed();
+    PrintLine(absl::StrCat("error of the gradient of ", name), Against(error));
+  }
+  for (const auto& [name, reason] : layer->estimated_gradients()) {
+    PrintLine(absl::StrCat("no error of ", kGradient, name), reason);
+  }
+  return passed;
+}
+
 void PrintEnd(const Job& job, const Accuracy& accuracy) {
   for (const auto& [flag, path] : {std::make_pair("output", absl::GetFlag(FLAGS_output)),
                                    {"parameters", absl::GetFlag(FLAGS_dump_parameters)}}) {
@@ -510,11 +528,17 @@ absl::StatusOr<int> Apply() {
   TFB_RETURN_IF_ERROR(WriteFiles(job, accuracy));
   PrintDrawn(job, specs, given_parameters, accuracy.parameters);
   PrintErrors(job, accuracy);
-  const bool are_finite =
-      !backward || PrintGradients(accuracy.outputs, gradients, layer->stopped_gradients());
+  bool are_finite = true, are_right = true;
+  if (backward) {
+    are_finite = PrintGradients(accuracy.outputs, gradients, layer->stopped_gradients());
+    if (are_finite) {
+      TFB_ASSIGN_OR_RETURN(are_right, CheckGradients(request, layer.get()));
+    }
+  }
   PrintEnd(job, accuracy);
   if (!are_finite) absl::PrintF("FAILED: a gradient has elements that are NaN or infinite\n");
-  return accuracy.passed && are_finite ? kExitDone : kExitCheckFailed;
+  if (!are_right) absl::PrintF("FAILED: the error of a gradient exceeds its bound\n");
+  return accuracy.passed && are_finite && are_right ? kExitDone : kExitCheckFailed;
 }
 
 }  // namespace

@@ -39,6 +39,9 @@ ABSL_FLAG(
     std::string, devices, "",
     "Of cpu, cuda, simulator, which runs the code for GPUs on the host: slowly, so with short "
     "--lengths. Empty: the CPU, and CUDA for the techniques that have it.");
+ABSL_FLAG(std::string, pass, "forward",
+          "Of forward, backward. forward: the outputs of a run. backward: the gradients that the "
+          "backward pass writes, held against derivatives of the definition.");
 ABSL_FLAG(std::string, dtypes, "f32,bf16", "Of f32, bf16, f16: the type of inputs and outputs.");
 ABSL_FLAG(std::string, input, "real,gaussian,peaked,needle",
           "Of real, gaussian, peaked, needle, text, FILE.safetensors.");
@@ -97,6 +100,11 @@ absl::StatusOr<std::vector<Job>> MakeAllCases() {
   flags.head_dims = absl::GetFlag(FLAGS_head_dims);
   flags.batches = absl::GetFlag(FLAGS_batches);
   flags.causal = absl::GetFlag(FLAGS_causal);
+  flags.passes = absl::GetFlag(FLAGS_pass);
+  if (absl::StrContains(flags.passes, Name(Case::PASS_TRAINING))) {
+    return absl::InvalidArgumentError(
+        "--pass: the errors of a training step are those of forward,backward");
+  }
   flags.seed = absl::GetFlag(FLAGS_seed);
   const int threads = absl::GetFlag(FLAGS_threads);
   if (threads < 0 || threads > 4096) {

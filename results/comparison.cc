@@ -307,6 +307,7 @@ class Comparer {
     CompareMemory(base, now);
     if (base.key().dtype() != now.key().dtype()) return;
     CompareDefinition(base, now);
+    CompareGradients(base, now);
     CompareDense(base, now);
   }
 
@@ -537,13 +538,30 @@ class Comparer {
       AddVanishedError(kWhat, *value_before, base, now);
     }
     if (!value_before.has_value() || !value_after.has_value()) return;
-    if (before.has_passed() && after.has_passed()) {
-      Verdict verdict = Verdict::kSame;
-      if (before.passed() && !after.passed()) verdict = Verdict::kRegressed;
-      if (!before.passed() && after.passed()) verdict = Verdict::kImproved;
-      AddErrors(kWhat, now, *value_before, *value_after, verdict);
-    } else {
-      AddErrors(kWhat, now, *value_before, *value_after, JudgeError(*value_before, *value_after));
+    const Verdict verdict = before.has_passed() && after.has_passed()
+                                ? JudgePassed(before.passed(), after.passed())
+                                : JudgeError(*value_before, *value_after);
+    AddErrors(kWhat, now, *value_before, *value_after, verdict);
+  }
+
+  static Verdict JudgePassed(bool before, bool after) {
+    if (before == after) return Verdict::kSame;
+    return before ? Verdict::kRegressed : Verdict::kImproved;
+  }
+
+  // Compares the gradients by their names: one may get better while another gets worse.
+  void CompareGradients(const Case& base, const Case& now) {
+    std::map<std::string, const BoundedNumber*> errors;
+    for (const NamedError& one : now.outcome().gradient_errors()) errors[one.name()] = &one.error();
+    for (const NamedError& before : base.outcome().gradient_errors()) {
+      const std::string what = absl::StrCat("error of the gradient of ", Printable(before.name()));
+      const auto after = errors.find(before.name());
+      if (after == errors.end() || !after->second->has_value()) {
+        AddVanishedError(what, before.error().value(), base, now);
+        continue;
+      }
+      AddErrors(what, now, before.error().value(), after->second->value(),
+                JudgePassed(before.error().passed(), after->second->passed()));
     }
   }
 

@@ -416,6 +416,33 @@ TEST(Compare, ABoundThatNoLongerHoldsRegressesAndRoundingDoesNot) {
   EXPECT_EQ(comparison.findings.front().what, "error against its definition");
 }
 
+// Each gradient is compared with that of the same name.
+TEST(Compare, AGradientThatExceedsItsBoundRegressesAndOneThatVanishesToo) {
+  ResultSet base = MakeSweep();
+  const auto set = [](absl::string_view name, double value, ResultSet* results) {
+    NamedError* error =
+        Find("near", Case::PURPOSE_ACCURACY, results)->mutable_outcome()->add_gradient_errors();
+    error->set_name(std::string(name));
+    error->mutable_error()->set_value(value);
+    error->mutable_error()->set_bound(6e-5);
+    error->mutable_error()->set_passed(value <= 6e-5);
+  };
+  set("q", 1e-7, &base);
+  set("k", 7e-5, &base);
+  ResultSet now = MakeSweep();
+  set("k", 6e-5, &now);
+  set("q", 5e-5, &now);  // rounding
+  Comparison comparison = CompareOrDie(base, now);
+  EXPECT_FALSE(comparison.regressed()) << Text(comparison);
+  EXPECT_EQ(comparison.Count(Verdict::kImproved), 1);
+  comparison = CompareOrDie(now, base);
+  ASSERT_EQ(comparison.Count(Verdict::kRegressed), 1) << Text(comparison);
+  EXPECT_EQ(comparison.findings.front().what, "error of the gradient of k");
+  comparison = CompareOrDie(base, MakeSweep());
+  EXPECT_EQ(comparison.Count(Verdict::kRegressed), 2) << Text(comparison);
+  EXPECT_EQ(comparison.findings.front().now, "missing");
+}
+
 TEST(Compare, AnErrorAgainstDenseThatGrewRegresses) {
   ResultSet now = MakeSweep();
   ErrorMeasure* error =

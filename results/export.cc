@@ -280,7 +280,7 @@ Fields CurveFields(const Analysis& analysis, const Case& result) {
   return fields;
 }
 
-Fields ErrorFields(const Case& result) {
+Fields ErrorFields(const Analysis& analysis, const Case& result) {
   const Outcome& outcome = result.outcome();
   Fields fields;
   AddError("definition", outcome.has_against_definition(), outcome.against_definition(), &fields);
@@ -295,6 +295,12 @@ Fields ErrorFields(const Case& result) {
                       Value::Number(Known(outcome.has_recall_top_k(), outcome.recall_top_k())));
   fields.emplace_back("recall_k",
                       Value::Number(Known(outcome.has_recall_top_k(), outcome.recall_k())));
+  if (HasPasses(analysis)) {
+    const NamedError* worst = WorstGradientError(outcome);
+    AddBounded("gradient_error", worst == nullptr ? BoundedNumber() : worst->error(), &fields);
+    fields.emplace_back("gradient_error_of",
+                        worst == nullptr ? Value() : Value::Text(worst->name()));
+  }
   return fields;
 }
 
@@ -335,7 +341,7 @@ Fields CsvFields(const Analysis& analysis, const Case& result) {
   for (const Fields& part :
        {KeyFields(analysis, result), TechniqueFields(result), StatusFields(result),
         TimeFields(analysis, result), CostFields(analysis, result), CurveFields(analysis, result),
-        ErrorFields(result)}) {
+        ErrorFields(analysis, result)}) {
     fields.insert(fields.end(), part.begin(), part.end());
   }
   std::vector<std::string> statistics;
@@ -468,7 +474,7 @@ Json JsonCase(const Analysis& analysis, const Case& result) {
     json["device_state"] = JsonObject(DeviceFields(result));
   }
   json["curve"] = JsonObject(CurveFields(analysis, result));
-  json["errors"] = JsonObject(ErrorFields(result));
+  json["errors"] = JsonObject(ErrorFields(analysis, result));
   json["statistics"] = Json::object();
   for (const auto& [name, value] : Statistics(result)) {
     json["statistics"][name] = JsonNumber(value);

@@ -484,8 +484,8 @@ TEST(Golden, EveryFieldOfAnExport) {
                Render(results, OptionsOf(RenderFormat::kBenchmarkJson, true, 0)));
 }
 
-// "plain" and "near" in all three passes with the errors of the forward pass, and "sketch", which
-// has no backward pass. In a training step near is faster than plain from twice as many tokens on.
+// "plain" and "near" in all three passes with errors of the outputs and of gradients, and "sketch",
+// which has no backward pass. In a training step near is faster than plain from twice as many tokens on.
 ResultSet MakePasses() {
   ResultSet results = synthetic::MakeSweep();
   const std::vector<Case> forward(results.cases().begin(), results.cases().end());
@@ -503,6 +503,19 @@ ResultSet MakePasses() {
         continue;
       }
       const bool is_step = pass == Case::PASS_TRAINING;
+      outcome->clear_against_definition();
+      outcome->clear_against_dense();
+      const int64_t tokens = one.key().problem().query_tokens();
+      for (const char* name : {"q", "k", "parameters"}) {
+        if (is_step || tokens == 256) continue;  // the sweep has no time for the shortest
+        NamedError* error = outcome->add_gradient_errors();
+        error->set_name(name);
+        const bool is_worst =
+            one.key().technique() == "near" && tokens == 1024 && error->name() == "q";
+        error->mutable_error()->set_value(is_worst ? 5e-5 : error->name() == "k" ? 2e-7 : 1e-7);
+        error->mutable_error()->set_bound(6e-5);
+        error->mutable_error()->set_passed(true);
+      }
       outcome->set_flops((is_step ? 3.5 : 2.5) * outcome->flops());
       outcome->set_kept_bytes(8 * one.key().problem().query_tokens() * 65 * 4);
       const double factor = (is_step ? 3.5 : 2.5) * (one.key().technique() == "near" ? 2 : 1);

@@ -14,6 +14,7 @@
 #include "results/reader.h"
 #include "results/report.h"
 #include "results/report_rows.h"
+#include "results/statistics.h"
 
 namespace tfb {
 namespace report {
@@ -55,7 +56,13 @@ std::optional<double> Recall(const Case& result) {
   return outcome.has_recall_top_k() ? std::optional<double>(outcome.recall_top_k()) : std::nullopt;
 }
 
-// Returns "2e-7 (<= 2e-6)", for the case of the largest error relative to its bound.
+// Returns "2e-7 (<= 2e-6)".
+TableCell BoundedCell(const BoundedNumber& error) {
+  return {absl::StrCat(FormatError(error.value()), " (<= ", FormatBound(error.bound()), ")"),
+          error.value() <= error.bound() ? Emphasis::kNone : Emphasis::kBad};
+}
+
+// Returns the cell of the case with the largest error relative to its bound.
 TableCell BoundedCell(const std::vector<const Case*>& cases, const CaseNumber& number,
                       const CaseNumber& bound) {
   std::optional<double> worst_value, worst_limit;
@@ -70,8 +77,14 @@ TableCell BoundedCell(const std::vector<const Case*>& cases, const CaseNumber& n
     }
   }
   if (!worst_value.has_value()) return FormatError(WorstValue(cases, number));
-  return {absl::StrCat(FormatError(worst_value), " (<= ", FormatBound(worst_limit), ")"),
-          *worst_value <= *worst_limit ? Emphasis::kNone : Emphasis::kBad};
+  BoundedNumber error;
+  error.set_value(*worst_value);
+  error.set_bound(*worst_limit);
+  return BoundedCell(error);
+}
+
+bool HasGradientErrors(const Case* result) {
+  return WorstGradientError(result->outcome()) != nullptr;
 }
 
 std::string RecallHeader(const TableGroup& group) {
@@ -180,13 +193,48 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
   return table;
 }
 
+Table GradientTable(const TableGroup& group) {
+  Table table;
+  table.title = GroupTitle("Gradients", group);
+  const RowHead head(group, /*by_layer=*/false);
+  head.AddColumns(&table);
+  table.columns.push_back({"largest\nerror", true});
+  table.columns.push_back({"of the\ngradient of"});
+  table.columns.push_back({"verdict"});
+  for (const Row& row : RowsOf(group, /*by_layer=*/false)) {
+    std::vector<const Case*> judged;
+    std::copy_if(row.cases.begin(), row.cases.end(), std::back_inserter(judged), HasGradientErrors);
+    if (judged.empty()) continue;
+    Outcome all;
+    for (const Case* result : judged) {
+      all.mutable_gradient_errors()->MergeFrom(result->outcome().gradient_errors());
+    }
+    const NamedError& worst = *WorstGradientError(all);
+    std::vector<TableCell> cells = head.Cells(row);
+    cells.push_back(BoundedCell(worst.error()));
+    cells.emplace_back(Printable(worst.name()));
+    TableCell verdict = StatusCell(WorstStatus(judged));
+    if (judged.size() < row.cases.size()) {
+      absl::StrAppend(&verdict.text, ", ", judged.size(), " of ", row.cases.size(), " judged");
+    }
+    cells.push_back(verdict);
+    table.AddRow(std::move(cells), FamilyOf(*row.series));
+  }
+  table.notes.push_back(
+      "largest error: along a random direction, by float64, over the norm of what is summed");
+  return table;
+}
+
 }  // namespace
 
 std::vector<Table> AccuracyTables(const Analysis& analysis, bool details) {
   std::vector<Table> tables;
   for (const TableGroup& group : TableGroups(analysis)) {
-    if (group.purpose() != Case::PURPOSE_ACCURACY) continue;
-    tables.push_back(AccuracyTable(group, details));
+    if (group.pass() != Case::PASS_FORWARD) {
+      tables.push_back(GradientTable(group));
+    } else if (group.purpose() == Case::PURPOSE_ACCURACY) {
+      tables.push_back(AccuracyTable(group, details));
+    }
   }
   return WithRows(tables);
 }

@@ -329,4 +329,18 @@ std::optional<double> BoundedValue(const ErrorMeasure& error) {
   return value(error.has_max_abs(), error.max_abs());
 }
 
+const NamedError* WorstGradientError(const Outcome& outcome) {
+  const NamedError* worst = nullptr;
+  for (const NamedError& one : outcome.gradient_errors()) {
+    const BoundedNumber& error = one.error();
+    if (!error.has_value()) continue;
+    // A product, since a bound may be 0; a NaN is worse than any number.
+    if (worst == nullptr ||
+        !(error.value() * worst->error().bound() <= worst->error().value() * error.bound())) {
+      worst = &one;
+    }
+  }
+  return worst;
+}
+
 }  // namespace tfb

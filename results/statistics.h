@@ -152,6 +152,9 @@ std::optional<double> WorkingMemoryBytes(const Outcome& outcome);
 // bounds none, or else its largest absolute error.
 std::optional<double> BoundedValue(const ErrorMeasure& error);
 
+// Returns the gradient's error that is largest relative to its bound; null where none was measured.
+const NamedError* WorstGradientError(const Outcome& outcome);
+
 }  // namespace tfb
 
 #endif  // TFB_RESULTS_STATISTICS_H_

@@ -614,5 +614,24 @@ TEST(BoundedValue, IsAbsentWhereTheBoundedMetricIs) {
   }
 }
 
+TEST(WorstGradientError, IsTheLargestShareOfItsBoundAndANanIsWorst) {
+  Outcome outcome;
+  EXPECT_EQ(WorstGradientError(outcome), nullptr);
+  const auto add = [&](const char* name, double value, double bound) {
+    NamedError* error = outcome.add_gradient_errors();
+    error->set_name(name);
+    error->mutable_error()->set_value(value);
+    error->mutable_error()->set_bound(bound);
+    return WorstGradientError(outcome)->name();
+  };
+  outcome.add_gradient_errors()->set_name("unknown");
+  EXPECT_EQ(WorstGradientError(outcome), nullptr);
+  EXPECT_EQ(add("zero", 0, 0), "zero");
+  EXPECT_EQ(add("v", 1e-7, 6e-5), "v");
+  EXPECT_EQ(add("larger, of a larger bound", 2e-7, 6e-4), "v");
+  EXPECT_EQ(add("q", 2e-7, 6e-5), "q");
+  EXPECT_EQ(add("k", std::nan(""), 6e-5), "k");
+}
+
 }  // namespace
 }  // namespace tfb

@@ -103,6 +103,11 @@ class HardLayer : public Layer {
     return {{NoiseName(options_), "noise: the estimate is a mean over it"},
             {"baseline", "the estimate's mean does not depend on it"}};
   }
+  std::map<std::string, std::string> estimated_gradients() const override {
+    if (options_.sample == Sample::kNone) return {};
+    const char* why = "the score-function estimate of a drawn key";
+    return {{"q", why}, {"k", why}};
+  }
 
  protected:
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,

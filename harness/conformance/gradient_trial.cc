@@ -1,6 +1,8 @@
 #include "harness/conformance/gradient_trial.h"
 
 #include <algorithm>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -152,13 +154,15 @@ bool GradientTrial::FreezeChoices() {
 }
 
 std::vector<Variable> GradientTrial::Variables() {
+  const std::map<std::string, std::string> estimated = layer().estimated_gradients();
   std::vector<Variable> variables;
   for (const TensorSpec& spec : layer().input_gradients()) {
-    if (inputs().count(spec.name) > 0) variables.push_back({false, spec.name});
+    if (inputs().count(spec.name) == 0 || estimated.count(spec.name) > 0) continue;
+    variables.push_back({false, spec.name});
   }
   std::reverse(variables.begin(), variables.end());
   for (const TensorSpec& spec : layer().parameter_gradients()) {
-    variables.push_back({true, spec.name});
+    if (estimated.count(spec.name) == 0) variables.push_back({true, spec.name});
   }
   return variables;
 }

@@ -94,8 +94,9 @@ class GradientTrial {
   // its choices are constants. Returns false, with the test failed, where the run failed.
   bool FreezeChoices();
 
-  // Returns the inputs and parameters of which the layer gives gradients: values before keys and
-  // queries, whose gradients may vanish, and parameters last.
+  // Returns the inputs and parameters of which the layer gives gradients that are no estimates:
+  // values before keys and queries, whose gradients may vanish, and parameters last. An estimate is
+  // of the gradient of an expectation, which no draw has as its own.
   std::vector<Variable> Variables();
 
   // Returns null, with the test failed, where the run failed.

@@ -90,9 +90,11 @@ void EveryGradientIsGivenOrStoppedWithAReason(const Job& job) {
   for (const auto& [name, parameter] : layer.parameters()) {
     if (IsFloating(parameter.dtype())) floating.insert(name);
   }
-  for (const auto& [name, reason] : layer.stopped_gradients()) {
-    EXPECT_EQ(floating.count(name), 1u) << name << " is no input or parameter of floating dtype";
-    EXPECT_FALSE(reason.empty()) << name;
+  for (const auto& reasons : {layer.stopped_gradients(), layer.estimated_gradients()}) {
+    for (const auto& [name, reason] : reasons) {
+      EXPECT_EQ(floating.count(name), 1u) << name << " is no input or parameter of floating dtype";
+      EXPECT_FALSE(reason.empty()) << name;
+    }
   }
   for (const TensorSpec& spec : layer.outputs()) {
     if (IsFloating(spec.dtype)) outputs.insert(spec.name);
@@ -578,6 +580,13 @@ void WrongCallsAreRefusedWithAReason(const Job& job) {
   wrong = good;
   wrong.input_gradients.Set("no_such_input", any);
   refused(wrong, "no input gradient \"no_such_input\"");
+  for (const TensorSpec& spec : layer.input_gradients()) {
+    if (good.inputs.Find(spec.name) != nullptr) continue;
+    Tensor unasked(spec.dtype, spec.shape);
+    wrong = good;
+    wrong.input_gradients.Set(spec.name, unasked.view());
+    refused(wrong, absl::StrCat("input gradient ", spec.name, ": the call has no input"));
+  }
   wrong = good;
   wrong.parameter_gradients.Set("no_such_parameter", any);
   refused(wrong, "no parameter gradient \"no_such_parameter\"");
@@ -681,12 +690,6 @@ void ProblemsAndOptionsAtRandom(const Job& job) {
     drawn.options = OptionsAtRandom(job.technique->info(), drawn.problem.query_tokens, &random);
     const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status()) || !(*layer)->CheckBackward().ok()) continue;
-    // A layer that samples estimates the gradient of an expectation, which no draw has as its own.
-    const std::vector<TensorSpec>& inputs = (*layer)->inputs();
-    if (std::any_of(inputs.begin(), inputs.end(),
-                    [](const TensorSpec& spec) { return spec.noise.has_value(); })) {
-      continue;
-    }
     SCOPED_TRACE(drawn.ToString());
     const auto trial = GradientTrial::Make(drawn);
     ASSERT_NE(trial, nullptr);

@@ -52,6 +52,23 @@ NamedTensors Near(const NamedTensors& tensors, double deviation, absl::string_vi
   return near;
 }
 
+// Returns the gradients, in f64, of the rows that a definition's outputs have.
+absl::StatusOr<NamedTensors> OfRows(const NamedTensors& gradients, const NamedTensors& outputs,
+                                    absl::Span<const int64_t> rows) {
+  NamedTensors of_rows;
+  for (const auto& [name, gradient] : gradients) {
+    const auto output = outputs.find(name);
+    if (output == outputs.end()) continue;
+    TFB_ASSIGN_OR_RETURN(const ComparedRows compared,
+                         ComparedRows::Of(gradient.view(), output->second.view(), rows));
+    Tensor& some = of_rows[name] = Tensor(DType::kF64, output->second.shape());
+    for (int64_t n = 0; n < some.num_elements(); ++n) {
+      some.span<double>()[n] = gradient.view().Get(compared.OutputOffset(n));
+    }
+  }
+  return of_rows;
+}
+
 // Returns (a - b) / width, where equal infinities differ by 0.
 double Quotient(double a, double b, double width) { return a == b ? 0 : (a - b) / width; }
 
@@ -62,16 +79,19 @@ absl::StatusOr<DefinitionGradient> DefinitionGradient::At(const Job& job, const 
   DefinitionGradient gradient;
   gradient.job_ = &job;
   gradient.pool_ = pool;
-  gradient.error_ =
-      AbsoluteBound(job.problem.dtype, std::max(job.problem.kv_tokens, job.problem.query_tokens));
+  gradient.keys_ = std::max(job.problem.kv_tokens, job.problem.query_tokens);
+  gradient.error_ = AbsoluteBound(job.problem.dtype, gradient.keys_);
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
                        job.technique->InputSpecs(job.problem, job.options));
   std::set<std::string> noise;  // of a distribution, which the definition may rely on
   for (const TensorSpec& spec : specs) {
     if (spec.noise.has_value()) noise.insert(spec.name);
   }
-  gradient.points_.push_back(
-      {InDouble(*point.inputs), InDouble(*point.parameters), InDouble(*point.output_gradients)});
+  gradient.rows_.assign(point.rows.begin(), point.rows.end());
+  gradient.points_.push_back({InDouble(*point.inputs), InDouble(*point.parameters), {}});
+  TFB_ASSIGN_OR_RETURN(const NamedTensors outputs, gradient.Define(gradient.points_.front()));
+  TFB_ASSIGN_OR_RETURN(gradient.points_.front().output_gradients,
+                       OfRows(*point.output_gradients, outputs, point.rows));
   for (int n = 0; n < kPoints; ++n) {
     const Numbers& here = gradient.points_.front();
     const auto near = [&](absl::string_view kind, const NamedTensors& tensors) {
@@ -87,6 +107,7 @@ absl::StatusOr<NamedTensors> DefinitionGradient::Define(const Numbers& numbers) 
   Problem problem = job_->problem;
   problem.dtype = DType::kF32;
   DefinitionRequest request;
+  request.rows = rows_;
   request.pool = pool_;
   NamedTensors outputs;
   TFB_RETURN_IF_ERROR(job_->technique->Define(problem, job_->options, numbers.parameters,
@@ -95,17 +116,26 @@ absl::StatusOr<NamedTensors> DefinitionGradient::Define(const Numbers& numbers) 
 }
 
 absl::StatusOr<DefinitionGradient::Derivative> DefinitionGradient::DerivativeAt(
-    Numbers* numbers, const Variable& variable, const ConstTensorView& direction) const {
-  Tensor& x = numbers->at(variable);
-  const Tensor before = x.Clone();
-  const double length = Norm(before.view());
-  const double h = kStep * (length > 0 ? length : 1);
-  Move(h, direction, &x);
-  TFB_ASSIGN_OR_RETURN(const NamedTensors ahead, Define(*numbers));
-  CopyElements(before.view(), x.view());
-  Move(-h, direction, &x);
-  TFB_ASSIGN_OR_RETURN(const NamedTensors behind, Define(*numbers));
-  CopyElements(before.view(), x.view());
+    Numbers* numbers, const Direction& direction) const {
+  std::vector<Tensor> before;
+  double squares = 0;
+  for (const auto& [variable, tensor] : direction) {
+    before.push_back(numbers->at(variable).Clone());
+    squares += InnerProduct(before.back().view(), before.back().view());
+  }
+  const double h = kStep * (squares > 0 ? std::sqrt(squares) : 1);
+  const auto outputs_at = [&](double step) {
+    for (const auto& [variable, tensor] : direction) {
+      Move(step, tensor.view(), &numbers->at(variable));
+    }
+    absl::StatusOr<NamedTensors> defined = Define(*numbers);
+    for (size_t n = 0; n < direction.size(); ++n) {
+      CopyElements(before[n].view(), numbers->at(direction[n].first).view());
+    }
+    return defined;
+  };
+  TFB_ASSIGN_OR_RETURN(const NamedTensors ahead, outputs_at(h));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors behind, outputs_at(-h));
 
   Derivative derivative;
   double outputs = 0, gradients = 0;
@@ -144,15 +174,22 @@ absl::StatusOr<DefinitionGradient::Derivative> DefinitionGradient::DerivativeAt(
 
 absl::StatusOr<std::vector<Slope>> DefinitionGradient::Along(
     const Variable& variable, const std::vector<Tensor>& directions) {
+  std::vector<Direction> of_one(directions.size());
+  for (size_t n = 0; n < directions.size(); ++n) {
+    of_one[n].emplace_back(variable, directions[n].Clone());
+  }
+  return Along(of_one);
+}
+
+absl::StatusOr<std::vector<Slope>> DefinitionGradient::Along(
+    const std::vector<Direction>& directions) {
   std::vector<Slope> slopes;
   double squares = 0;  // of s, over the directions
-  for (const Tensor& direction : directions) {
-    TFB_ASSIGN_OR_RETURN(const Derivative here,
-                         DerivativeAt(&points_[0], variable, direction.view()));
+  for (const Direction& direction : directions) {
+    TFB_ASSIGN_OR_RETURN(const Derivative here, DerivativeAt(&points_[0], direction));
     double changes = 0;
     for (int n = 1; n <= kPoints; ++n) {
-      TFB_ASSIGN_OR_RETURN(const Derivative there,
-                           DerivativeAt(&points_[n], variable, direction.view()));
+      TFB_ASSIGN_OR_RETURN(const Derivative there, DerivativeAt(&points_[n], direction));
       changes += Square(there.value - here.value);
     }
     squares += changes / kPoints + here.variance;
@@ -164,17 +201,39 @@ absl::StatusOr<std::vector<Slope>> DefinitionGradient::Along(
   });
   if (vanishes) deviation = largest_deviation_;
   largest_deviation_ = std::max(largest_deviation_, deviation);
-  for (Slope& slope : slopes) slope.bound += kDeviations * deviation;
+  for (Slope& slope : slopes) {
+    slope.bound += kDeviations * deviation;
+    slope.terms = deviation / error_;
+  }
   return slopes;
+}
+
+Direction DefinitionGradient::RandomDirection(const std::vector<Variable>& variables, uint64_t seed,
+                                              absl::string_view name) {
+  Direction direction;
+  double squares = 0;
+  for (const Variable& variable : variables) {
+    const Tensor& x = points_.front().at(variable);
+    const double length = Norm(x.view());
+    std::vector<Tensor> drawn =
+        RandomDirections(x.shape(), 1, seed, absl::StrCat(name, " of ", variable.ToString()));
+    for (double& element : drawn[0].span<double>()) element *= length > 0 ? length : 1;
+    squares += InnerProduct(drawn[0].view(), drawn[0].view());
+    direction.emplace_back(variable, std::move(drawn[0]));
+  }
+  for (auto& [variable, tensor] : direction) {
+    for (double& element : tensor.span<double>()) element /= std::sqrt(squares);
+  }
+  return direction;
 }
 
 absl::StatusOr<Tensor> DefinitionGradient::Partial(const Variable& variable) {
   const Shape shape = points_[0].at(variable).shape();
   Tensor partial(DType::kF64, shape);
   for (int64_t n = 0; n < partial.num_elements(); ++n) {
-    const Tensor direction = CoordinateDirection(shape, n);
-    TFB_ASSIGN_OR_RETURN(const Derivative derivative,
-                         DerivativeAt(&points_[0], variable, direction.view()));
+    Direction direction;
+    direction.emplace_back(variable, CoordinateDirection(shape, n));
+    TFB_ASSIGN_OR_RETURN(const Derivative derivative, DerivativeAt(&points_[0], direction));
     partial.span<double>()[n] = derivative.value;
   }
   return partial;

@@ -65,12 +65,14 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "harness/inputs/job.h"
@@ -87,10 +89,16 @@ struct Variable {
   }
 };
 
+// A direction in the space of inputs and parameters: for each an f64 tensor of its shape, all of
+// them together of length 1.
+using Direction = std::vector<std::pair<Variable, Tensor>>;
+
 // A directional derivative of a definition, and the bound of a layer's error.
 struct Slope {
   double value = 0;
   double bound = 0;
+  // The norm of what is summed, s / B: the unit in which errors of all gradients compare.
+  double terms = 0;
 };
 
 // The derivatives of the definition of a job at one point.
@@ -104,6 +112,9 @@ class DefinitionGradient {
     const NamedTensors* inputs = nullptr;
     const NamedTensors* parameters = nullptr;
     const NamedTensors* output_gradients = nullptr;
+    // The query tokens whose rows have output gradients that are not 0, ascending; empty for all.
+    // The definition is then evaluated at these alone, where it can be.
+    absl::Span<const int64_t> rows = {};
   };
   // Copies the point. The job and the pool, which may be null, must outlive the result.
   static absl::StatusOr<DefinitionGradient> At(const Job& job, const Point& point,
@@ -113,6 +124,12 @@ class DefinitionGradient {
   // are f64, of its shape, and of length 1. Variables whose slopes may vanish come behind others.
   absl::StatusOr<std::vector<Slope>> Along(const Variable& variable,
                                            const std::vector<Tensor>& directions);
+  // The same along directions in the space of several variables.
+  absl::StatusOr<std::vector<Slope>> Along(const std::vector<Direction>& directions);
+  // Returns a random direction that changes each of the variables by the same share of its length,
+  // so that none is lost beside another.
+  Direction RandomDirection(const std::vector<Variable>& variables, uint64_t seed,
+                            absl::string_view name);
   // Returns all partial derivatives by the variable, f64 of its shape.
   absl::StatusOr<Tensor> Partial(const Variable& variable);
 
@@ -130,12 +147,12 @@ class DefinitionGradient {
     double variance = 0;    // of y_i and l_i: what they add to s^2
     double resolution = 0;  // e
   };
-  absl::StatusOr<Derivative> DerivativeAt(Numbers* numbers, const Variable& variable,
-                                          const ConstTensorView& direction) const;
+  absl::StatusOr<Derivative> DerivativeAt(Numbers* numbers, const Direction& direction) const;
   absl::StatusOr<NamedTensors> Define(const Numbers& numbers) const;
 
   const Job* job_ = nullptr;
   ThreadPool* pool_ = nullptr;
+  std::vector<int64_t> rows_;
   int64_t keys_ = 0;              // that a row can have
   double error_ = 0;              // B
   double largest_deviation_ = 0;  // s, of the slopes until now

@@ -116,6 +116,56 @@ TEST(DefinitionGradient, AlongADirectionIsTheProductOfDirectionAndPartials) {
   }
 }
 
+TEST(DefinitionGradient, AlongSeveralVariablesIsTheSumOfTheirProducts) {
+  Point point(OneHead(9));
+  DefinitionGradient definition = point.Definition();
+  const std::vector<Variable> variables = {{false, "q"}, {true, "gain"}};
+  const Direction direction = definition.RandomDirection(variables, 1, "any");
+  ASSERT_EQ(direction.size(), 2u);
+  double expected = 0, squares = 0;
+  std::vector<double> shares;
+  for (const auto& [variable, tensor] : direction) {
+    const double square = InnerProduct(tensor.view(), tensor.view());
+    const Tensor& x = (variable.is_parameter ? point.parameters : point.inputs).at(variable.name);
+    shares.push_back(square / InnerProduct(x.view(), x.view()));
+    squares += square;
+    expected += InnerProduct(definition.Partial(variable)->view(), tensor.view());
+  }
+  EXPECT_NEAR(squares, 1, 1e-12);
+  EXPECT_NEAR(shares[0] / shares[1], 1, 1e-6);  // each changes by the same share of its length
+  std::vector<Direction> directions(1);
+  for (const auto& [variable, tensor] : direction) {
+    directions[0].emplace_back(variable, tensor.Clone());
+  }
+  const auto slopes = definition.Along(directions);
+  ASSERT_TRUE(slopes.ok()) << slopes.status();
+  EXPECT_NEAR((*slopes)[0].value, expected, 1e-8);
+}
+
+// The gradient of a loss of some rows is that of output gradients which are 0 in the others.
+TEST(DefinitionGradient, OfSomeRowsIsThatOfTheirOutputGradients) {
+  const std::vector<int64_t> rows = {0, 4, 8};
+  Point point(OneHead(9));
+  for (auto& [name, gradient] : point.output_gradients) {
+    const int64_t channels = gradient.num_elements() / 9;
+    for (int64_t n = 0; n < gradient.num_elements(); ++n) {
+      if (n / channels % 4 != 0) gradient.view().Set(n, 0);
+    }
+  }
+  DefinitionGradient all = point.Definition();
+  auto some = DefinitionGradient::At(
+      point.job, {&point.inputs, &point.parameters, &point.output_gradients, rows}, nullptr);
+  ASSERT_TRUE(some.ok()) << some.status();
+  for (const Variable& variable :
+       {Variable{false, "q"}, Variable{false, "v"}, Variable{true, "gain"}}) {
+    const auto expected = all.Partial(variable), partial = some->Partial(variable);
+    ASSERT_TRUE(expected.ok() && partial.ok()) << expected.status() << partial.status();
+    for (int64_t n = 0; n < partial->num_elements(); ++n) {
+      EXPECT_NEAR(partial->view().Get(n), expected->view().Get(n), 1e-8) << variable.ToString();
+    }
+  }
+}
+
 // The bound is a few times B of what is summed, neither none of it nor all.
 TEST(DefinitionGradient, BoundsAreOfTheSizeOfTheForwardPassesErrors) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
@@ -131,6 +181,7 @@ TEST(DefinitionGradient, BoundsAreOfTheSizeOfTheForwardPassesErrors) {
       for (const Slope& slope : *slopes) squares += slope.value * slope.value / 8;
       EXPECT_GT(slopes->front().bound, b * std::sqrt(squares)) << name;
       EXPECT_LT(slopes->front().bound, 30 * b * std::sqrt(squares)) << name;
+      EXPECT_NEAR(slopes->front().bound / slopes->front().terms, 3 * b, 0.01 * b) << name;
     }
   }
 }

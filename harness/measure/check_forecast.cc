@@ -16,7 +16,8 @@ constexpr double kScalingCheckSeconds = 5;
 // whatever the purpose.
 std::string KeyOf(const Job& job, Case::Purpose purpose) {
   const bool is_text = job.input.text != nullptr;
-  return absl::StrCat(job.DisplayName(), " ", is_text ? "text" : Case::Purpose_Name(purpose));
+  return absl::StrCat(job.DisplayName(), " ", is_text ? "text" : Case::Purpose_Name(purpose),
+                      job.pass == Case::PASS_FORWARD ? "" : " gradients");
 }
 
 }  // namespace
@@ -42,8 +43,8 @@ double CheckForecast::ExpectedSeconds(const Job& job) const {
 
 std::string CheckForecast::WhyNotChecked(const Job& job, const Visit::Item& wishes,
                                          double case_timeout) const {
-  if (job.pass != Case::PASS_FORWARD) {
-    return "a sweep checks the forward pass, and the conformance tests the gradients";
+  if (job.pass == Case::PASS_TRAINING) {
+    return "a training step's are those of its forward and its backward pass";
   }
   if (!job.check) {
     return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,

@@ -45,12 +45,17 @@ TEST_F(Forecast, WhatNothingIsKnownOfIsCheckedUnlessItShallNotBe) {
   Job unchecked = Scaling(1);
   unchecked.check = false;
   EXPECT_EQ(Why(unchecked), "--accuracy=false leaves out those of more than 512 tokens of text");
-  for (const Case::Pass pass : {Case::PASS_BACKWARD, Case::PASS_TRAINING}) {
-    Job other = Accuracy(1);
-    other.pass = pass;
-    EXPECT_EQ(Why(other),
-              "a sweep checks the forward pass, and the conformance tests the gradients");
-  }
+  Job step = Accuracy(1);
+  step.pass = Case::PASS_TRAINING;
+  EXPECT_EQ(Why(step), "a training step's are those of its forward and its backward pass");
+}
+
+TEST_F(Forecast, ChecksOfGradientsTellNothingOfOthers) {
+  Job backward = Accuracy(100);
+  backward.pass = Case::PASS_BACKWARD;
+  forecast_.Note(backward, 1000);
+  EXPECT_EQ(Why(Accuracy(100), 2), "");
+  EXPECT_EQ(Why(backward, 2), "that would take about 1e+03 s");
 }
 
 TEST_F(Forecast, ACheckGrowsAtMostAsTheSquareOfTheTokensAndAtLeastAsThey) {

@@ -15,6 +15,7 @@
 #include "harness/judge/accuracy_record.h"
 #include "harness/judge/device_memory.h"
 #include "harness/judge/evaluate.h"
+#include "harness/judge/judge_gradients.h"
 #include "harness/measure/affinity.h"
 #include "harness/measure/machine.h"
 #include "harness/measure/sample_trial.h"
@@ -88,12 +89,20 @@ Cost CostOf(const Layer& layer, Case::Pass pass) {
   return {Sum(run.flops, backward.flops), Sum(run.bytes, backward.bytes)};
 }
 
-// Calls Judge, whose float64 copies need memory of their own.
-absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
-                                       const NamedTensors& parameters,
-                                       const NamedTensors& outputs) {
+// Judges a run, or its backward pass where the request has output gradients. Returns
+// ResourceExhausted where there is no memory for float64 copies.
+absl::Status JudgeAndRecord(const EvaluateRequest& request, const Layer& layer, const LayerRun& run,
+                            Outcome* outcome) {
   try {
-    return Judge(request, parameters, outputs);
+    if (request.output_gradients != nullptr) {
+      TFB_ASSIGN_OR_RETURN(const std::vector<GradientError> errors,
+                           JudgeGradients(request, layer, run));
+      RecordGradients(errors, outcome);
+      return absl::OkStatus();
+    }
+    TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, Judge(request, layer.parameters(), run.outputs));
+    RecordAccuracy(accuracy, outcome);
+    return absl::OkStatus();
   } catch (const std::bad_alloc&) {
     return absl::ResourceExhaustedError("no memory for float64");
   }
@@ -505,13 +514,24 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   Outcome* outcome = prepared->report.mutable_record()->mutable_outcome();
   hooks.on_activity(prepared->report.index(), "first run");
   const double run_begin = options_.clock->Seconds();
+  EvaluateRequest request;
+  request.job = job;
+  request.inputs = prepared->inputs;
+  const int64_t rows =
+      job.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
+  if (rows > 0) request.rows = SampleRows(job.problem.query_tokens, rows, job.seed);
+  request.pool = Pool(job.threads);
+  request.registry = options_.registry;
+  NamedTensors output_gradients;  // of the rows that are checked
   if (HasBackward(job)) {
     TFB_ASSIGN_OR_RETURN(prepared->output_gradients,
                          DrawOutputGradients(*prepared->layer, job.seed));
+    output_gradients = KeepRows(prepared->output_gradients, job.problem, request.rows);
+    request.output_gradients = &output_gradients;
   }
   absl::StatusOr<LayerRun> run =
       RunOnce(prepared->layer.get(), job.device, prepared->timed.bound.inputs, Pool(job.threads),
-              HasBackward(job) ? &prepared->output_gradients : nullptr);
+              request.output_gradients);
   if (!run.ok()) {
     // The technique supports the problem, so any other status is its failure.
     const bool known =
@@ -535,24 +555,14 @@ absl::Status Measurer::Check(const MeasureHooks& hooks, Prepared* prepared,
   }
   hooks.on_activity(prepared->report.index(), "check");
   const double begin = options_.clock->Seconds();
-  EvaluateRequest request;
-  request.job = job;
-  request.inputs = prepared->inputs;
-  const int64_t rows =
-      job.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
-  if (rows > 0) request.rows = SampleRows(job.problem.query_tokens, rows, job.seed);
-  request.pool = Pool(job.threads);
-  request.registry = options_.registry;
-  const absl::StatusOr<Accuracy> accuracy =
-      JudgeOrRunOut(request, prepared->layer->parameters(), run->outputs);
-  if (absl::IsResourceExhausted(accuracy.status())) {
-    outcome->set_reason(absl::StrCat("errors were not measured: ", accuracy.status().message()));
+  const absl::Status judged = JudgeAndRecord(request, *prepared->layer, *run, outcome);
+  if (absl::IsResourceExhausted(judged)) {
+    outcome->set_reason(absl::StrCat("errors were not measured: ", judged.message()));
     return absl::OkStatus();
   }
-  if (!accuracy.ok()) {
-    return absl::InternalError(absl::StrCat("the check failed: ", accuracy.status().message()));
+  if (!judged.ok()) {
+    return absl::InternalError(absl::StrCat("the check failed: ", judged.message()));
   }
-  RecordAccuracy(*accuracy, outcome);
   prepared->report.set_check_seconds(options_.clock->Seconds() - begin);
   check_forecast_.Note(job, prepared->report.check_seconds());
   return absl::OkStatus();

@@ -142,11 +142,14 @@ TEST_F(MeasureTest, EachPassHasItsCostAndMemory) {
   for (const Outcome* outcome : {&backward, &training}) {
     EXPECT_EQ(outcome->kept_bytes(), tensor + 2 * 16 * 4);  // out and a number for each query
     EXPECT_FALSE(outcome->has_against_definition());
-    EXPECT_EQ(outcome->reason(),
-              "errors were not measured: a sweep checks the forward pass, and the conformance "
-              "tests the gradients");
     EXPECT_EQ(outcome->timing().segments_size(), 0);
   }
+  EXPECT_EQ(backward.reason(), "");
+  EXPECT_EQ(backward.gradient_errors_size(), 4);  // of q, k, v and the parameter
+  EXPECT_EQ(training.gradient_errors_size(), 0);
+  EXPECT_EQ(training.reason(),
+            "errors were not measured: a training step's are those of its forward and its backward "
+            "pass");
   // 16 x 17 / 2 pairs of a head are kept; there are 2 products in a run and 5 in a backward pass.
   EXPECT_EQ(forward.flops(), 2.0 * 2 * 136 * (2 * 8));
   EXPECT_EQ(backward.flops(), 2.0 * 2 * 136 * (5 * 8));
@@ -173,6 +176,18 @@ TEST_F(MeasureTest, ALayerWithoutABackwardPassIsARowWithItsReason) {
     EXPECT_EQ(outcome.timing().run_ns_size(), 0);
     EXPECT_EQ(activities_["first run"], 0);
   }
+}
+
+TEST_F(MeasureTest, AWrongGradientFailsTheBackwardPassAndNoOther) {
+  registry_.Add(MakeTiny(TinyFault::kGradientWrongScale));
+  TickingClock clock(1e-3);
+  options_.clock = &clock;
+  const std::string name = TinyName(TinyFault::kGradientWrongScale);
+  EXPECT_EQ(Measure(name).at(name).outcome().status(), Outcome::STATUS_OK);
+  pass_ = "backward";
+  const Outcome outcome = Measure(name).at(name).outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(outcome.reason(), ::testing::StartsWith("error of the gradient of q is "));
 }
 
 TEST_F(MeasureTest, TheMemoryOfABackwardPassCounts) {

@@ -343,7 +343,8 @@ bool Has(const Outcome& outcome, BisectMetric metric) {
       return WorkingMemoryBytes(outcome).has_value();
     case BisectMetric::kError:
       return BoundedValue(outcome.against_definition()).has_value() ||
-             BoundedValue(outcome.against_dense()).has_value();
+             BoundedValue(outcome.against_dense()).has_value() ||
+             WorstGradientError(outcome) != nullptr;
     case BisectMetric::kStatus:
       return true;
   }

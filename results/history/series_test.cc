@@ -212,6 +212,21 @@ TEST(Summary, EachPassIsACaseWithItsOwnGroupAndMemory) {
   EXPECT_EQ(ValueOf(run.cases(2), HISTORY_METRIC_MEMORY), 512 * 1024 + 8 * 512 * 65 * 4);
 }
 
+TEST(Summary, TheErrorOfABackwardPassIsThatOfItsWorstGradient) {
+  ResultSet results = SmallSweep();
+  Case& result = *results.mutable_cases(1);
+  result.mutable_key()->set_pass(Case::PASS_BACKWARD);
+  result.mutable_outcome()->clear_against_definition();
+  for (const auto& [name, value] : {std::make_pair("q", 1e-7), {"k", 3e-7}}) {
+    NamedError* error = result.mutable_outcome()->add_gradient_errors();
+    error->set_name(name);
+    error->mutable_error()->set_value(value);
+    error->mutable_error()->set_bound(6e-5);
+  }
+  const HistoryRun run = *SummarizeRun(results, "run.pb");
+  EXPECT_EQ(ValueOf(run.cases(1), HISTORY_METRIC_ERROR), 3e-7);
+}
+
 TEST(Summary, UnfinishedCasesAreLeftOutAndAFileOfThemRefused) {
   ResultSet results = SmallSweep();
   results.mutable_cases(1)->mutable_outcome()->set_unfinished(true);

@@ -131,6 +131,9 @@ class Summary {
     const ErrorMeasure& definition = outcome.against_definition();
     HistoryValue* error = Add(HISTORY_METRIC_ERROR, BoundedValue(definition));
     if (error != nullptr && definition.has_bound()) error->set_bound(definition.bound());
+    if (const NamedError* gradient = WorstGradientError(outcome); gradient != nullptr) {
+      Add(HISTORY_METRIC_ERROR, gradient->error().value())->set_bound(gradient->error().bound());
+    }
     const ErrorMeasure& dense = outcome.against_dense();
     if (dense.has_relative_frobenius()) {
       Add(HISTORY_METRIC_ERROR_AGAINST_DENSE, dense.relative_frobenius());
