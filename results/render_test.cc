@@ -1031,10 +1031,26 @@ TEST(RenderCsv, PassesHaveColumnsWhereThereIsAnotherThanTheForwardOne) {
       ParseCsv(AsFormat(sweep, RenderFormat::kCsv));
   EXPECT_EQ(std::count(forward[0].begin(), forward[0].end(), "pass"), 0);
   synthetic::CaseSpec spec;
+  spec.pass = Case::PASS_BACKWARD;
+  *sweep.add_cases() = synthetic::MakeCase(spec);
+  for (const auto& [name, value] : {std::make_pair("q", 3e-7), {"k", 1e-7}}) {
+    NamedError* gradient =
+        sweep.mutable_cases(sweep.cases_size() - 1)->mutable_outcome()->add_gradient_errors();
+    gradient->set_name(name);
+    gradient->mutable_error()->set_value(value);
+    gradient->mutable_error()->set_bound(6e-5);
+    gradient->mutable_error()->set_passed(true);
+  }
   spec.pass = Case::PASS_TRAINING;
   *sweep.add_cases() = synthetic::MakeCase(spec);
   const std::vector<std::vector<std::string>> csv = ParseCsv(AsFormat(sweep, RenderFormat::kCsv));
-  EXPECT_EQ(csv[0].size(), forward[0].size() + 2);
+  EXPECT_EQ(csv[0].size(), forward[0].size() + 6);
+  const std::vector<std::string>& backward = csv[csv.size() - 2];
+  EXPECT_EQ(std::stod(backward[Column(csv, "gradient_error")]), 3e-7);
+  EXPECT_EQ(std::stod(backward[Column(csv, "gradient_error_bound")]), 6e-5);
+  EXPECT_EQ(backward[Column(csv, "gradient_error_passed")], "true");
+  EXPECT_EQ(backward[Column(csv, "gradient_error_of")], "q");
+  EXPECT_EQ(csv[1][Column(csv, "gradient_error")], "");
   EXPECT_EQ(csv[1][Column(csv, "pass")], "forward");
   EXPECT_EQ(csv[1][Column(csv, "kept_bytes")], "");
   EXPECT_EQ(csv.back()[Column(csv, "pass")], "training");

@@ -329,16 +329,21 @@ std::optional<double> BoundedValue(const ErrorMeasure& error) {
   return value(error.has_max_abs(), error.max_abs());
 }
 
+namespace {
+
+// Returns the error over its bound; a NaN is worse than any number.
+double ShareOfBound(const BoundedNumber& error) {
+  if (std::isnan(error.value())) return std::numeric_limits<double>::infinity();
+  return error.value() == 0 ? 0 : error.value() / error.bound();
+}
+
+}  // namespace
+
 const NamedError* WorstGradientError(const Outcome& outcome) {
   const NamedError* worst = nullptr;
   for (const NamedError& one : outcome.gradient_errors()) {
-    const BoundedNumber& error = one.error();
-    if (!error.has_value()) continue;
-    // A product, since a bound may be 0; a NaN is worse than any number.
-    if (worst == nullptr ||
-        !(error.value() * worst->error().bound() <= worst->error().value() * error.bound())) {
-      worst = &one;
-    }
+    if (!one.error().has_value()) continue;
+    if (worst == nullptr || ShareOfBound(one.error()) > ShareOfBound(worst->error())) worst = &one;
   }
   return worst;
 }

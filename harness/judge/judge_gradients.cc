@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -53,8 +54,10 @@ Bounded ErrorOf(double own, const Slope& slope) {
   return {std::abs(own - slope.value) / unit, slope.bound / unit};
 }
 
-bool IsWorse(const Bounded& a, const Bounded& b) {
-  return !(a.value * b.bound <= b.value * a.bound);  // a NaN is worse than any number
+// Returns the error over its bound; a NaN is worse than any number.
+double ShareOfBound(const Bounded& error) {
+  if (std::isnan(error.value)) return std::numeric_limits<double>::infinity();
+  return error.value == 0 ? 0 : error.value / error.bound;
 }
 
 }  // namespace
@@ -85,7 +88,7 @@ absl::StatusOr<std::vector<GradientError>> JudgeGradients(const EvaluateRequest&
                            ErrorOf(Along(run, directions[0]), slopes[0])};
     for (size_t n = 1; n < slopes.size(); ++n) {
       const Bounded error = ErrorOf(Along(run, directions[n]), slopes[n]);
-      if (IsWorse(error, worst.error)) worst.error = error;
+      if (ShareOfBound(error) > ShareOfBound(worst.error)) worst.error = error;
     }
     errors.push_back(std::move(worst));
   }
