@@ -539,6 +539,37 @@ TEST(Golden, Contestants) {
   ExpectGolden("contestants.svg", InLines(*svg));
 }
 
+// A contestant that is wrong is not the fastest, and a cell without times says what became of theirs.
+TEST(Golden, OursAndTheirsWhereSomeAreWrongOrHaveNoTimes) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  const auto add = [&](const std::string& technique, int64_t tokens, double median_ns,
+                       Outcome::Status status) {
+    CaseSpec spec = SpecOf(technique);
+    spec.tokens = tokens;
+    spec.median_ns = median_ns;
+    Case* result = results.add_cases();
+    *result = median_ns > 0 ? MakeCase(spec) : MakeUnmeasured(spec, status, "why");
+    result->mutable_outcome()->set_status(status);
+    if (technique != "plain") MakeContestant("2.9", result);
+  };
+  for (const int64_t tokens : {256, 512, 1024}) add("plain", tokens, 1e6, Outcome::STATUS_OK);
+  add("right@mine", 256, 3e6, Outcome::STATUS_OK);
+  add("wrong@mine", 256, 2e6, Outcome::STATUS_FAILED);
+  add("right@mine", 512, 0, Outcome::STATUS_TIMEOUT);
+  add("wrong@mine", 512, 2e6, Outcome::STATUS_FAILED);
+  add("right@mine", 1024, 0, Outcome::STATUS_SKIPPED);
+  const std::vector<Table> tables = report::DuelTables(Analysis(results));
+  ASSERT_EQ(tables.size(), 1u);
+  const std::vector<std::string> lines = absl::StrSplit(ToMarkdown(tables[0]), '\n');
+  ASSERT_GT(lines.size(), 4u);
+  EXPECT_EQ(
+      lines[2],
+      "| technique | fastest of theirs | 256 | 512 | 1024 | error of ours | error of theirs |");
+  EXPECT_EQ(lines[4],
+            "| plain | right@mine | 3.0x 1000 : 3000 | FAILED, timeout | skipped | - | - |");
+}
+
 // The sweep up to 1024 tokens.
 ResultSet MakeShortSweep() {
   ResultSet sweep = synthetic::MakeSweep();

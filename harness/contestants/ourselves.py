@@ -1,0 +1,73 @@
+"""The techniques of this suite as contestants, through the Python package: the same code twice in one sweep.
+
+    bazel build //tools/python:wheel && pip install bazel-bin/tools/python/wheel/*.whl
+    python harness/contestants/ourselves.py [FILE.pb]
+
+measures them for five minutes, or reads the file of such a sweep, and prints how often the two times of one piece of code
+differ by more than 3 %. That is how far a time of somebody else's code can be trusted: what the way through Python costs
+is in it, and so is another process's luck with its memory.
+
+Each function below has a technique's name, its default options, and the parameters of ours.
+"""
+
+import inspect
+import sys
+
+import tfb
+from tfb.contestant import definition
+
+MOST = 0.03  # of the time of ours
+
+
+def ours(technique):
+
+    class Ours:
+
+        def __init__(self, problem, parameters):
+            self.layer = tfb.Layer(technique, batch=problem.batch, heads=problem.query_heads, kv_heads=problem.kv_heads,
+                                   tokens=problem.query_tokens, kv_tokens=problem.kv_tokens, head_dim=problem.head_dim,
+                                   value_dim=problem.value_dim, causal=problem.causal, dtype=problem.dtype,
+                                   threads=problem.threads)
+            self.layer.set_parameters(parameters)
+            # A call has the tensors that the layer reads, None for optional ones that are not there.
+            self.__signature__ = inspect.Signature(
+                [inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY) for one in self.layer.inputs])
+
+        def __call__(self, **inputs):
+            return self.layer.run(**{name: array for name, array in inputs.items() if array is not None})
+
+    return Ours
+
+
+TECHNIQUES = {one['name']: one for one in tfb.techniques() if one['input_kind'] != 'tokens'}
+for _name, _one in TECHNIQUES.items():
+    globals()[_name] = definition(_name, causal=_one['causal'], packages=('tfb',), title='tfb')(ours(_name))
+
+
+def pairs_of(records):
+    """Returns the median times of one technique on one problem, of ours and of the contestant: {case: {is_ours: ns}}."""
+    pairs = {}
+    for record in records:
+        key = dict(record['key'])
+        name, _, file = key.pop('technique').partition('@')
+        is_default = record['technique']['display_name'] == record['key']['technique']
+        del key['options']
+        median = record.get('times', {}).get('run_median_ns')
+        if record['outcome']['status'] == 'ok' and median and is_default:
+            pairs.setdefault((name, repr(sorted(key.items()))), {})[not file] = median
+    return {case: pair for case, pair in pairs.items() if len(pair) == 2}
+
+
+def main(path=None):
+    names = [name + '@ourselves' for name, one in TECHNIQUES.items() if one['input_kind'] == 'qkv']
+    records = tfb.read(path) if path else tfb.sweep(names, '2048,4096', contestants=__file__, heads=4, threads='1,2',
+                                                    input='gaussian', accuracy=False, repetitions=21)
+    pairs = pairs_of(records)
+    apart = {case: pair[False] / pair[True] - 1 for case, pair in pairs.items() if abs(pair[False] / pair[True] - 1) > MOST}
+    for (name, key), change in sorted(apart.items()):
+        print('%+.1f %%: %s, %s' % (100 * change, name, key))
+    print('%d of %d times differ by more than %g %%' % (len(apart), len(pairs), 100 * MOST))
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])
