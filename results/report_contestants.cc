@@ -23,7 +23,8 @@ namespace {
 // A column of times: the threads of a case, and its length.
 using Column = std::pair<int, int64_t>;
 
-// The fastest contestant of one cell, of those that are right, beside the suite's own technique.
+// The contestant of one cell, of those that are right, beside the suite's own technique: the fastest of
+// those that compute the same, or, where there is none, that approximate it.
 struct Duel {
   const Series* ours = nullptr;
   const Series* theirs = nullptr;
@@ -51,6 +52,14 @@ bool Duels(const Series& theirs, const Series& ours) {
          key.threads() == theirs.first().key().threads();
 }
 
+// Tells whether `a` is rather shown than `b`.
+bool StandsBefore(const Duel& a, const Duel& b) {
+  const auto rank = [](const Duel& duel) {
+    return std::make_pair(ContestantOf(*duel.theirs).approximates(), duel.theirs_ns);
+  };
+  return rank(a) < rank(b);
+}
+
 std::vector<DuelRow> DuelRows(const TableGroup& group) {
   std::vector<DuelRow> rows;
   const std::vector<const Series*> all = group.AllSeries();
@@ -68,9 +77,9 @@ std::vector<DuelRow> DuelRows(const TableGroup& group) {
         const auto own = ours->run_ns.find(tokens);
         const bool is_right = WorstStatus(theirs->by_tokens.at(tokens)) == Outcome::STATUS_OK;
         if (own == ours->run_ns.end() || !is_right) continue;
+        const Duel next = {ours, theirs, own->second.median, time.median};
         Duel& duel = row->duels[{ours->first().key().threads(), tokens}];
-        if (duel.theirs != nullptr && duel.theirs_ns <= time.median) continue;
-        duel = {ours, theirs, own->second.median, time.median};
+        if (duel.theirs == nullptr || StandsBefore(next, duel)) duel = next;
       }
     }
   }

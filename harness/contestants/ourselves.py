@@ -48,24 +48,25 @@ def pairs_of(records):
     """Returns the median times of one technique on one problem, of ours and of the contestant: {case: {is_ours: ns}}."""
     pairs = {}
     for record in records:
-        key = dict(record['key'])
-        name, _, file = key.pop('technique').partition('@')
-        is_default = record['technique']['display_name'] == record['key']['technique']
-        del key['options']
-        median = record.get('times', {}).get('run_median_ns')
-        if record['outcome']['status'] == 'ok' and median and is_default:
-            pairs.setdefault((name, repr(sorted(key.items()))), {})[not file] = median
+        key = record['key']
+        name, _, file = key['technique'].partition('@')
+        if record['technique']['display_name'] != key['technique'] or 'run_median_ns' not in record['times']:
+            continue  # a counterpart with options of its own, or one without times
+        case = (name, '%d tokens' % key['query_tokens'], '%d threads' % key['threads'], 'causal' if key['causal'] else 'full')
+        pairs.setdefault(case, {})[not file] = record['times']['run_median_ns']
     return {case: pair for case, pair in pairs.items() if len(pair) == 2}
 
 
 def main(path=None):
     names = [name + '@ourselves' for name, one in TECHNIQUES.items() if one['input_kind'] == 'qkv']
     records = tfb.read(path) if path else tfb.sweep(names, '2048,4096', contestants=__file__, heads=4, threads='1,2',
-                                                    input='gaussian', accuracy=False, repetitions=21)
+                                                    input='gaussian', causal='true,false', accuracy=False,
+                                                    counterparts=False, repetitions=21)
     pairs = pairs_of(records)
-    apart = {case: pair[False] / pair[True] - 1 for case, pair in pairs.items() if abs(pair[False] / pair[True] - 1) > MOST}
-    for (name, key), change in sorted(apart.items()):
-        print('%+.1f %%: %s, %s' % (100 * change, name, key))
+    changes = {case: pair[False] / pair[True] - 1 for case, pair in pairs.items()}
+    apart = sorted(case for case, change in changes.items() if abs(change) > MOST)
+    for case in apart:
+        print('%+.1f %%: %s' % (100 * changes[case], ', '.join(case)))
     print('%d of %d times differ by more than %g %%' % (len(apart), len(pairs), 100 * MOST))
 
 

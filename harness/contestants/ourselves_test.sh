@@ -5,7 +5,7 @@ set -u
 export PYTHONPATH="$PWD/$(dirname "$(dirname "$4")")" TFB_LIBRARY="$PWD/$3" TFB_PROGRAMS="$TEST_TMPDIR"
 cp "$PWD/$5" "$TEST_TMPDIR/render"
 names=(dense longformer lsh performer t5_bias hard multi_head)
-"$PWD/$1" --contestants="$PWD/$2" --python=/usr/bin/python3 --techniques="$(printf '%s@ourselves,' "${names[@]}")" --lengths=64 --heads=2 \
+"$PWD/$1" --contestants="$PWD/$2" --python=/usr/bin/python3 --techniques="$(IFS=,; echo "${names[*]/%/@ourselves}")" --lengths=64 --heads=2 \
   --head_dims=8 --accuracy=false --input=gaussian --repetitions=3 --threads=2 --output="$TEST_TMPDIR/c.pb" > "$TEST_TMPDIR/out" 2> "$TEST_TMPDIR/err"
 status=$?
 failed=0

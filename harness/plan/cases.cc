@@ -320,16 +320,18 @@ void AddBeside(const Registry& registry, const TechniqueSpec& spec, bool is_coun
   list->Add(std::move(beside));
 }
 
-// Adds what each case is compared with: its dense counterpart, and beside a contestant the technique
-// of this suite that computes the same.
-void AddCounterparts(const Registry& registry, CaseList* list) {
+// Adds the technique of this suite that computes what a contestant does, and the dense counterpart of
+// each case, as the flags say.
+void AddBesideEach(const CaseFlags& flags, const Registry& registry, CaseList* list) {
   const size_t named = list->cases().size();
   for (size_t i = 0; i < named; ++i) {
     const Job job = list->cases()[i];
-    if (const ContestantTechnique* contestant = AsContestant(*job.technique)) {
+    const ContestantTechnique* contestant = AsContestant(*job.technique);
+    if (flags.ours && contestant != nullptr) {
       const auto definition = contestant->DefinitionOf(job.options);
       if (definition.ok()) AddBeside(registry, *definition, /*is_counterpart=*/false, job, list);
     }
+    if (!flags.counterparts) continue;
     const auto counterpart = job.technique->Counterpart(job.problem, job.options);
     if (counterpart.ok()) AddBeside(registry, *counterpart, /*is_counterpart=*/true, job, list);
   }
@@ -440,7 +442,7 @@ absl::StatusOr<std::vector<Job>> MakeCases(const CaseFlags& flags, const Registr
     return NoCaseLeft(flags, axes);
   }
   TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list));
-  if (flags.counterparts) AddCounterparts(registry, &list);
+  AddBesideEach(flags, registry, &list);
 
   std::vector<Job> cases = std::move(list.cases());
   std::vector<std::pair<std::string, size_t>> groups;  // by first appearance

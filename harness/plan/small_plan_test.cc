@@ -126,7 +126,7 @@ TEST_F(SmallPlan, ForetellsTheStartOfSomebodyElsesCodeApartFromItsCalls) {
   flags.lengths = "64:256";
   flags.devices = "cpu";
   flags.threads = "1";
-  flags.counterparts = false;
+  flags.counterparts = flags.ours = false;
   cases_ = MakeCases(flags, registry_, "").value();
   ASSERT_EQ(cases_.size(), 3u);
   options_.time_budget = 600;

@@ -114,12 +114,12 @@ duel() {  # name options causal threads tokens nanoseconds status reason contest
         time=$((tokens * tokens * 10 / threads))
         duel near w=1 "$causal" "$threads" "$tokens" "$time" OK ""
         duel far "" "$causal" "$threads" "$tokens" "$time" OK ""
-        duel wrong_one@theirs "" "$causal" "$threads" "$tokens" $((time / 2)) FAILED "it is wrong" "Somebody'"'"'s, of theirs"
+        duel wrong_one@theirs "" "$causal" "$threads" "$tokens" $((time / 2)) FAILED "it is wrong" "Somebody's, of theirs"
         duel absent@gone "" "$causal" "$threads" "$tokens" "" SKIPPED "no such file" "absent, of gone"
         if [[ "$tokens" == 2048 && "$threads" == 2 ]]; then
-          duel slow_one@theirs "" "$causal" "$threads" "$tokens" "" TIMEOUT "it took 7 s" "Somebody'"'"'s, of theirs"
+          duel slow_one@theirs "" "$causal" "$threads" "$tokens" "" TIMEOUT "it took 7 s" "Somebody's, of theirs"
         else
-          duel slow_one@theirs "" "$causal" "$threads" "$tokens" $((time * 3)) OK "" "Somebody'"'"'s, of theirs"
+          duel slow_one@theirs "" "$causal" "$threads" "$tokens" $((time * 3)) OK "" "Somebody's, of theirs"
         fi
       done
     done
