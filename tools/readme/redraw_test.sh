@@ -152,6 +152,7 @@ Errors are the largest against the float64 definition, over the largest value.
 
 With torch 2.9.
 Without times, at tokens/threads: `wrong_one@theirs` (failed: it is wrong) at 1024/1, 2048/1, 1024/2, 2048/2, 1024/1, 2048/1, 1024/2, 2048/2; `absent@gone` (skipped: no such file) at 1024/1, 2048/1, 1024/2, 2048/2, 1024/1, 2048/1, 1024/2, 2048/2; `slow_one@theirs` (timeout: it took 7 s) at 2048/2, 2048/2.
+
 <!-- redraw_readme contestants end -->
 
 Behind.
