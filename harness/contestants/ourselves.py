@@ -3,14 +3,15 @@
     bazel build //tools/python:wheel && pip install bazel-bin/tools/python/wheel/*.whl
     python harness/contestants/ourselves.py [FILE.pb]
 
-measures them for five minutes, or reads the file of such a sweep, and prints how often the two times of one piece of code
-differ by more than 3 %. That is how far a time of somebody else's code can be trusted: what the way through Python costs
-is in it, and so is another process's luck with its memory.
+measures them for five minutes into that file, or reads it where it is there, and prints how often the two times of one
+piece of code differ by more than 3 %. That is how far a time of somebody else's code can be trusted: what the way through
+Python costs is in it, and so is another process's luck with its memory.
 
 Each function below has a technique's name, its default options, and the parameters of ours.
 """
 
 import inspect
+import os
 import sys
 
 import tfb
@@ -57,11 +58,14 @@ def pairs_of(records):
     return {case: pair for case, pair in pairs.items() if len(pair) == 2}
 
 
-def main(path=None):
+def measure(path):
     names = [name + '@ourselves' for name, one in TECHNIQUES.items() if one['input_kind'] == 'qkv']
-    records = tfb.read(path) if path else tfb.sweep(names, '2048,4096', contestants=__file__, heads=4, threads='1,2',
-                                                    input='gaussian', causal='true,false', accuracy=False,
-                                                    counterparts=False, repetitions=21)
+    return tfb.sweep(names, '2048,4096', path, contestants=__file__, heads=4, threads='1,2', causal='true,false',
+                     input='gaussian', accuracy=False, counterparts=False, repetitions=21)
+
+
+def main(path=None):
+    records = tfb.read(path) if path and os.path.exists(path) else measure(path)
     pairs = pairs_of(records)
     changes = {case: pair[False] / pair[True] - 1 for case, pair in pairs.items()}
     apart = sorted(case for case, change in changes.items() if abs(change) > MOST)
