@@ -112,7 +112,7 @@ absl::StatusOr<std::vector<Job>> MakeAllCases() {
         absl::StrCat("--threads: ", threads, "; allowed are 0 to 4096"));
   }
   flags.threads = absl::StrCat(threads == 0 ? UsableCores() : threads);
-  flags.counterparts = false;
+  flags.counterparts = flags.ours = false;
   const std::string lengths = absl::GetFlag(FLAGS_lengths);
   std::vector<Job> all;
   for (absl::string_view input : absl::StrSplit(absl::GetFlag(FLAGS_input), ',')) {

@@ -54,8 +54,10 @@ ABSL_FLAG(
     "step. Errors are the forward pass's: captured tensors beside other inputs are for that "
     "alone.");
 ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs, output gradients and parameters.");
-ABSL_FLAG(bool, counterparts, true,
-          "Also run the dense counterpart of each case, so that there is a ratio.");
+ABSL_FLAG(
+    bool, counterparts, true,
+    "Also run the dense counterpart of each case, so that there is a ratio. Beside a contestant "
+    "ours runs in any case.");
 
 ABSL_FLAG(
     bool, accuracy, true,

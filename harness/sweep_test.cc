@@ -698,7 +698,7 @@ TEST_F(SweepTest, BadUsageIsOneLineThatNamesTheFlag) {
       {{"--shard=0/4"}, "--shard: \"0/4\"; wanted is a part of up to 10000, as in 2/4"},
       {{"--contestants=mine.txt"},
        "--contestants: mine.txt is neither a shared library (FILE.so) nor Python (FILE.py, "
-       "FILE.py:FUNCTION)"},
+       "FILE.py:FUNCTION), nor a folder of these"},
       {{"--repetitions=0"}, "--repetitions: 0; allowed are 1 to 100000"},
       {{"--repetitions=100001"}, "--repetitions: 100001; allowed are 1 to 100000"},
       {{"--repetitions=few"},

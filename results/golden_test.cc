@@ -552,6 +552,45 @@ TEST(Golden, Contestants) {
   ExpectGolden("contestants.svg", InLines(*svg));
 }
 
+// A contestant that is wrong is not the fastest, nor one that only approximates beside one that does
+// not, and a cell without times says what became of theirs.
+TEST(Golden, OursAndTheirsWhereSomeAreWrongOrHaveNoTimes) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  const auto add = [&](const std::string& technique, int64_t tokens, double median_ns,
+                       Outcome::Status status) {
+    CaseSpec spec = SpecOf(technique);
+    spec.tokens = tokens;
+    spec.median_ns = median_ns;
+    Case* result = results.add_cases();
+    *result = median_ns > 0 ? MakeCase(spec) : MakeUnmeasured(spec, status, "why");
+    result->mutable_outcome()->set_status(status);
+    if (technique == "plain") return;
+    MakeContestant("2.9", result);
+    result->mutable_technique()->mutable_contestant()->set_approximates(technique == "near@mine");
+  };
+  for (const int64_t tokens : {256, 512, 1024, 2048}) add("plain", tokens, 1e6, Outcome::STATUS_OK);
+  add("right@mine", 256, 3e6, Outcome::STATUS_OK);
+  add("wrong@mine", 256, 2e6, Outcome::STATUS_FAILED);
+  add("near@mine", 256, 1e6, Outcome::STATUS_OK);
+  add("right@mine", 512, 0, Outcome::STATUS_TIMEOUT);
+  add("wrong@mine", 512, 2e6, Outcome::STATUS_FAILED);
+  add("right@mine", 1024, 0, Outcome::STATUS_SKIPPED);
+  add("right@mine", 2048, 0, Outcome::STATUS_UNSUPPORTED);
+  add("near@mine", 2048, 4e6, Outcome::STATUS_OK);
+  const std::vector<Table> tables = report::DuelTables(Analysis(results));
+  ASSERT_EQ(tables.size(), 1u);
+  const std::vector<std::string> lines = absl::StrSplit(ToMarkdown(tables[0]), '\n');
+  ASSERT_GT(lines.size(), 4u);
+  EXPECT_EQ(lines[2],
+            "| technique | fastest of theirs | 256 | 512 | 1024 | 2048 | error of ours | error of "
+            "theirs |");
+  EXPECT_EQ(lines[4],
+            "| plain | right@mine, near@mine | 3.0x 1000 : 3000 | FAILED, timeout | skipped | 4.0x "
+            "1000 : "
+            "4000 | - | - |");
+}
+
 // The sweep up to 1024 tokens.
 ResultSet MakeShortSweep() {
   ResultSet sweep = synthetic::MakeSweep();

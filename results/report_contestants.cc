@@ -23,7 +23,8 @@ namespace {
 // A column of times: the threads of a case, and its length.
 using Column = std::pair<int, int64_t>;
 
-// The fastest contestant of one cell, beside the suite's own technique.
+// The contestant of one cell, of those that are right, beside the suite's own technique: the fastest of
+// those that compute the same, or, where there is none, that approximate it.
 struct Duel {
   const Series* ours = nullptr;
   const Series* theirs = nullptr;
@@ -33,6 +34,7 @@ struct Duel {
 // What one technique of the suite, with its options, is held against.
 struct DuelRow {
   const Series* ours = nullptr;
+  std::vector<const Series*> theirs;  // all that compute the same
   std::map<Column, Duel> duels;
 };
 
@@ -50,6 +52,14 @@ bool Duels(const Series& theirs, const Series& ours) {
          key.threads() == theirs.first().key().threads();
 }
 
+// Tells whether `a` is rather shown than `b`.
+bool StandsBefore(const Duel& a, const Duel& b) {
+  const auto rank = [](const Duel& duel) {
+    return std::make_pair(ContestantOf(*duel.theirs).approximates(), duel.theirs_ns);
+  };
+  return rank(a) < rank(b);
+}
+
 std::vector<DuelRow> DuelRows(const TableGroup& group) {
   std::vector<DuelRow> rows;
   const std::vector<const Series*> all = group.AllSeries();
@@ -61,20 +71,48 @@ std::vector<DuelRow> DuelRows(const TableGroup& group) {
       auto row = std::find_if(rows.begin(), rows.end(), [&](const DuelRow& one) {
         return DisplayName(one.ours->first()) == name;
       });
-      if (row == rows.end()) row = rows.insert(rows.end(), DuelRow{ours, {}});
+      if (row == rows.end()) row = rows.insert(rows.end(), DuelRow{ours, {}, {}});
+      row->theirs.push_back(theirs);
       for (const auto& [tokens, time] : theirs->run_ns) {
         const auto own = ours->run_ns.find(tokens);
-        if (own == ours->run_ns.end()) continue;
+        const bool is_right = WorstStatus(theirs->by_tokens.at(tokens)) == Outcome::STATUS_OK;
+        if (own == ours->run_ns.end() || !is_right) continue;
+        const Duel next = {ours, theirs, own->second.median, time.median};
         Duel& duel = row->duels[{ours->first().key().threads(), tokens}];
-        if (duel.theirs != nullptr && duel.theirs_ns <= time.median) continue;
-        duel = {ours, theirs, own->second.median, time.median};
+        if (duel.theirs == nullptr || StandsBefore(next, duel)) duel = next;
       }
     }
   }
-  rows.erase(std::remove_if(rows.begin(), rows.end(),
-                            [](const DuelRow& row) { return row.duels.empty(); }),
-             rows.end());
   return rows;
+}
+
+// Returns what became of the contestants in a cell without times.
+TableCell UntimedCell(const DuelRow& row, const Column& column) {
+  std::set<std::string> outcomes;
+  for (const Series* theirs : row.theirs) {
+    const auto cases = theirs->by_tokens.find(column.second);
+    if (theirs->first().key().threads() != column.first || cases == theirs->by_tokens.end()) {
+      continue;
+    }
+    const Outcome::Status status = WorstStatus(cases->second);
+    if (status != Outcome::STATUS_OK) outcomes.insert(StatusCell(status).text);
+  }
+  if (outcomes.empty()) return "-";
+  return {absl::StrJoin(outcomes, ", "), Emphasis::kFaint};
+}
+
+// Returns the names of the contestants that were the fastest in some cell, or of all where none was.
+std::string NamesOfTheirs(const DuelRow& row) {
+  std::vector<std::string> names;
+  const auto add = [&](const Series& theirs) {
+    const std::string name = SeriesName(theirs);
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+  };
+  for (const auto& [column, duel] : row.duels) add(*duel.theirs);
+  if (row.duels.empty()) {
+    for (const Series* theirs : row.theirs) add(*theirs);
+  }
+  return absl::StrJoin(names, ", ");
 }
 
 std::vector<double> Samples(const Series& series, int64_t tokens) {
@@ -111,9 +149,11 @@ Table DuelTable(const TableGroup& group, const std::vector<DuelRow>& rows) {
   std::set<Column> columns;
   std::set<int> threads;
   for (const DuelRow& row : rows) {
-    for (const auto& [column, duel] : row.duels) {
-      columns.insert(column);
-      threads.insert(column.first);
+    for (const Series* theirs : row.theirs) {
+      threads.insert(theirs->first().key().threads());
+      for (const auto& [tokens, cases] : theirs->by_tokens) {
+        columns.insert({theirs->first().key().threads(), tokens});
+      }
     }
   }
   Table table;
@@ -132,18 +172,14 @@ Table DuelTable(const TableGroup& group, const std::vector<DuelRow>& rows) {
   table.columns.push_back({"error\nof theirs", true});
   for (const DuelRow& row : rows) {
     std::set<const Series*> ours, theirs;
-    std::vector<std::string> names;
     for (const auto& [column, duel] : row.duels) {
       ours.insert(duel.ours);
       theirs.insert(duel.theirs);
-      const std::string name = SeriesName(*duel.theirs);
-      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
-    std::vector<TableCell> cells = {Printable(DisplayName(row.ours->first())),
-                                    absl::StrJoin(names, ", ")};
+    std::vector<TableCell> cells = {Printable(DisplayName(row.ours->first())), NamesOfTheirs(row)};
     for (const Column& column : columns) {
       const auto duel = row.duels.find(column);
-      cells.push_back(duel == row.duels.end() ? TableCell("-")
+      cells.push_back(duel == row.duels.end() ? UntimedCell(row, column)
                                               : RatioCell(duel->second, column.second, unit));
     }
     cells.emplace_back(WorstError(ours));

@@ -1,7 +1,10 @@
 #include "harness/contestants/contestants.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
+#include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -17,8 +20,31 @@
 namespace tfb {
 namespace {
 
+namespace fs = std::filesystem;
+
+// Returns the files of a folder that may have contestants, by name. Tests of Python are none.
+absl::StatusOr<std::vector<std::string>> FilesOf(const fs::path& folder) {
+  std::vector<std::string> files;
+  std::error_code error;
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    const std::string path = entry->path().string();
+    const bool is_python = absl::EndsWith(path, ".py") && !absl::EndsWith(path, "_test.py");
+    std::error_code ignored;
+    if ((is_python || absl::EndsWith(path, ".so")) && !entry->is_directory(ignored)) {
+      files.push_back(path);
+    }
+  }
+  if (error) return absl::UnavailableError(absl::StrCat(folder.string(), ": ", error.message()));
+  if (files.empty()) {
+    return absl::NotFoundError(absl::StrCat(folder.string(), " has no FILE.py and no FILE.so"));
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
 // Returns the elements, with those that name functions of one Python file joined: FILE.py:F,G.
-std::vector<std::string> Files(absl::string_view flag) {
+std::vector<std::string> Joined(absl::string_view flag) {
   std::vector<std::string> files;
   for (const absl::string_view element : absl::StrSplit(flag, ',', absl::SkipEmpty())) {
     const size_t colon = element.rfind(':');
@@ -35,6 +61,22 @@ std::vector<std::string> Files(absl::string_view flag) {
   return files;
 }
 
+// Returns the files that the flag names, those of folders among them.
+absl::StatusOr<std::vector<std::string>> Files(absl::string_view flag) {
+  std::vector<std::string> files;
+  for (const std::string& element : Joined(flag)) {
+    std::error_code ignored;
+    const std::string path = CallerPath(element);
+    if (!fs::is_directory(path, ignored)) {
+      files.push_back(element);
+      continue;
+    }
+    TFB_ASSIGN_OR_RETURN(const std::vector<std::string> inside, FilesOf(path));
+    files.insert(files.end(), inside.begin(), inside.end());
+  }
+  return files;
+}
+
 absl::StatusOr<std::shared_ptr<const ContestantFile>> ToFile(const std::string& element,
                                                              const PythonSettings& python) {
   if (absl::EndsWith(element, ".so")) {
@@ -44,8 +86,10 @@ absl::StatusOr<std::shared_ptr<const ContestantFile>> ToFile(const std::string& 
     return std::make_shared<const PythonFile>(CallerPath(element), python);
   }
   if (absl::StrContains(element, ':')) return std::make_shared<const PythonFile>(element, python);
-  return absl::InvalidArgumentError(absl::StrCat(
-      element, " is neither a shared library (FILE.so) nor Python (FILE.py, FILE.py:FUNCTION)"));
+  return absl::InvalidArgumentError(
+      absl::StrCat(element,
+                   " is neither a shared library (FILE.so) nor Python (FILE.py, FILE.py:FUNCTION), "
+                   "nor a folder of these"));
 }
 
 }  // namespace
@@ -53,7 +97,8 @@ absl::StatusOr<std::shared_ptr<const ContestantFile>> ToFile(const std::string& 
 absl::Status AddContestantFiles(absl::string_view files, const PythonSettings& python,
                                 Registry* registry, std::string* techniques) {
   const bool named = absl::StrContains(*techniques, "@");
-  for (const std::string& element : Files(files)) {
+  TFB_ASSIGN_OR_RETURN(const std::vector<std::string> elements, Files(files));
+  for (const std::string& element : elements) {
     TFB_ASSIGN_OR_RETURN(const auto file, ToFile(element, python));
     const absl::StatusOr<std::string> list = file->List();
     absl::Status status = list.status();

@@ -1,6 +1,8 @@
 #include "harness/contestants/contestants.h"
 
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -146,6 +148,10 @@ TEST(Contestants, ASweepHasTheTechniqueOfOursThatComputesTheSameBesideEach) {
   for (const Job& job : *cases) names.push_back(job.DisplayName());
   EXPECT_THAT(names, UnorderedElementsAre("w@beside window=16", "longformer dilation=2 window=16",
                                           "dense"));
+  flags.counterparts = false;
+  EXPECT_EQ(MakeCases(flags, registry, ".")->size(), 2u);
+  flags.ours = false;
+  EXPECT_EQ(MakeCases(flags, registry, ".")->size(), 1u);
   const Case record = MakeRecord(cases->front());
   const TechniqueDescription::Contestant& said = record.technique().contestant();
   EXPECT_EQ(said.definition(), "longformer:dilation=2");
@@ -153,6 +159,7 @@ TEST(Contestants, ASweepHasTheTechniqueOfOursThatComputesTheSameBesideEach) {
   for (const Job& job : *cases) {
     const bool same = CanonicalOptions(MakeRecord(job).key()) == said.definition_options_text();
     EXPECT_EQ(same, job.technique->info().name == "longformer");
+    EXPECT_EQ(job.added, job.technique->info().name == "dense");
   }
 }
 
@@ -195,7 +202,33 @@ TEST(Contestants, OfAFlagAreAddedAndThoseThatCannotBeUsedHaveARowWithTheReason) 
   EXPECT_EQ(techniques, "dense@toy");  // named already
   EXPECT_EQ(add("mine.txt", &registry, &techniques),
             absl::InvalidArgumentError("mine.txt is neither a shared library (FILE.so) nor Python "
-                                       "(FILE.py, FILE.py:FUNCTION)"));
+                                       "(FILE.py, FILE.py:FUNCTION), nor a folder of these"));
+}
+
+TEST(Contestants, OfAFolderAreThoseOfItsFilesButForTests) {
+  const std::filesystem::path folder = std::filesystem::path(::testing::TempDir()) / "folder";
+  std::filesystem::create_directories(folder / "below.py");
+  std::filesystem::create_directories(folder / "empty");
+  std::filesystem::copy_file(kToy, folder / "libtoy.so");
+  for (const char* name : {"b.py", "a.py", "a_test.py", "notes.txt"}) {
+    std::ofstream(folder / name) << "from tfb.contestant import definition\n"
+                                    "@definition('dense')\n"
+                                    "def mine(q, k, v):\n"
+                                    "  pass\n";
+  }
+  PythonSettings python;
+  python.interpreter = "/usr/bin/python3";
+  Registry registry;
+  registry.Add(MakeNamed("dense"));
+  std::string techniques = "dense";
+  ASSERT_EQ(AddContestantFiles(folder.string(), python, &registry, &techniques), absl::OkStatus());
+  EXPECT_EQ(techniques, "dense,*@a,*@b,*@toy");
+  for (const char* name : {"mine@a", "mine@b", "unknown@toy"}) {
+    EXPECT_TRUE(registry.Find(name).ok()) << name;
+  }
+  const std::string empty = (folder / "empty").string();
+  EXPECT_EQ(AddContestantFiles(empty, python, &registry, &techniques),
+            absl::NotFoundError(empty + " has no FILE.py and no FILE.so"));
 }
 
 }  // namespace

@@ -305,8 +305,9 @@ absl::Status KeepShard(absl::string_view shard, CaseList* list) {
   return absl::OkStatus();
 }
 
-// Adds the technique on the case's input, where it can be compared with the case.
-void AddBeside(const Registry& registry, const TechniqueSpec& spec, Job beside, CaseList* list) {
+// Adds the technique on the input of the case `beside`, where it can be compared with that case.
+void AddBeside(const Registry& registry, const TechniqueSpec& spec, bool is_counterpart, Job beside,
+               CaseList* list) {
   const absl::StatusOr<const Technique*> technique = registry.Find(spec.technique);
   if (!technique.ok()) return;  // not linked in: the case stands alone
   const absl::StatusOr<Options> options = (*technique)->Canonical(spec.options);
@@ -315,30 +316,24 @@ void AddBeside(const Registry& registry, const TechniqueSpec& spec, Job beside, 
   if ((*technique)->info().input_kind != beside.technique->info().input_kind) return;
   beside.technique = *technique;
   beside.options = *options;
-  beside.added = true;
+  beside.added = is_counterpart;
   list->Add(std::move(beside));
 }
 
-// Returns what a case is compared with: its dense counterpart, and a contestant with the technique
-// of this suite that computes the same.
-std::vector<TechniqueSpec> ComparedWith(const Job& job) {
-  std::vector<TechniqueSpec> specs;
-  if (const ContestantTechnique* contestant = AsContestant(*job.technique); contestant != nullptr) {
-    const auto definition = contestant->DefinitionOf(job.options);
-    if (definition.ok()) specs.push_back(*definition);
-  }
-  const auto counterpart = job.technique->Counterpart(job.problem, job.options);
-  if (counterpart.ok()) specs.push_back(*counterpart);
-  return specs;
-}
-
-// Adds what each case is compared with.
-void AddCounterparts(const Registry& registry, CaseList* list) {
+// Adds the technique of this suite that computes what a contestant does, and the dense counterpart of
+// each case, as the flags say.
+void AddBesideEach(const CaseFlags& flags, const Registry& registry, CaseList* list) {
   const size_t named = list->cases().size();
   for (size_t i = 0; i < named; ++i) {
-    for (const TechniqueSpec& spec : ComparedWith(list->cases()[i])) {
-      AddBeside(registry, spec, list->cases()[i], list);
+    const Job job = list->cases()[i];
+    const ContestantTechnique* contestant = AsContestant(*job.technique);
+    if (flags.ours && contestant != nullptr) {
+      const auto definition = contestant->DefinitionOf(job.options);
+      if (definition.ok()) AddBeside(registry, *definition, /*is_counterpart=*/false, job, list);
     }
+    if (!flags.counterparts) continue;
+    const auto counterpart = job.technique->Counterpart(job.problem, job.options);
+    if (counterpart.ok()) AddBeside(registry, *counterpart, /*is_counterpart=*/true, job, list);
   }
 }
 DeviceType DeviceTypeOf(Device device) {
@@ -447,7 +442,7 @@ absl::StatusOr<std::vector<Job>> MakeCases(const CaseFlags& flags, const Registr
     return NoCaseLeft(flags, axes);
   }
   TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list));
-  if (flags.counterparts) AddCounterparts(registry, &list);
+  AddBesideEach(flags, registry, &list);
 
   std::vector<Job> cases = std::move(list.cases());
   std::vector<std::pair<std::string, size_t>> groups;  // by first appearance

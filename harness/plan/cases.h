@@ -55,6 +55,8 @@ struct CaseFlags {
   uint64_t seed = 1;
   // Whether to add the dense counterpart of a technique at each of its problems.
   bool counterparts = true;
+  // Whether to add, beside a contestant, the technique of this suite that computes the same.
+  bool ours = true;
   // Whether to include accuracy cases. Scaling cases are checked once in any case, except those of
   // a text of more than kRealTokens.
   bool accuracy = true;

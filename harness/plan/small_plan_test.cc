@@ -1,5 +1,6 @@
 // Plans of a few cases, whose every visit is foretold by hand.
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -8,6 +9,8 @@
 #include "absl/strings/str_join.h"
 #include "core/safetensors.h"
 #include "gtest/gtest.h"
+#include "harness/contestants/contestant.h"
+#include "harness/contestants/shared_library.h"
 #include "harness/plan/cases.h"
 #include "harness/plan/sample_plan.h"
 #include "harness/plan/sweep_plan.h"
@@ -108,6 +111,42 @@ TEST_F(SmallPlan, ForetellsEachPassFromItsOwnTimes) {
   EXPECT_NEAR(plan.ExpectedSeconds(0), 2 * 3 + 0.2 * ((1 + 3.5) + (1 + 7)) + timing * 3 / 4, 1e-9);
   plan.Note(1, Found(11, 0, 10));
   EXPECT_NEAR(plan.ExpectedSeconds(0), 2 * 3 + 2 * 10 + timing * 2 / 4, 1e-9);
+}
+
+// Somebody else's code takes 20 s to start and compile, and then 1 ms a call and 10 ms a check on 64
+// tokens. The start is foretold as it was, calls and checks by their growth, and each sample has a
+// trial of a call and a check.
+TEST_F(SmallPlan, ForetellsTheStartOfSomebodyElsesCodeApartFromItsCalls) {
+  ASSERT_EQ(AddContestants(std::make_shared<SharedLibrary>("theirs.so"),
+                           R"([{"name": "mean", "definition": "toy_mean"}])", &registry_),
+            absl::OkStatus());
+  CaseFlags flags;
+  flags.techniques = "mean@theirs";
+  flags.inputs = "gaussian";
+  flags.lengths = "64:256";
+  flags.devices = "cpu";
+  flags.threads = "1";
+  flags.counterparts = flags.ours = false;
+  cases_ = MakeCases(flags, registry_, "").value();
+  ASSERT_EQ(cases_.size(), 3u);
+  options_.time_budget = 600;
+  // Check and call, the pilot of a sample and its trial, 11 samples with a warm-up and a trial, and
+  // six cold runs after 50 ms each: for `factor` times 64 tokens.
+  const auto timing = [](double factor) {
+    const double call = 0.001 * factor, trial = 0.011 * factor;
+    return trial + (0.01 + trial) + 11 * (0.01 + call + trial) + 6 * (1.5 * call + 0.05);
+  };
+  SweepPlan plan = Plan();
+  plan.Note(0, Found(11, 0.001, 20 + 0.011, 0.01));
+  EXPECT_NEAR(plan.ExpectedSeconds(0), 20 + timing(2) + 20 + timing(4), 1e-9);
+  // It is compiled sooner, for another length.
+  plan.Note(1, Found(11, 0.002, 10 + 0.022, 0.02));
+  EXPECT_NEAR(plan.ExpectedSeconds(0), 10 + timing(4), 1e-9);
+  // A start that grows is foretold to grow on.
+  SweepPlan growing = Plan();
+  growing.Note(0, Found(11, 0.001, 20 + 0.011, 0.01));
+  growing.Note(1, Found(11, 0.002, 60 + 0.022, 0.02));
+  EXPECT_NEAR(growing.ExpectedSeconds(0), 180 + timing(4), 1e-9);
 }
 
 TEST_F(SmallPlan, GoesFromAccuracyOverTheLengthsToRepetitions) {

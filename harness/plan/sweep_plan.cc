@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "harness/contestants/interface.h"
 #include "harness/plan/quantities.h"
 #include "results/reader.h"
 
@@ -37,6 +38,7 @@ double TokensOf(const Job& job) {
 }
 
 bool IsAccuracy(const Job& job) { return job.purpose == Case::PURPOSE_ACCURACY; }
+bool IsContestant(const Job& job) { return AsContestant(*job.technique) != nullptr; }
 
 // Returns the key of the case without its length; for an added counterpart also without its
 // options, which depend on the length.
@@ -51,13 +53,19 @@ std::string SeriesKey(const Job& job) {
   return absl::StrCat(CaseKey(key), job.added ? " added" : "");
 }
 
+// Returns the exponent with which a time grew between two lengths, if it is known.
+std::optional<double> LocalExponent(double tokens_before, double before, double tokens,
+                                    double now) {
+  if (before <= 0 || now <= 0 || tokens <= tokens_before) return std::nullopt;
+  return std::log(now / before) / std::log(tokens / tokens_before);
+}
+
 // Returns the exponent with which a time grows from the last length on: the one between the last
 // two lengths where it is known, but at least halfway from there to `growth`, since fixed costs
 // hide the asymptotic growth.
-double Exponent(double growth, double tokens_before, double before, double tokens, double now) {
-  if (before <= 0 || now <= 0 || tokens <= tokens_before) return growth;
-  const double local = std::log(now / before) / std::log(tokens / tokens_before);
-  return local >= growth ? std::min(local, growth + 1) : (std::max(local, 0.0) + growth) / 2;
+double Exponent(double growth, std::optional<double> local) {
+  if (!local.has_value()) return growth;
+  return *local >= growth ? std::min(*local, growth + 1) : (std::max(*local, 0.0) + growth) / 2;
 }
 
 }  // namespace
@@ -128,49 +136,66 @@ void SweepPlan::FindCounterparts() {
 
 // --- Estimates of times
 
-SampleWishes SweepPlan::Wishes(int repetitions) const {
-  SampleWishes wishes;
-  wishes.repetitions = repetitions;
-  wishes.min_time = options_.min_time;
-  wishes.flush_seconds = options_.flush_seconds;
-  return wishes;
+SweepPlan::Observation SweepPlan::ObservationOf(size_t index, const Visited& visited) const {
+  Observation seen = {TokensOf(cases_[index]), visited.preparation_seconds, visited.call_seconds,
+                      0};
+  if (IsContestant(cases_[index])) {
+    seen.preparation_seconds =
+        std::min(visited.preparation_seconds, visited.check_seconds + visited.call_seconds);
+    seen.start_seconds = visited.preparation_seconds - seen.preparation_seconds;
+  }
+  return seen;
 }
 
 SweepPlan::Observation SweepPlan::Foretell(size_t index) const {
   const double tokens = TokensOf(cases_[index]);
   const auto found = observations_.find(series_[index]);
   if (found == observations_.end() || found->second.empty()) {
-    return {tokens, kGuessSeconds * RelativeEffort(cases_[index]), 0};
+    return {tokens, kGuessSeconds * RelativeEffort(cases_[index]), 0, 0};
   }
   const std::vector<Observation>& seen = found->second;
   const Observation& last = seen.back();
-  const Observation before = seen.size() > 1 ? seen[seen.size() - 2] : Observation{0, 0, 0};
+  const Observation before = seen.size() > 1 ? seen[seen.size() - 2] : Observation{0, 0, 0, 0};
   // The growth that a technique states need not hold with the options of a counterpart.
   const double growth = cases_[index].added ? 2 : cases_[index].technique->info().growth;
-  const double ratio = tokens / last.tokens;
-  const auto grown = [&](double earlier, double now) {
-    return now * std::pow(ratio, Exponent(growth, before.tokens, earlier, last.tokens, now));
+  const auto local = [&](double earlier, double now) {
+    return LocalExponent(before.tokens, earlier, last.tokens, now);
   };
-  return {tokens, grown(before.preparation_seconds, last.preparation_seconds),
-          grown(before.call_seconds, last.call_seconds)};
+  const auto grown = [&](double now, double exponent) {
+    return now * std::pow(tokens / last.tokens, exponent);
+  };
+  const double of_start = local(before.start_seconds, last.start_seconds).value_or(0);
+  return {tokens,
+          grown(last.preparation_seconds,
+                Exponent(growth, local(before.preparation_seconds, last.preparation_seconds))),
+          grown(last.call_seconds, Exponent(growth, local(before.call_seconds, last.call_seconds))),
+          grown(last.start_seconds, std::clamp(of_start, 0.0, growth + 1))};
+}
+
+// Estimates the time from the end of the preparation on. Each sample of a contestant is tried before
+// it, on new inputs, with a check that is no longer than that of the preparation.
+double SweepPlan::TimingSeconds(const Visit::Item& item, const Observation& times) const {
+  const bool is_tried = IsContestant(cases_[item.index()]);
+  SampleWishes wishes;
+  wishes.repetitions = item.repetitions();
+  wishes.min_time = options_.min_time;
+  wishes.flush_seconds = options_.flush_seconds;
+  wishes.trial_seconds = is_tried ? times.preparation_seconds : 0;
+  wishes.setup_seconds = times.start_seconds;
+  const double pilot = std::max(options_.min_time, times.call_seconds) + wishes.trial_seconds;
+  return pilot + PlanSamples(wishes, times.call_seconds, item.share_seconds()).seconds;
 }
 
 double SweepPlan::VisitSeconds(size_t index) const {
   const Observation foretold = Foretell(index);
-  const Visit::Item item = ItemFor(index, /*repeats=*/false);
-  const double pilot = std::max(options_.min_time, foretold.call_seconds);
-  const SamplePlan samples =
-      PlanSamples(Wishes(item.repetitions()), foretold.call_seconds, item.share_seconds());
-  return foretold.preparation_seconds + pilot + samples.seconds;
+  return foretold.start_seconds + foretold.preparation_seconds +
+         TimingSeconds(ItemFor(index, /*repeats=*/false), foretold);
 }
 
 double SweepPlan::RepetitionSeconds(size_t index) const {
   const Visited& last = *states_[index].last;
-  const Visit::Item item = ItemFor(index, /*repeats=*/true);
-  const SamplePlan samples =
-      PlanSamples(Wishes(item.repetitions()), last.call_seconds, item.share_seconds());
-  const double pilot = std::max(options_.min_time, last.call_seconds);
-  return last.preparation_seconds - last.check_seconds + pilot + samples.seconds;
+  return last.preparation_seconds - last.check_seconds +
+         TimingSeconds(ItemFor(index, /*repeats=*/true), ObservationOf(index, last));
 }
 
 double SweepPlan::TierSeconds(const Tier& tier) const {
@@ -397,7 +422,7 @@ void SweepPlan::Observe(size_t index, const Visited& visited) {
   const double tokens = TokensOf(cases_[index]);
   // Inputs and layers of one length count as one observation, the last.
   if (!seen.empty() && seen.back().tokens == tokens) seen.pop_back();
-  seen.push_back({tokens, visited.preparation_seconds, visited.call_seconds});
+  seen.push_back(ObservationOf(index, visited));
 }
 
 void SweepPlan::Finish(size_t index) { states_[index].finished = true; }

@@ -83,8 +83,11 @@ class SweepPlan {
   // The times of a technique with its options at one length.
   struct Observation {
     double tokens;
-    double preparation_seconds;
+    double preparation_seconds;  // without the start
     double call_seconds;
+    // Of somebody else's code: starting its process and compiling it, which comes before its first
+    // call and takes about as long for every length.
+    double start_seconds;
   };
   struct State {
     int visits = 0;
@@ -121,8 +124,9 @@ class SweepPlan {
   double VisitSeconds(size_t index) const;
   double RepetitionSeconds(size_t index) const;
   double TierSeconds(const Tier& tier) const;
+  Observation ObservationOf(size_t index, const Visited& visited) const;
   Observation Foretell(size_t index) const;
-  SampleWishes Wishes(int repetitions) const;
+  double TimingSeconds(const Visit::Item& item, const Observation& times) const;
   double turns() const { return options_.takes_turns ? 2 : 1; }
 
   const std::vector<Job>& cases_;

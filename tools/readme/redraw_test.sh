@@ -12,8 +12,11 @@ rows_of() { sed -n '/^<!-- redraw_readme begin/,/^<!-- redraw_readme end/p' "$1"
 [[ "$(grep -c '^<!-- redraw_readme end -->$' "$readme")" == 1 ]] || fail "README.md does not have one end marker"
 grep -q '](docs/sweep.svg)' "$readme" || fail "README.md does not show docs/sweep.svg"
 [[ "$(wc -l < "$readme")" -lt 150 ]] || fail "README.md has 150 lines or more"
+[[ "$(grep -c '^<!-- redraw_readme contestants begin -->$' "$readme")" == 1 ]] || fail "README.md does not have one begin marker of contestants"
+[[ "$(grep -c '^<!-- redraw_readme contestants end -->$' "$readme")" == 1 ]] || fail "README.md does not have one end marker of contestants"
 
 # Dense attention takes 40 ms, and technique n of 13 takes 40 / n ms; three families take turns. A quarter of that at half the length.
+encode() { "$protoc" --descriptor_set_in="$descriptors" --encode=tfb.ResultSet results/results.proto; }
 one_case() {  # name family purpose tokens error nanoseconds pass
   printf 'cases { environment_id: "e" key { technique: "%s" device: DEVICE_TYPE_CPU dtype: ELEMENT_TYPE_F32 seed: 1 threads: 2\n' "$1"
   printf 'problem { batch: 1 query_heads: 8 kv_heads: 8 query_tokens: %d kv_tokens: %d head_dim: 64 value_dim: 64 causal: true }\n' "$4" "$4"
@@ -37,7 +40,7 @@ one_case() {  # name family purpose tokens error nanoseconds pass
     one_case "$name" "$family" PURPOSE_SCALING 4096 0 "$time"
   done
 } > "$TEST_TMPDIR/results.textproto"
-"$protoc" --descriptor_set_in="$descriptors" --encode=tfb.ResultSet results/results.proto < "$TEST_TMPDIR/results.textproto" > "$TEST_TMPDIR/results.pb"
+encode < "$TEST_TMPDIR/results.textproto" > "$TEST_TMPDIR/results.pb"
 
 copy="$TEST_TMPDIR/README.md" picture="$TEST_TMPDIR/docs/sweep.svg"
 printf 'Before.\n\n<!-- redraw_readme begin techniques= -->\n\nold rows\n\n<!-- redraw_readme end -->\n\nBehind.\n' > "$copy"
@@ -65,7 +68,7 @@ cmp "$picture" "$picture.once" || fail "a second run changed the picture"
 cp "$TEST_TMPDIR/results.pb" "$TEST_TMPDIR/forward.pb"
 { cat "$TEST_TMPDIR/results.textproto"
   for name in dense near01 near13; do one_case "$name" attention PURPOSE_SCALING 4096 0 1000000 PASS_TRAINING; done
-} | "$protoc" --descriptor_set_in="$descriptors" --encode=tfb.ResultSet results/results.proto > "$TEST_TMPDIR/results.pb"
+} | encode > "$TEST_TMPDIR/results.pb"
 run
 cmp "$copy" "$copy.once" || fail "training steps changed the README"
 cmp "$picture" "$picture.once" || fail "training steps changed the picture"
@@ -86,4 +89,80 @@ if run --techniques=missing; then fail "a list of unknown techniques is accepted
 cmp "$copy" "$copy.once" || fail "a failed run changed the README"
 echo "no markers" > "$copy"
 if run; then fail "a README without markers is accepted"; fi
+
+# Ours and theirs: one technique under each mask, at two lengths on one thread and on two. Ours takes 1 ms for 1024 tokens and 4 ms for 2048,
+# theirs three times as long, but that one of them has no time at 2048, one is twice as fast and wrong, and one cannot be loaded.
+duel() {  # name options causal threads tokens nanoseconds status reason contestant
+  printf 'cases { environment_id: "e" key { technique: "%s" options_text: "%s" device: DEVICE_TYPE_CPU dtype: ELEMENT_TYPE_F32 seed: 1 threads: %d\n' "$1" "$2" "$4"
+  printf 'problem { batch: 1 query_heads: 2 kv_heads: 2 query_tokens: %d kv_tokens: %d head_dim: 64 value_dim: 64 causal: %s }\n' "$5" "$5" "$3"
+  printf 'input { name: "gaussian" } purpose: PURPOSE_SCALING pass: PASS_FORWARD }\n'
+  printf 'technique { display_name: "%s" title: "%s" family: "attention" exactness: EXACTNESS_EXACT input_kind: INPUT_KIND_QKV\n' "$1" "${9:-Ours}"
+  if [[ -n "${9:-}" ]]; then
+    printf 'contestant { file: "theirs.py" definition: "near" definition_technique: "near" definition_options_text: "w=1" '
+    printf 'about { key: "torch" value: "2.9" } about { key: "torch threads" value: "%d" } about { key: "OMP_NUM_THREADS" value: "%d" } }\n' "$4" "$4"
+  fi
+  printf 'weights: WEIGHTS_NONE expected_growth: 2 } outcome { status: STATUS_%s reason: "%s"\n' "$7" "$8"
+  printf 'against_definition { max_abs_over_max_value: %s }' "$([[ -n "${9:-}" ]] && echo 3e-7 || echo 1e-7)"
+  if [[ -n "$6" ]]; then printf 'timing { clock: CLOCK_WALL run_ns: [%d, %d, %d, %d, %d, %d] }' "$6" "$6" "$6" "$6" "$6" "$6"; fi
+  printf '} }\n'
+}
+{
+  printf 'format: "tfb.ResultSet/1"\nenvironments { id: "e" cpu_model: "Processor, made up" threads: 2 logical_cores: 2 }\n'
+  for causal in true false; do
+    for threads in 1 2; do
+      for tokens in 1024 2048; do
+        time=$((tokens * tokens * 10 / threads))
+        duel near w=1 "$causal" "$threads" "$tokens" "$time" OK ""
+        duel far "" "$causal" "$threads" "$tokens" "$time" OK ""
+        duel wrong_one@theirs "" "$causal" "$threads" "$tokens" $((time / 2)) FAILED "it is wrong" "Somebody's, of theirs"
+        duel absent@gone "" "$causal" "$threads" "$tokens" "" SKIPPED "no such file" "absent, of gone"
+        if [[ "$tokens" == 2048 && "$threads" == 2 ]]; then
+          duel slow_one@theirs "" "$causal" "$threads" "$tokens" "" TIMEOUT "it took 7 s" "Somebody's, of theirs"
+        else
+          duel slow_one@theirs "" "$causal" "$threads" "$tokens" $((time * 3)) OK "" "Somebody's, of theirs"
+        fi
+      done
+    done
+  done
+} > "$TEST_TMPDIR/duels.textproto"
+encode < "$TEST_TMPDIR/duels.textproto" > "$TEST_TMPDIR/results.pb"
+printf 'Before.\n\n<!-- redraw_readme begin techniques= -->\n\nold rows\n\n<!-- redraw_readme end -->\n\n%s\n' \
+  "$(printf '<!-- redraw_readme contestants begin -->\n\nold table\n\n<!-- redraw_readme contestants end -->\n\nBehind.')" > "$copy"
+rm "$picture"
+run
+[[ ! -e "$picture" ]] || fail "a file with contestants redrew the picture"
+cat > "$copy.expected" << 'END'
+Before.
+
+<!-- redraw_readme begin techniques= -->
+
+old rows
+
+<!-- redraw_readme end -->
+
+<!-- redraw_readme contestants begin -->
+
+Medians of warm runs on Processor, made up, cpu f32, 2 heads of 64, input gaussian: how many times as fast ours is, and the milliseconds of ours : theirs.
+Errors are the largest against the float64 definition, over the largest value.
+
+| ours | mask | fastest of theirs | 1 thread 1024 | 1 thread 2048 | 2 threads 1024 | 2 threads 2048 | error of ours | error of theirs |
+|---|---|---|---|---|---|---|---|---|
+| `near` | causal | Somebody's | 3.0x (10.5 : 31.5) | 3.0x (41.9 : 126) | 3.0x (5.24 : 15.7) | FAILED, skipped, timeout | 1e-7 | 3e-7 |
+| `near` | full | Somebody's | 3.0x (10.5 : 31.5) | 3.0x (41.9 : 126) | 3.0x (5.24 : 15.7) | FAILED, skipped, timeout | 1e-7 | 3e-7 |
+
+With torch 2.9.
+Without times, at tokens/threads: `wrong_one@theirs` (failed: it is wrong) at 1024/1, 2048/1, 1024/2, 2048/2, 1024/1, 2048/1, 1024/2, 2048/2; `absent@gone` (skipped: no such file) at 1024/1, 2048/1, 1024/2, 2048/2, 1024/1, 2048/1, 1024/2, 2048/2; `slow_one@theirs` (timeout: it took 7 s) at 2048/2, 2048/2.
+
+<!-- redraw_readme contestants end -->
+
+Behind.
+END
+diff "$copy.expected" "$copy" || fail "ours and theirs are drawn otherwise"
+run
+diff "$copy.expected" "$copy" || fail "a second run changed ours and theirs"
+
+# Without their markers it fails and changes nothing.
+echo "no markers" > "$copy"
+if run; then fail "contestants are drawn without markers"; fi
+[[ "$(cat "$copy")" == "no markers" ]] || fail "a failed run changed the README"
 echo "passed"
