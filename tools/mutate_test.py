@@ -5,6 +5,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import io
+import os
 import pathlib
 import random
 import re
@@ -34,6 +35,40 @@ int64_t Keys(const Problem& p, int64_t begin) {
 
 def results(text, pattern):
     return {edit.apply(text) for edit in mutate.edits_of('a.cc', text) if edit.pattern == pattern}
+
+
+class FakeBazel(mutate.Bazel):
+    """Has //PACKAGE:NAME_test for each NAME of {path: names}, which depends on the file at that path."""
+
+    def __init__(self, root, names_of_path):
+        super().__init__(root, ['bazel'], 60)
+        for path in names_of_path:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).parent.joinpath('BUILD').write_text('')
+        self.tests = [
+            target('//%s:%s_test' % (os.path.dirname(path), name),
+                   files={'//%s:%s' % (os.path.dirname(path), os.path.basename(path))})
+            for path, names in names_of_path.items() for name in names
+        ]
+        self.calls = []
+
+    def test(self, labels):
+        """A test fails where the text of its file holds FAIL and its name, and is not built where that holds BREAK."""
+        self.calls.append(labels)
+        statuses = {}
+        for label in labels:
+            (file,) = next(test.files for test in self.tests if test.label == label)
+            text = (self.root / file[2:].replace(':', '/')).read_text()
+            name = label.partition(':')[2]
+            if 'BREAK' not in text:
+                statuses[label] = 'FAILED' if 'FAIL ' + name in text else 'TIMEOUT' if 'HANG ' + name in text else 'PASSED'
+        return statuses
+
+
+def target(label, size='medium', tags=(), files=()):
+    rule = '<rule class="cc_test" name="%s"><string name="size" value="%s"/><list name="tags">%s</list></rule>' % (
+        label, size, ''.join('<string value="%s"/>' % tag for tag in tags))
+    return mutate.TestTarget(xml.etree.ElementTree.fromstring(rule), set(files))
 
 
 class Patterns(unittest.TestCase):
@@ -134,17 +169,14 @@ class Files(unittest.TestCase):
 
     def test_those_that_survived_are_found_again_by_what_was_printed(self):
 
-        class Fake(mutate.Bazel):
-
-            def judge_edit(self, edit):
-                return ('survived', '3 tests') if edit.pattern == 'factor two' else ('noticed', '//:a_test')
-
         (self.root / 'b.cc').write_text('x = 2 * y;\nf();\nx = 2 * y;\n')
         edits = list(mutate.draw(self.root, ['a.cc', 'b.cc'], random.Random(1)))
         score = mutate.Score()
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for edit in edits:
-                mutate.try_edit(Fake(self.root, ['bazel'], 60), edit, (self.root / edit.path).read_text(), score, len(edits))
+                trial = mutate.Trial(FakeBazel(self.root, {}), edit, (self.root / edit.path).read_text())
+                trial.verdict, trial.what = ('survived', '3 tests') if edit.pattern == 'factor two' else ('noticed', '//:a_test')
+                mutate.settle([trial], score, len(edits))
         twos = {(edit.path, edit.begin) for edit in edits if edit.pattern == 'factor two'}
         self.assertEqual(len(twos), 3)
         again = list(mutate.survivors(self.root, printed.getvalue()))
@@ -165,67 +197,114 @@ class Files(unittest.TestCase):
 
 class Tests(unittest.TestCase):
 
-    @staticmethod
-    def target(label, size='medium', tags=()):
-        rule = '<rule class="cc_test" name="%s"><string name="size" value="%s"/><list name="tags">%s</list></rule>' % (
-            label, size, ''.join('<string value="%s"/>' % tag for tag in tags))
-        return mutate.TestTarget(xml.etree.ElementTree.fromstring(rule))
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = pathlib.Path(folder.name)
+
+    def write(self, path, text):
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def judge(self, bazel, edits, together=8):
+        """Tries edits, pairs of a path and a text that replaces the file; returns {path: verdict}, the score and what is printed."""
+        score, verdicts = mutate.Score(), {}
+        whole = [mutate.Edit(path, 'constant', 0, len((self.root / path).read_text()), text) for path, text in edits]
+        add = score.add
+        score.add = lambda edit, verdict, diff: (verdicts.update({edit.path: verdict}), add(edit, verdict, diff))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            mutate.try_edits(bazel, whole, score, len(whole), together)
+        return verdicts, score, printed.getvalue()
 
     def test_those_of_the_file_come_first_then_its_package_then_others_then_slow_ones(self):
         tests = [
-            self.target('//d:b_test'),
-            self.target('//d:a_test', 'small'),
-            self.target('//d:a_sweep_test', 'large'),
-            self.target('//e:a_test'),
-            self.target('//d:a_cuda_conformance_test', 'large', ['gpu']),
-            self.target('//d:by_hand_test', tags=['manual']),
+            target('//d:b_test', files=['//d:a.cc', '//d:b.cc', '//d:c.cc']),
+            target('//d:c_test', files=['//d:a.cc', '//d:c.cc']),
+            target('//d:a_test', 'small'),
+            target('//d:a_sweep_test', 'large'),
+            target('//e:a_test'),
+            target('//d:a_cuda_conformance_test', 'large', ['gpu']),
+            target('//d:by_hand_test', tags=['manual']),
         ]
         self.assertEqual(
-            mutate.stages('d/a.cc', tests),
-            [['//d:a_test'], ['//d:b_test'], ['//d:a_cuda_conformance_test', '//d:a_sweep_test'], ['//e:a_test']])
+            mutate.stages('d/a.cc', tests), [['//d:a_test'], ['//d:c_test', '//d:b_test'],
+                                             ['//d:a_cuda_conformance_test', '//d:a_sweep_test'], ['//e:a_test']])
         self.assertEqual(
             mutate.stages('d/a_cuda.cu', tests)[:2],
-            [['//d:a_test'], ['//d:a_cuda_conformance_test', '//d:b_test']])
+            [['//d:a_test'], ['//d:a_cuda_conformance_test', '//d:c_test', '//d:b_test']])
+
+    def test_a_stage_of_many_tests_is_several_calls(self):
+        tests = [target('//d:%d_test' % n) for n in range(2 * mutate.TESTS_OF_CALL + 1)]
+        self.assertEqual([len(stage) for stage in mutate.stages('d/a.cc', tests)], [mutate.TESTS_OF_CALL] * 2 + [1])
+
+    def test_a_test_depends_on_the_files_of_the_rules_it_depends_on(self):
+        tests = mutate.read_tests('''<query>
+            <rule class="cc_library" name="//d:d"><rule-input name="//d:d.cc"/><rule-input name="//d:made.cc"/></rule>
+            <rule class="genrule" name="//d:make"><rule-input name="//d:made.in"/><rule-output name="//d:made.cc"/></rule>
+            <rule class="cc_test" name="//e:e_test"><rule-input name="//e:e_test.cc"/><rule-input name="//d:d"/>
+                <rule-input name="@abseil//:base"/></rule>
+            <rule class="cc_test" name="//e:f_test"><rule-input name="//e:f_test.cc"/></rule>
+            <source-file name="//d:d.cc"/></query>''')
+        self.assertEqual({test.label: test.files for test in tests}, {
+            '//e:e_test': {'//e:e_test.cc', '//d:d.cc', '//d:made.in'},
+            '//e:f_test': {'//e:f_test.cc'}
+        })
+
+    def test_a_pattern_names_the_tests_of_a_package_or_a_folder(self):
+        test = target('//d/e:a_test')
+        for pattern in ('//d/e:all', '//d/...', '//d/e/...'):
+            self.assertTrue(test.matches(pattern), pattern)
+        for pattern in ('//d:all', '//d/e2/...'):
+            self.assertFalse(test.matches(pattern), pattern)
 
     def test_the_first_stage_that_fails_decides(self):
+        for path in ('a/a.cc', 'b/b.cc', 'c/c.cc', 'd/d.cc'):
+            self.write(path, 'sound')
+        names = ['a', 'b', 'c', 'd', 'x', 'y']
+        bazel = FakeBazel(self.root, {path: names for path in ('a/a.cc', 'b/b.cc', 'c/c.cc', 'd/d.cc')})
+        verdicts, score, printed = self.judge(bazel, [('a/a.cc', 'FAIL a_test'), ('b/b.cc', 'HANG y_test'), ('c/c.cc', 'BREAK'),
+                                                      ('d/d.cc', 'unnoticed')])
+        self.assertEqual(verdicts, {'a/a.cc': 'noticed', 'b/b.cc': 'noticed', 'd/d.cc': 'survived'})
+        self.assertEqual(score.broken, 1)
+        self.assertIn('noticed (//a:a_test, ', printed)
+        self.assertIn('noticed (//b:y_test, timeout, ', printed)
+        self.assertIn('survived (6 tests, ', printed)
+        self.assertNotIn('//a:b_test', {label for call in bazel.calls for label in call})
+        self.assertEqual({(self.root / path).read_text() for path in verdicts}, {'sound'})
 
-        class Fake(mutate.Bazel):
-            verdicts = {'1': ('passed', ''), '2': ('failed', '//d:2'), '3': ('broken', '')}
-            run = []
-
-            def stages(self, path):
-                return [[label] for label in path]
-
-            def test(self, labels):
-                self.run += labels
-                return self.verdicts[labels[0]]
-
-        bazel = Fake(pathlib.Path(), ['bazel'], 60)
-        self.assertEqual(bazel.judge('121'), ('noticed', '//d:2'))
-        self.assertEqual(bazel.run, ['1', '2'])
-        self.assertEqual(bazel.judge('11'), ('survived', '2 tests'))
-        self.assertEqual(bazel.judge('13'), ('broken', ''))
+    def test_edits_share_a_call_where_no_test_depends_on_two_of_their_files(self):
+        for path in ('a/a.cc', 'b/b.cc', 'c/c.cc'):
+            self.write(path, 'sound')
+        bazel = FakeBazel(self.root, {path: [path[0]] for path in ('a/a.cc', 'b/b.cc', 'c/c.cc')})
+        next(test for test in bazel.tests if test.label == '//b:b_test').files.add('//a:a.cc')
+        trials = [
+            mutate.Trial(bazel, mutate.Edit(path, 'constant', 0, 1, 'S'), 'sound')
+            for path in ('a/a.cc', 'b/b.cc', 'c/c.cc', 'c/c.cc')
+        ]
+        first = lambda order, most: [trial.edit.path for trial, _ in mutate.apart([trials[n] for n in order], set(), most)]
+        self.assertEqual(first([0, 1, 2, 3], 8), ['a/a.cc', 'c/c.cc'])
+        self.assertEqual(first([1, 0, 2], 8), ['b/b.cc', 'c/c.cc'])
+        self.assertEqual(first([0, 2], 1), ['a/a.cc'])
 
     def test_a_test_that_fails_without_an_edit_is_left_out(self):
+        self.write('a/a.cc', 'FAIL b_test')
+        bazel = FakeBazel(self.root, {'a/a.cc': ['b', 'c']})
+        verdicts, _, printed = self.judge(bazel, [('a/a.cc', 'FAIL b_test, FAIL c_test')])
+        self.assertEqual(verdicts, {'a/a.cc': 'noticed'})
+        self.assertEqual(bazel.unsound, {'//a:b_test'})
+        self.assertIn('//a:b_test fails without an edit, and is left out\n', printed)
+        self.assertIn('noticed (//a:c_test, ', printed)
+        verdicts, _, _ = self.judge(bazel, [('a/a.cc', 'FAIL b_test')])
+        self.assertEqual(verdicts, {'a/a.cc': 'survived'})
 
-        class Fake(mutate.Bazel):
-
-            def stages(self, path):
-                return [['bad'], ['good']]
-
-            def test(self, labels):
-                is_edited = (self.root / 'a.cc').read_text() != SOURCE
-                return ('failed', labels[0]) if labels == ['bad'] or is_edited else ('passed', '')
-
-        with tempfile.TemporaryDirectory() as folder:
-            root = pathlib.Path(folder)
-            (root / 'a.cc').write_text(SOURCE)
-            bazel = Fake(root, ['bazel'], 60)
-            edit = mutate.edits_of('a.cc', SOURCE)[0]
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                self.assertEqual(bazel.judge_edit(edit), ('noticed', 'good'))
-            self.assertEqual(bazel.unsound, {'bad'})
-            self.assertEqual(printed.getvalue(), 'bad fails without an edit, and is left out\n')
+    def test_as_many_edits_are_judged_as_asked_for_beside_those_that_do_not_compile(self):
+        self.write('a/a.cc', 'sound')
+        bazel = FakeBazel(self.root, {'a/a.cc': ['a']})
+        edits = [mutate.Edit('a/a.cc', 'constant', 0, 5, text) for text in ['BREAK', 'FAIL a_test', 'BREAK', 'x', 'y', 'z']]
+        score = mutate.Score()
+        with contextlib.redirect_stdout(io.StringIO()):
+            mutate.try_edits(bazel, edits, score, 2, 8)
+        self.assertEqual((score.total(), score.broken, len(score.survivors)), (2, 2, 1))
 
 
 class Report(unittest.TestCase):
@@ -267,7 +346,7 @@ class Report(unittest.TestCase):
             self.assertFalse(patterns(package + '/a.cc') & equal, package)
 
     def test_wrong_flags_are_refused(self):
-        for flags in (['--count=0'], ['--least=1.5'], ['--timeout=0'], ['--again=/no/such/file'], ['--no_such_flag']):
+        for flags in (['--count=0'], ['--least=1.5'], ['--timeout=0'], ['--together=0'], ['--again=/no/such/file'], ['--no_such_flag']):
             done = subprocess.run([sys.executable, str(SCRIPT)] + flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             self.assertEqual(done.returncode, 2, flags)
             self.assertIn(flags[0].split('=')[0], done.stderr.decode())

@@ -54,9 +54,9 @@ TEST_P(ForEachOnDevice, VisitsEveryElementOnce) {
   }
 }
 
-// Widths straddle the pieces of the CPU, of 256 columns.
+// Widths straddle the pieces of the CPU, of 256 columns, and its tasks, of 4096 elements or one row.
 TEST_P(ForEachOnDevice, VisitsEveryColumnOfEveryRowOnce) {
-  for (const int64_t columns : {0, 1, 33, 255, 256, 257, 600}) {
+  for (const int64_t columns : {0, 1, 33, 255, 256, 257, 600, 4097}) {
     for (const int64_t rows : {0, 1, 2, 19}) {
       const int64_t count = rows * columns;
       const auto counts = DeviceArray<int64_t>::Create(GetParam(), std::vector<int64_t>(count + 1));
