@@ -254,6 +254,7 @@ TEST_F(Programs, EveryFlagHasItsDefault) {
             "--input  (default: real,gaussian,peaked,needle)\n"
             "--kv_heads  (default: none)\n"
             "--lengths  (default: none)\n"
+            "--pass  (default: forward)\n"
             "--python  (default: python3)\n"
             "--rows  (default: 128)\n"
             "--seed  (default: 1)\n"
