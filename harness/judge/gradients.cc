@@ -72,39 +72,50 @@ absl::StatusOr<DefinitionGradient> DefinitionGradient::At(const Job& job, const 
   }
   gradient.points_.push_back(
       {InDouble(*point.inputs), InDouble(*point.parameters), InDouble(*point.output_gradients)});
+  Numbers& point_itself = gradient.points_.front();
+  TFB_RETURN_IF_ERROR(gradient.Define(&point_itself, point.computed).status());
+  point_itself.is_stopped = true;
   for (int n = 0; n < kPoints; ++n) {
     const Numbers& here = gradient.points_.front();
     const auto near = [&](absl::string_view kind, const NamedTensors& tensors) {
       return Near(tensors, gradient.error_, absl::StrCat("near ", n, "/", kind), noise);
     };
     gradient.points_.push_back({near("inputs", here.inputs), near("parameters", here.parameters),
-                                near("gradients", here.output_gradients)});
+                                near("gradients", here.output_gradients),
+                                here.stopped.WithChoices()});
   }
   return gradient;
 }
 
-absl::StatusOr<NamedTensors> DefinitionGradient::Define(const Numbers& numbers) const {
+absl::StatusOr<NamedTensors> DefinitionGradient::Define(Numbers* numbers,
+                                                        const NamedTensors* computed) const {
   Problem problem = job_->problem;
   problem.dtype = DType::kF32;
   DefinitionRequest request;
   request.pool = pool_;
+  request.stopped = &numbers->stopped;
+  request.computed = computed;
   NamedTensors outputs;
-  TFB_RETURN_IF_ERROR(job_->technique->Define(problem, job_->options, numbers.parameters,
-                                              ViewsOf(numbers.inputs), request, &outputs));
+  TFB_RETURN_IF_ERROR(job_->technique->Define(problem, job_->options, numbers->parameters,
+                                              ViewsOf(numbers->inputs), request, &outputs));
+  TFB_RETURN_IF_ERROR(numbers->stopped.Rewind());
   return outputs;
 }
 
 absl::StatusOr<DefinitionGradient::Derivative> DefinitionGradient::DerivativeAt(
     Numbers* numbers, const Variable& variable, const ConstTensorView& direction) const {
+  if (!std::exchange(numbers->is_stopped, true)) {
+    TFB_RETURN_IF_ERROR(Define(numbers).status());
+  }
   Tensor& x = numbers->at(variable);
   const Tensor before = x.Clone();
   const double length = Norm(before.view());
   const double h = kStep * (length > 0 ? length : 1);
   Move(h, direction, &x);
-  TFB_ASSIGN_OR_RETURN(const NamedTensors ahead, Define(*numbers));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors ahead, Define(numbers));
   CopyElements(before.view(), x.view());
   Move(-h, direction, &x);
-  TFB_ASSIGN_OR_RETURN(const NamedTensors behind, Define(*numbers));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors behind, Define(numbers));
   CopyElements(before.view(), x.view());
 
   Derivative derivative;

@@ -71,6 +71,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "harness/inputs/job.h"
@@ -93,7 +94,7 @@ struct Slope {
   double bound = 0;
 };
 
-// The derivatives of the definition of a job at one point.
+// The derivatives of the definition of a job at one point. What it holds (StoppedValues) is constant.
 class DefinitionGradient {
  public:
   static constexpr int kPoints = 3;
@@ -104,6 +105,8 @@ class DefinitionGradient {
     const NamedTensors* inputs = nullptr;
     const NamedTensors* parameters = nullptr;
     const NamedTensors* output_gradients = nullptr;
+    // What the layer wrote there, for a definition that chooses (DefinitionRequest::computed).
+    const NamedTensors* computed = nullptr;
   };
   // Copies the point. The job and the pool, which may be null, must outlive the result.
   static absl::StatusOr<DefinitionGradient> At(const Job& job, const Point& point,
@@ -120,6 +123,8 @@ class DefinitionGradient {
   // Tensors at which the definition is evaluated; all floating-point numbers are f64.
   struct Numbers {
     NamedTensors inputs, parameters, output_gradients;
+    StoppedValues stopped = {};  // as they are at the point itself
+    bool is_stopped = false;     // whether they are there
     Tensor& at(const Variable& variable) {
       return (variable.is_parameter ? parameters : inputs).at(variable.name);
     }
@@ -132,7 +137,9 @@ class DefinitionGradient {
   };
   absl::StatusOr<Derivative> DerivativeAt(Numbers* numbers, const Variable& variable,
                                           const ConstTensorView& direction) const;
-  absl::StatusOr<NamedTensors> Define(const Numbers& numbers) const;
+  // Evaluates the definition, near the point at which it first did with these numbers.
+  absl::StatusOr<NamedTensors> Define(Numbers* numbers,
+                                      const NamedTensors* computed = nullptr) const;
 
   const Job* job_ = nullptr;
   ThreadPool* pool_ = nullptr;

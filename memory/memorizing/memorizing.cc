@@ -269,8 +269,8 @@ absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& prob
                                                              const MemorizingOptions& options,
                                                              Device device, uint64_t seed) const {
   const layers::RelativeStackShape shape = layers::ShapeOf(problem, options, options.pre_norm);
-  auto state =
-      std::make_unique<layers::RelativeState>(device, problem, shape, MoreFlops(problem, options));
+  auto state = std::make_unique<layers::RelativeState>(
+      device, problem, shape, layers::RelativeState::MoreFlops{MoreFlops(problem, options)});
   const layers::RelativeState& shared = *state;
   return layers::MakeRelativeStack(
       {std::move(state), OutputsOf(problem, options),
