@@ -278,6 +278,36 @@ absl::Status StreamingLayer::Append(const Inputs& segment, const Outputs& output
   return DoAppend(tokens, segment, outputs, execution);
 }
 
+bool StoppedValues::Places::Pass(absl::Span<double> passed) {
+  const size_t here = place++;
+  if (!is_stored) {
+    values.emplace_back(passed.begin(), passed.end());
+    return true;
+  }
+  if (here >= values.size() || values[here].size() != passed.size()) return false;
+  std::copy(values[here].begin(), values[here].end(), passed.begin());
+  return true;
+}
+
+void StoppedValues::Hold(absl::Span<double> values) { fits_ &= values_.Pass(values); }
+void StoppedValues::Choose(absl::Span<double> choice) { fits_ &= choices_.Pass(choice); }
+
+StoppedValues StoppedValues::WithChoices() const {
+  StoppedValues other;
+  other.choices_ = choices_;
+  return other;
+}
+
+absl::Status StoppedValues::Rewind() {
+  for (Places* places : {&values_, &choices_}) {
+    fits_ &= places->place == places->values.size();
+    places->place = 0;
+    places->is_stored = true;
+  }
+  if (fits_) return absl::OkStatus();
+  return absl::InternalError("a definition holds other values than in its first evaluation");
+}
+
 absl::Status CheckInputs(const std::vector<TensorSpec>& specs, const Inputs& inputs) {
   return CheckTensors("input", specs, inputs);
 }

@@ -148,7 +148,9 @@ class Layer {
   // Returns the work of one Backward that writes all gradients.
   virtual Cost backward_cost() const { return {}; }
   // Returns why Backward does not differentiate through some inputs and parameters of floating
-  // dtype, by their names: a memory at which the paper stops the gradient, say.
+  // dtype, by their names: a memory at which the paper stops the gradient, say. Inside a layer a
+  // gradient may stop, too, as that of a later segment at what the layer remembers of earlier ones:
+  // the technique's header says so, and its definition holds the same values (StoppedValues).
   virtual std::map<std::string, std::string> stopped_gradients() const { return {}; }
   // Returns of which inputs and parameters Backward writes a random estimate of the gradient, whose
   // mean it is, and why, by their names.
@@ -276,6 +278,40 @@ bool RunsOn(const TechniqueInfo& info, Device device);
 absl::Status CheckForm(const TechniqueInfo& info, const Problem& problem);
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);
 
+// What the derivatives of a definition hold constant, where a paper stops gradients: at a memory, say.
+// Differences of a definition see every path, so it passes such values through Hold, on its way and
+// on one thread. The first evaluation stores them, each in the place that it has in the order of
+// the calls; after Rewind another evaluation, near the first one's point, finds the stored values in
+// the places of its own. Its differences are then the derivatives of the function in which those
+// values are constants.
+class StoppedValues {
+ public:
+  // Stores the values, or replaces them by those that are stored in this place.
+  void Hold(absl::Span<double> values);
+  // Does the same for a choice, such as the tokens that a query retrieves, as whole numbers. A choice
+  // is a constant for all points at which derivatives are compared: see WithChoices.
+  void Choose(absl::Span<double> choice);
+  // Returns values for a first evaluation at another point, with the choices made at this one.
+  StoppedValues WithChoices() const;
+  // Begins an evaluation. Returns Internal where the one before did not hold the same number of
+  // values in each place as the first.
+  absl::Status Rewind();
+
+ private:
+  struct Places {
+    // Stores the values, or replaces them; returns whether that was possible.
+    bool Pass(absl::Span<double> values);
+
+    std::vector<std::vector<double>> values = {};
+    size_t place = 0;
+    bool is_stored = false;
+  };
+
+  Places values_;
+  Places choices_;
+  bool fits_ = true;
+};
+
 // Which outputs of a definition are asked for, and what it may use to compute them.
 struct DefinitionRequest {
   absl::Span<const int64_t> rows;  // query tokens to evaluate, ascending; empty for all
@@ -287,11 +323,14 @@ struct DefinitionRequest {
   // order of scores, an argmax or the largest few, may choose as the layer did among those that
   // fp32 cannot tell apart, and has to show that they are such. Nothing else of it may look there.
   const NamedTensors* computed = nullptr;
+  // Holds the values at which gradients stop; null where no derivatives are taken.
+  StoppedValues* stopped = nullptr;
 
   // The request of a part inside a network, which needs all rows of it and no more than its output.
   DefinitionRequest OfPart() const {
     DefinitionRequest part;
     part.pool = pool;
+    part.stopped = stopped;
     return part;
   }
 };

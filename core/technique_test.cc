@@ -678,6 +678,41 @@ TEST(Problem, HeadsDivideElementsAreFewAndTypesAreFloating) {
             absl::InvalidArgumentError("dtype is f64; allowed are f32, bf16, f16"));
 }
 
+TEST(StoppedValues, LaterEvaluationsFindTheFirstOnesValuesInTheirPlaces) {
+  StoppedValues stopped;
+  // Evaluates x^2, y^3 and a choice, which are constants.
+  const auto evaluate = [](double x, double y, double choice, StoppedValues* of) {
+    std::vector<double> first = {x * x}, second = {y * y * y, y}, third = {choice};
+    of->Hold(absl::MakeSpan(first));
+    of->Choose(absl::MakeSpan(third));
+    of->Hold(absl::MakeSpan(second));
+    return std::vector<double>{first[0], second[0], second[1], third[0]};
+  };
+  EXPECT_EQ(evaluate(2, 3, 7, &stopped), (std::vector<double>{4, 27, 3, 7}));
+  ASSERT_EQ(stopped.Rewind(), absl::OkStatus());
+  EXPECT_EQ(evaluate(5, 6, 8, &stopped), (std::vector<double>{4, 27, 3, 7}));
+  ASSERT_EQ(stopped.Rewind(), absl::OkStatus());
+  StoppedValues elsewhere = stopped.WithChoices();
+  EXPECT_EQ(evaluate(1, 2, 9, &elsewhere), (std::vector<double>{1, 8, 2, 7}));
+  ASSERT_EQ(elsewhere.Rewind(), absl::OkStatus());
+  EXPECT_EQ(evaluate(5, 6, 8, &elsewhere), (std::vector<double>{1, 8, 2, 7}));
+}
+
+TEST(StoppedValues, AnEvaluationThatHoldsOtherValuesIsAnError) {
+  const auto hold = [](int64_t count, StoppedValues* stopped) {
+    std::vector<double> values(count, 1.0);
+    stopped->Hold(absl::MakeSpan(values));
+  };
+  for (const std::vector<int64_t>& counts :
+       std::vector<std::vector<int64_t>>{{}, {3}, {2, 2}}) {  // too few, of another size, too many
+    StoppedValues stopped;
+    hold(2, &stopped);
+    ASSERT_EQ(stopped.Rewind(), absl::OkStatus());
+    for (const int64_t count : counts) hold(count, &stopped);
+    EXPECT_EQ(stopped.Rewind().code(), absl::StatusCode::kInternal) << counts.size();
+  }
+}
+
 TEST(Device, NamesReadBack) {
   for (const Device device : {Device::kCpu, Device::kCuda, Device::kSimulator}) {
     EXPECT_EQ(*ParseDevice(Name(device)), device);

@@ -1,8 +1,12 @@
-// A gradient that a caller left out is 0.
+// A gradient that a caller left out is 0, and sums begin with 0.
 #ifndef TFB_CORE_ZEROS_H_
 #define TFB_CORE_ZEROS_H_
 
+#include <cstddef>
+
+#include "absl/types/span.h"
 #include "core/tensor.h"
+#include "core/thread_pool.h"
 
 namespace tfb {
 
@@ -12,6 +16,10 @@ inline ConstTensorView OrZeros(const ConstTensorView& gradient, const ConstTenso
   if (!gradient.empty()) return gradient;
   return ConstTensorView(&kZero, DType::kF32, like.shape(), Shape(like.rank, 0));
 }
+
+// Set memory to 0, a piece a task.
+void SetToZero(absl::Span<std::byte> memory, ThreadPool* pool);
+void SetToZero(const TensorView& view, ThreadPool* pool);
 
 }  // namespace tfb
 

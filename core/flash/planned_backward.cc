@@ -1,6 +1,5 @@
 // The backward pass of PlannedLayer.
 #include <algorithm>
-#include <cstring>
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/crop.h"
@@ -11,21 +10,6 @@
 
 namespace tfb {
 namespace {
-
-// Sets memory to 0, a piece a task.
-void Clear(absl::Span<std::byte> memory, ThreadPool* pool) {
-  constexpr int64_t kPiece = int64_t{1} << 18;
-  pool->ParallelForRanges(
-      static_cast<int64_t>(memory.size()), kPiece,
-      [&](int64_t begin, int64_t end, int) { std::memset(memory.data() + begin, 0, end - begin); });
-}
-
-void Clear(const TensorView& view, ThreadPool* pool) {
-  if (!view.is_contiguous()) return Fill(view, 0);
-  Clear({static_cast<std::byte*>(view.mutable_data()),
-         static_cast<size_t>(view.num_elements() * SizeOf(view.dtype))},
-        pool);
-}
 
 // Copies contiguous rows of f32 to a view of another dtype.
 void RoundTo(const ConstTensorView& from, const TensorView& to, ThreadPool* pool) {
@@ -206,7 +190,7 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
     if (rows.out_by_place && !q_gradient.empty()) {
       backward.q_gradient = TensorView(memory.by_place, DType::kF32,
                                        {out.dim(0), out.dim(1), out.dim(2), q_gradient.dim(3)});
-      Clear(backward.q_gradient, execution.pool);
+      SetToZero(backward.q_gradient, execution.pool);
     }
     backward.k_gradient = Crop(gradients_.Get(part.k), kv_heads, part.keys);
     backward.v_gradient = Crop(gradients_.Get(part.v), kv_heads, part.keys);
@@ -231,10 +215,10 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   output_gradients_.Set("log_sum_exp", call.output_gradients.Get("log_sum_exp"));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  Clear(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
-        execution.pool);
+  SetToZero(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
+            execution.pool);
   for (const auto& [name, gradient] : call.input_gradients) {
-    if (!gradient.empty()) Clear(gradient, execution.pool);
+    if (!gradient.empty()) SetToZero(gradient, execution.pool);
   }
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Run(tensors_, Outputs(), rest));

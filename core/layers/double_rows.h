@@ -7,6 +7,7 @@
 #include <functional>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 
@@ -24,6 +25,8 @@ class Rows {
   int64_t channels() const { return channels_; }
   double* operator[](int64_t row) { return values_.data() + row * channels_; }
   const double* operator[](int64_t row) const { return values_.data() + row * channels_; }
+
+  absl::Span<double> values() { return absl::MakeSpan(values_); }  // row by row
 
   void Append(const Rows& more) {
     values_.insert(values_.end(), more.values_.begin(), more.values_.end());

@@ -169,7 +169,10 @@ std::vector<Variable> GradientTrial::Variables() {
 
 std::unique_ptr<Step> GradientTrial::Run(const StepSettings& settings) {
   auto step = Step::Run(&layer(), job().device, inputs(), settings);
-  if (step.ok()) return *std::move(step);
+  if (step.ok()) {
+    computed_ = Copies((*step)->outputs());
+    return *std::move(step);
+  }
   ADD_FAILURE() << step.status();
   return nullptr;
 }
@@ -187,8 +190,8 @@ NamedTensors GradientTrial::Backward(const StepSettings& settings) {
 }
 
 absl::StatusOr<DefinitionGradient> GradientTrial::Definition() {
-  return DefinitionGradient::At(job(), {&inputs(), &layer().parameters(), &output_gradients_},
-                                &pool_);
+  return DefinitionGradient::At(
+      job(), {&inputs(), &layer().parameters(), &output_gradients_, &computed_}, &pool_);
 }
 
 void GradientTrial::ExpectMatchesDefinition(const NamedTensors& gradients, const Variable& variable,

@@ -119,6 +119,7 @@ class GradientTrial {
  private:
   std::unique_ptr<Trial> trial_;
   NamedTensors output_gradients_;
+  NamedTensors computed_;            // by the last run
   ThreadPool pool_ = ThreadPool(2);  // for definitions
 };
 

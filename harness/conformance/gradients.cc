@@ -604,7 +604,9 @@ void WrongCallsAreRefusedWithAReason(const Job& job) {
   other.pool = nullptr;
   refused_in(other, "pool");
   for (absl::Span<std::byte> Execution::*memory : {&Execution::workspace, &Execution::kept}) {
-    const size_t needed = (execution.*memory).size();
+    // A layer that keeps nothing gets a byte, by which its Run knows that a Backward follows.
+    const size_t needed =
+        memory == &Execution::kept ? layer.kept_bytes() : execution.workspace.size();
     if (needed == 0) continue;
     std::byte* const begin = (execution.*memory).data();
     other = execution;

@@ -37,10 +37,12 @@ Tensor Difference(const Tensor& a, const Tensor& b) {
   return difference;
 }
 
-Problem ProblemOf(const NamedTensors& inputs, bool causal) {
-  if (inputs.count("x") != 0) {  // of multi_head: 3 heads
+Problem ProblemOf(const SafetensorsFile& golden, const NamedTensors& inputs) {
+  const bool causal = golden.metadata.at("causal") == "true";
+  if (inputs.count("x") != 0) {
     const Tensor& x = inputs.at("x");
-    return Problem::SelfAttention(x.dim(0), 3, x.dim(1), x.dim(2) / 3, causal);
+    const int64_t heads = std::stoll(golden.metadata.at("heads"));
+    return Problem::SelfAttention(x.dim(0), heads, x.dim(1), x.dim(2) / heads, causal);
   }
   Problem problem;
   problem.batch = inputs.at("q").dim(0);
@@ -54,13 +56,23 @@ Problem ProblemOf(const NamedTensors& inputs, bool causal) {
   return problem;
 }
 
+// Returns the roundings of the technique: a stack has those of an attention, and of a network of
+// some times its width, in each of its layers.
+double RoundingsOf(const Problem& problem, const Options& options) {
+  const auto layers = options.find("layers");
+  if (layers == options.end()) return AttentionRoundings(problem) + 1;
+  const double network = 4 * std::stod(options.at("feed_forward_dim"));
+  return std::stod(layers->second) * (AttentionRoundings(problem) + network) + 1;
+}
+
 class GoldenGradients : public ::testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Files, GoldenGradients,
                          ::testing::Values("alibi_attention_6_heads", "bigbird_block_sparse",
                                            "dense_grouped_heads_causal", "dense_key_padding",
-                                           "longformer_global", "multi_head_self_causal_padded",
-                                           "performer_softmax", "performer_softmax_causal",
-                                           "t5_bias_causal_after_cache"));
+                                           "gated_transformer_xl_rllib", "longformer_global",
+                                           "multi_head_self_causal_padded", "performer_softmax",
+                                           "performer_softmax_causal", "t5_bias_causal_after_cache",
+                                           "transformer_xl_labml"));
 
 // The bound is that of ExpectGradientsOfDefinition (core/backward_testing.h): as many roundings as
 // the sums between a tensor and the loss have terms, of the gradient and of |g| |out| / |x|, which
@@ -70,7 +82,7 @@ TEST_P(GoldenGradients, AreThoseOfTheLayer) {
       GoldenFile(absl::StrCat("harness/golden_gradients/", GetParam(), ".safetensors"));
   const TechniqueSpec spec = ParseTechniqueSpec(golden.metadata.at("technique")).value();
   NamedTensors inputs = WithPrefix(golden.tensors, "input."), output_gradients;
-  const Problem problem = ProblemOf(inputs, golden.metadata.at("causal") == "true");
+  const Problem problem = ProblemOf(golden, inputs);
   const std::unique_ptr<Layer> layer =
       FindTechnique(spec.technique).Create(problem, spec.options, Device::kCpu, 1).value();
   ASSERT_TRUE(layer->SetParameters(WithPrefix(golden.tensors, "parameter.")).ok());
@@ -92,7 +104,7 @@ TEST_P(GoldenGradients, AreThoseOfTheLayer) {
       const double of_x = Norm(golden.tensors.at(absl::StrCat(kind, ".", name)));
       EXPECT_GT(norm, 0) << name;
       EXPECT_LE(Norm(Difference(gradients.at(name), expected)),
-                (AttentionRoundings(problem) + 1) * 0x1p-24 * (norm + of_loss / of_x))
+                RoundingsOf(problem, spec.options) * 0x1p-24 * (norm + of_loss / of_x))
           << name << ", of norm " << norm;
     }
   };

@@ -89,34 +89,44 @@ absl::StatusOr<DefinitionGradient> DefinitionGradient::At(const Job& job, const 
   }
   gradient.rows_.assign(point.rows.begin(), point.rows.end());
   gradient.points_.push_back({InDouble(*point.inputs), InDouble(*point.parameters), {}});
-  TFB_ASSIGN_OR_RETURN(const NamedTensors outputs, gradient.Define(gradient.points_.front()));
-  TFB_ASSIGN_OR_RETURN(gradient.points_.front().output_gradients,
+  Numbers& point_itself = gradient.points_.front();
+  TFB_ASSIGN_OR_RETURN(const NamedTensors outputs, gradient.Define(&point_itself, point.computed));
+  TFB_ASSIGN_OR_RETURN(point_itself.output_gradients,
                        OfRows(*point.output_gradients, outputs, point.rows));
+  point_itself.is_stopped = true;
   for (int n = 0; n < kPoints; ++n) {
     const Numbers& here = gradient.points_.front();
     const auto near = [&](absl::string_view kind, const NamedTensors& tensors) {
       return Near(tensors, gradient.error_, absl::StrCat("near ", n, "/", kind), noise);
     };
     gradient.points_.push_back({near("inputs", here.inputs), near("parameters", here.parameters),
-                                near("gradients", here.output_gradients)});
+                                near("gradients", here.output_gradients),
+                                here.stopped.WithChoices()});
   }
   return gradient;
 }
 
-absl::StatusOr<NamedTensors> DefinitionGradient::Define(const Numbers& numbers) const {
+absl::StatusOr<NamedTensors> DefinitionGradient::Define(Numbers* numbers,
+                                                        const NamedTensors* computed) const {
   Problem problem = job_->problem;
   problem.dtype = DType::kF32;
   DefinitionRequest request;
   request.rows = rows_;
   request.pool = pool_;
+  request.stopped = &numbers->stopped;
+  request.computed = computed;
   NamedTensors outputs;
-  TFB_RETURN_IF_ERROR(job_->technique->Define(problem, job_->options, numbers.parameters,
-                                              ViewsOf(numbers.inputs), request, &outputs));
+  TFB_RETURN_IF_ERROR(job_->technique->Define(problem, job_->options, numbers->parameters,
+                                              ViewsOf(numbers->inputs), request, &outputs));
+  TFB_RETURN_IF_ERROR(numbers->stopped.Rewind());
   return outputs;
 }
 
 absl::StatusOr<DefinitionGradient::Derivative> DefinitionGradient::DerivativeAt(
     Numbers* numbers, const Direction& direction) const {
+  if (!std::exchange(numbers->is_stopped, true)) {
+    TFB_RETURN_IF_ERROR(Define(numbers).status());
+  }
   std::vector<Tensor> before;
   double squares = 0;
   for (const auto& [variable, tensor] : direction) {
@@ -128,7 +138,7 @@ absl::StatusOr<DefinitionGradient::Derivative> DefinitionGradient::DerivativeAt(
     for (const auto& [variable, tensor] : direction) {
       Move(step, tensor.view(), &numbers->at(variable));
     }
-    absl::StatusOr<NamedTensors> defined = Define(*numbers);
+    absl::StatusOr<NamedTensors> defined = Define(numbers);
     for (size_t n = 0; n < direction.size(); ++n) {
       CopyElements(before[n].view(), numbers->at(direction[n].first).view());
     }

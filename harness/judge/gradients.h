@@ -73,6 +73,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "harness/inputs/job.h"
@@ -101,7 +102,7 @@ struct Slope {
   double terms = 0;
 };
 
-// The derivatives of the definition of a job at one point.
+// The derivatives of the definition of a job at one point. What it holds (StoppedValues) is constant.
 class DefinitionGradient {
  public:
   static constexpr int kPoints = 3;
@@ -112,6 +113,8 @@ class DefinitionGradient {
     const NamedTensors* inputs = nullptr;
     const NamedTensors* parameters = nullptr;
     const NamedTensors* output_gradients = nullptr;
+    // What the layer wrote there, for a definition that chooses (DefinitionRequest::computed).
+    const NamedTensors* computed = nullptr;
     // The query tokens whose rows have output gradients that are not 0, ascending; empty for all.
     // The definition is then evaluated at these alone, where it can be.
     absl::Span<const int64_t> rows = {};
@@ -137,6 +140,8 @@ class DefinitionGradient {
   // Tensors at which the definition is evaluated; all floating-point numbers are f64.
   struct Numbers {
     NamedTensors inputs, parameters, output_gradients;
+    StoppedValues stopped = {};  // as they are at the point itself
+    bool is_stopped = false;     // whether they are there
     Tensor& at(const Variable& variable) {
       return (variable.is_parameter ? parameters : inputs).at(variable.name);
     }
@@ -148,7 +153,9 @@ class DefinitionGradient {
     double resolution = 0;  // e
   };
   absl::StatusOr<Derivative> DerivativeAt(Numbers* numbers, const Direction& direction) const;
-  absl::StatusOr<NamedTensors> Define(const Numbers& numbers) const;
+  // Evaluates the definition, near the point at which it first did with these numbers.
+  absl::StatusOr<NamedTensors> Define(Numbers* numbers,
+                                      const NamedTensors* computed = nullptr) const;
 
   const Job* job_ = nullptr;
   ThreadPool* pool_ = nullptr;

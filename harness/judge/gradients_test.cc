@@ -154,7 +154,8 @@ TEST(DefinitionGradient, OfSomeRowsIsThatOfTheirOutputGradients) {
   }
   DefinitionGradient all = point.Definition();
   auto some = DefinitionGradient::At(
-      point.job, {&point.inputs, &point.parameters, &point.output_gradients, rows}, nullptr);
+      point.job, {&point.inputs, &point.parameters, &point.output_gradients, nullptr, rows},
+      nullptr);
   ASSERT_TRUE(some.ok()) << some.status();
   for (const Variable& variable :
        {Variable{false, "q"}, Variable{false, "v"}, Variable{true, "gain"}}) {
@@ -230,6 +231,64 @@ TEST(DefinitionGradient, OfZerosIsAsOfOthers) {
   const auto partial = point.Definition().Partial({false, "q"});
   ASSERT_TRUE(partial.ok()) << partial.status();
   EXPECT_GT(LargestMagnitude(partial->view()), 1e-3);
+}
+
+// out = q stop(q) and the larger of q and 0, which is a choice: its derivatives are q, and 1 or 0.
+class Holding : public TechniqueOf<NoOptions> {
+ public:
+  Holding() : TechniqueOf(Info()) {}
+
+ private:
+  static TechniqueInfo Info() {
+    TechniqueInfo info;
+    info.name = "holding";
+    return info;
+  }
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem&, const NoOptions&, Device,
+                                                   uint64_t) const override {
+    return absl::UnimplementedError("there is no layer");
+  }
+  absl::Status Definition(const Problem&, const NoOptions&, const NamedTensors&,
+                          const Inputs& inputs, const DefinitionRequest& request,
+                          NamedTensors* outputs) const override {
+    const ConstTensorView q = inputs.Get("q");
+    std::vector<double> held, chosen;
+    for (int64_t n = 0; n < q.num_elements(); ++n) {
+      held.push_back(q.Get(n));
+      chosen.push_back(q.Get(n) > 0 ? 1 : 0);
+    }
+    if (request.stopped != nullptr) {
+      request.stopped->Hold(absl::MakeSpan(held));
+      request.stopped->Choose(absl::MakeSpan(chosen));
+    }
+    Tensor& out = (*outputs)["out"] = Tensor(DType::kF64, q.shape());
+    for (int64_t n = 0; n < q.num_elements(); ++n) {
+      out.span<double>()[n] = q.Get(n) * (held[n] + chosen[n]);
+    }
+    return absl::OkStatus();
+  }
+};
+
+TEST(DefinitionGradient, WhatADefinitionHoldsIsConstantAndWhatItChoosesIsSo) {
+  const Holding technique;
+  Job job;
+  job.technique = &technique;
+  job.problem = OneHead(9);
+  NamedTensors inputs, parameters, output_gradients;
+  for (NamedTensors* of : {&inputs, &output_gradients}) {
+    Tensor& tensor = (*of)[of == &inputs ? "q" : "out"] =
+        Tensor(DType::kF32, {1, 1, 9, job.problem.head_dim});
+    FillNormal(&tensor, 1, of == &inputs ? "q" : "out");
+  }
+  inputs["q"].span<float>()[3] = 1e-9F;  // a difference of q would choose anew
+  auto definition = DefinitionGradient::At(job, {&inputs, &parameters, &output_gradients}, nullptr);
+  ASSERT_TRUE(definition.ok()) << definition.status();
+  const auto partial = definition->Partial({false, "q"});
+  ASSERT_TRUE(partial.ok()) << partial.status();
+  for (int64_t n = 0; n < partial->num_elements(); ++n) {
+    const double q = inputs["q"].view().Get(n), g = output_gradients["out"].view().Get(n);
+    EXPECT_NEAR(partial->view().Get(n), g * (q + (q > 0 ? 1 : 0)), 1e-9) << n;
+  }
 }
 
 TEST(DefinitionGradient, AProblemThatTheDefinitionRefusesIsAnError) {

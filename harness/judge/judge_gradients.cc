@@ -73,7 +73,7 @@ absl::StatusOr<std::vector<GradientError>> JudgeGradients(const EvaluateRequest&
       DefinitionGradient definition,
       DefinitionGradient::At(
           request.job,
-          {&inputs, &layer.parameters(), request.output_gradients, absl::MakeSpan(request.rows)},
+          {&inputs, &layer.parameters(), request.output_gradients, &run.outputs, request.rows},
           request.pool));
   std::vector<GradientError> errors;
   for (const std::vector<Variable>& group : Groups(layer, run)) {

@@ -284,7 +284,7 @@ absl::StatusOr<std::unique_ptr<Layer>> Compressive::MakeLayer(const Problem& pro
     TFB_ASSIGN_OR_RETURN(std::unique_ptr<CompressiveAttention> attention,
                          CompressiveAttention::Create(&state->segment(), n));
     stack.blocks.push_back(std::make_unique<layers::DecoderBlock>(
-        layers::LayerOfStack{device, sizes, problem.batch * state->segment().longest(), n},
+        layers::LayerOfStack{device, sizes, problem.batch, state->segment().longest(), n},
         options.pre_norm, std::move(attention)));
   }
   stack.state = std::move(state);

@@ -104,15 +104,38 @@ std::optional<GateKind> KindOf(GateOption gate) {
   return std::nullopt;
 }
 
-// Returns the FLOPs of a Run beside Transformer-XL's: the gates' products, and those of keys and
+// Returns the FLOPs beside Transformer-XL's: the gates' products, and in a Run those of keys and
 // values that are made a second time.
-double MoreFlops(const Problem& problem, const GatedTransformerXlOptions& options) {
+layers::RelativeState::MoreFlops MoreFlops(const Problem& problem,
+                                           const GatedTransformerXlOptions& options) {
   const double rows = static_cast<double>(problem.batch * problem.query_tokens);
   const double width = static_cast<double>(problem.model_dim());
   const double matrices = static_cast<double>(2 * GateMatrices(options.gate).size());
   const double projections = options.normalise_memory ? 0 : 2;
-  return 2 * rows * static_cast<double>(options.layers) * (matrices + projections) * width * width;
+  const double of_matrix = 2 * rows * static_cast<double>(options.layers) * width * width;
+  return {of_matrix * (matrices + projections), 3 * of_matrix * matrices};
 }
+
+// The names of a gate's parameters, for their gradients.
+struct GateNames {
+  explicit GateNames(const std::string& gate)
+      : w_r(gate + "w_r"),
+        w_z(gate + "w_z"),
+        w_g(gate + "w_g"),
+        u_r(gate + "u_r"),
+        u_z(gate + "u_z"),
+        u_g(gate + "u_g"),
+        b_g(gate + "b_g"),
+        b_r(gate + "b_r"),
+        b_z(gate + "b_z"),
+        b_h(gate + "b_h") {}
+  Gate::ParameterGradients Of(const Outputs& all) const {
+    return {all.Get(w_r), all.Get(w_z), all.Get(w_g), all.Get(u_r), all.Get(u_z),
+            all.Get(u_g), all.Get(b_g), all.Get(b_r), all.Get(b_z), all.Get(b_h)};
+  }
+
+  std::string w_r, w_z, w_g, u_r, u_z, u_g, b_g, b_r, b_z, b_h;
+};
 
 class GatedBlock : public layers::Block {
  public:
@@ -121,21 +144,16 @@ class GatedBlock : public layers::Block {
       : layer_(layer),
         options_(options),
         kind_(KindOf(options.gate)),
-        attention_(std::move(attention)) {}
+        attention_(std::move(attention)),
+        gradients_(layer.n),
+        gate_names_{GateNames(LayerPrefix(layer.n) + kGateNames[0]),
+                    GateNames(LayerPrefix(layer.n) + kGateNames[1])} {}
 
   absl::Status Setup(const NamedTensors& parameters, const layers::Distances& distances,
                      const Execution& execution) override {
     for (size_t g = 0; g < gates_.size() && kind_.has_value(); ++g) {
-      const auto parameter = [&](const char* matrix) {
-        return layers::FindParameter(parameters,
-                                     absl::StrCat(LayerPrefix(layer_.n), kGateNames[g], matrix));
-      };
-      TFB_ASSIGN_OR_RETURN(
-          gates_[g],
-          Gate::Create(layer_.device, *kind_,
-                       {parameter("w_r"), parameter("w_z"), parameter("w_g"), parameter("u_r"),
-                        parameter("u_z"), parameter("u_g"), parameter("b_g"), parameter("b_r"),
-                        parameter("b_z"), parameter("b_h")}));
+      TFB_ASSIGN_OR_RETURN(gates_[g],
+                           Gate::Create(layer_.device, *kind_, ParametersOfGate(parameters, g)));
     }
     TFB_RETURN_IF_ERROR(attention_->Setup(parameters, distances, execution));
     TFB_ASSIGN_OR_RETURN(parts_, layers::Sublayers::Create(layer_, parameters, activation()));
@@ -143,8 +161,7 @@ class GatedBlock : public layers::Block {
   }
 
   absl::Status Recall(const Inputs& given, const Execution& execution) override {
-    return attention_->Recall(given, options_.normalise_memory ? &parts_.attention_norm : nullptr,
-                              execution);
+    return attention_->Recall(given, norm(), execution);
   }
 
   absl::Status Run(const Call& call, const Execution& execution) override {
@@ -177,7 +194,7 @@ class GatedBlock : public layers::Block {
   }
 
   size_t workspace_bytes(int threads) const override {
-    const int64_t rows = layer_.max_rows, width = layer_.sizes.width();
+    const int64_t rows = layer_.max_rows(), width = layer_.sizes.width();
     const size_t own =
         Workspace::Measure([&](Workspace& workspace) { LayOut(rows * width, workspace); });
     const size_t gates =
@@ -190,7 +207,171 @@ class GatedBlock : public layers::Block {
 
   layers::SegmentAttention& attention() override { return *attention_; }
 
+  absl::Status CheckBackward() const override { return attention_->CheckBackward(); }
+
+  absl::Status SetUpBackward(const NamedTensors& parameters,
+                             const layers::Distances& distances) override {
+    for (size_t g = 0; g < gates_.size() && kind_.has_value(); ++g) {
+      TFB_RETURN_IF_ERROR(gates_[g].SetUpBackward(ParametersOfGate(parameters, g)));
+    }
+    TFB_RETURN_IF_ERROR(parts_.SetUpBackward(layer_, parameters));
+    return attention_->SetUpBackward(parameters, distances);
+  }
+
+  size_t backward_workspace_bytes(int threads) const override {
+    const int64_t rows = layer_.max_rows(), width = layer_.sizes.width();
+    size_t gates = 0;
+    if (kind_.has_value()) {
+      gates = std::max(Gate::workspace_bytes(layer_.device, *kind_, rows, width, threads),
+                       Gate::backward_workspace_bytes(*kind_, rows, width, threads));
+    }
+    return Workspace::Measure(
+               [this](Workspace& workspace) { LayOutBackward(layer_.max_tokens, workspace); }) +
+           std::max({gates, attention_->backward_workspace_bytes(threads),
+                     layers::Sublayers::backward_workspace_bytes(layer_, threads, activation())});
+  }
+
+  absl::Status Backward(const BackwardCall& call, const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch = LayOutBackward(call.segment.tokens, workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    TFB_RETURN_IF_ERROR(RunAgain(call.segment, scratch, rest));
+    TFB_RETURN_IF_ERROR(NetworkBackward(call, scratch, rest));
+    return AttentionBackward(call, scratch, rest);
+  }
+
  private:
+  // The segment again, each [batch, tokens, model_dim] in fp32, and memory of the sublayers.
+  struct BackwardScratch {
+    TensorView x;           // what the attention reads
+    TensorView attended;    // what it gives the first gate
+    TensorView g;           // what the gate writes
+    TensorView normalized;  // what the feed-forward network reads
+    TensorView network;     // what it gives the second gate
+    TensorView gradient;
+    TensorView of_update;  // the gradient of what a sublayer gives its gate
+    absl::Span<std::byte> attention;
+    absl::Span<std::byte> feed_forward;
+    absl::Span<std::byte> gates[2];
+  };
+  BackwardScratch LayOutBackward(int64_t tokens, Workspace& workspace) const {
+    const Shape shape = {layer_.batch, tokens, layer_.sizes.width()};
+    const auto take_bytes = [&](size_t bytes) {
+      return absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+    };
+    BackwardScratch scratch;
+    for (TensorView* view : {&scratch.x, &scratch.attended, &scratch.g, &scratch.normalized,
+                             &scratch.network, &scratch.gradient, &scratch.of_update}) {
+      *view = TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+    }
+    scratch.attention = take_bytes(attention_->again_bytes());
+    scratch.feed_forward = take_bytes(layers::Sublayers::kept_bytes(layer_, activation()));
+    const size_t of_gate =
+        kind_.has_value() ? Gate::kept_bytes(*kind_, layer_.max_rows(), layer_.sizes.width()) : 0;
+    for (absl::Span<std::byte>& gate : scratch.gates) gate = take_bytes(of_gate);
+    return scratch;
+  }
+  static Execution WithKept(const Execution& execution, absl::Span<std::byte> kept) {
+    Execution with_kept = execution;
+    with_kept.kept = kept;
+    return with_kept;
+  }
+  // Calls body(first, count) for pieces of a tensor's elements, where sublayers end with a ReLU.
+  template <class Body>
+  void ForElementsOfRelu(const TensorView& view, const Execution& execution,
+                         const Body& body) const {
+    constexpr int64_t kElementsOfTask = 1 << 14;
+    if (!options_.relu) return;
+    execution.pool->ParallelForRanges(
+        view.num_elements(), kElementsOfTask,
+        [&](int64_t begin, int64_t end, int) { body(begin, end - begin); });
+  }
+
+  absl::Status RunAgain(const layers::PastSegment& segment, const BackwardScratch& scratch,
+                        const Execution& execution) const {
+    const ConstTensorView input = segment.input();
+    TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(input, scratch.x, execution));
+    TFB_RETURN_IF_ERROR(attention_->RunAgain({segment, scratch.x, {}, scratch.attended, norm()},
+                                             WithKept(execution, scratch.attention)));
+    ForElementsOfRelu(scratch.attended, execution, [&](int64_t first, int64_t count) {
+      Activate(Activation::kRelu, count, scratch.attended.MutableAt<float>() + first);
+    });
+    const bool sums = !kind_.has_value();
+    TFB_RETURN_IF_ERROR(sums ? Add(layer_.device, input, scratch.attended, scratch.g, execution)
+                             : gates_[0].Run(input, scratch.attended, scratch.g,
+                                             WithKept(execution, scratch.gates[0])));
+    TFB_RETURN_IF_ERROR(parts_.feed_forward_norm.Run(scratch.g, scratch.normalized, execution));
+    TFB_RETURN_IF_ERROR(parts_.feed_forward.Run(scratch.normalized, {}, scratch.network,
+                                                WithKept(execution, scratch.feed_forward)));
+    if (sums) return absl::OkStatus();
+    // Nothing reads this gate's result; the gradient's memory is free.
+    return gates_[1].Run(scratch.g, scratch.network, scratch.gradient,
+                         WithKept(execution, scratch.gates[1]));
+  }
+
+  // Take the gradient through the second gate and the network, and through the first gate and the
+  // attention.
+  absl::Status NetworkBackward(const BackwardCall& call, const BackwardScratch& scratch,
+                               const Execution& execution) const {
+    const Outputs& gradients = call.segment.parameter_gradients;
+    const TensorView &dg = call.gradient, &dx = scratch.gradient;
+    TFB_RETURN_IF_ERROR(GateBackward(1, {scratch.g, scratch.network, dg, dg, scratch.of_update},
+                                     gradients, scratch, execution));
+    TFB_RETURN_IF_ERROR(
+        gradients_.OfFeedForward(parts_, {scratch.normalized, scratch.of_update, {}, dx}, gradients,
+                                 WithKept(execution, scratch.feed_forward)));
+    if (!call.context_gradient.empty()) {
+      TFB_RETURN_IF_ERROR(Add(layer_.device, dx, call.context_gradient, dx, execution));
+    }
+    return gradients_.OfFeedForwardNorm(parts_, {scratch.g, dx, dg, dg}, gradients, execution);
+  }
+  absl::Status AttentionBackward(const BackwardCall& call, const BackwardScratch& scratch,
+                                 const Execution& execution) const {
+    const Outputs& gradients = call.segment.parameter_gradients;
+    const ConstTensorView input = call.segment.input();
+    const TensorView &dh = call.gradient, &dx = scratch.gradient, &dy = scratch.of_update;
+    TFB_RETURN_IF_ERROR(
+        GateBackward(0, {input, scratch.attended, dh, dh, dy}, gradients, scratch, execution));
+    ForElementsOfRelu(dy, execution, [&](int64_t first, int64_t count) {
+      MultiplyByDerivative(Activation::kRelu, count, scratch.attended.At<float>() + first,
+                           dy.MutableAt<float>() + first);
+    });
+    TFB_RETURN_IF_ERROR(attention_->Backward({call.segment,
+                                              scratch.x,
+                                              dy,
+                                              {},
+                                              dx,
+                                              norm(),
+                                              gradients_.gamma_of_attention(gradients),
+                                              gradients_.beta_of_attention(gradients)},
+                                             WithKept(execution, scratch.attention)));
+    return gradients_.OfAttentionNorm(parts_, {input, dx, dh, dh}, gradients, execution);
+  }
+  // Computes the gradients of a gate, or of a sum, where dx is dout.
+  absl::Status GateBackward(size_t g, Gate::BackwardCall call, const Outputs& gradients,
+                            const BackwardScratch& scratch, const Execution& execution) const {
+    if (!kind_.has_value()) {
+      return AddScaled(layer_.device, 1, call.dout, 0, call.dout, call.dy, execution);
+    }
+    call.parameters = gate_names_[g].Of(gradients);
+    call.accumulate = true;
+    return gates_[g].Backward(call, WithKept(execution, scratch.gates[g]));
+  }
+
+  Gate::Parameters ParametersOfGate(const NamedTensors& parameters, size_t g) const {
+    const auto parameter = [&](const char* name) {
+      return layers::FindParameter(parameters,
+                                   absl::StrCat(LayerPrefix(layer_.n), kGateNames[g], name));
+    };
+    return {parameter("w_r"), parameter("w_z"), parameter("w_g"), parameter("u_r"),
+            parameter("u_z"), parameter("u_g"), parameter("b_g"), parameter("b_r"),
+            parameter("b_z"), parameter("b_h")};
+  }
+  // Returns that of the rows of earlier segments.
+  const LayerNorm* norm() const {
+    return options_.normalise_memory ? &parts_.attention_norm : nullptr;
+  }
   struct Scratch {
     float* normalized;  // [batch, tokens, model_dim]
     float* update;      // of the same shape: a gate's input from its sublayer
@@ -208,6 +389,8 @@ class GatedBlock : public layers::Block {
   std::unique_ptr<layers::TransformerXlAttention> attention_;
   layers::Sublayers parts_;
   std::array<Gate, 2> gates_;  // those of kGateNames
+  layers::SublayerGradients gradients_;
+  std::array<GateNames, 2> gate_names_;
 };
 
 // ---- The definition ----
@@ -215,8 +398,9 @@ class GatedBlock : public layers::Block {
 // Evaluates the formulas of the header, for one sequence.
 class GatedDefinition {
  public:
-  GatedDefinition(const layers::StackDefinition& stack, const GatedTransformerXlOptions& options)
-      : stack_(stack), options_(options) {}
+  GatedDefinition(const layers::StackDefinition& stack, const GatedTransformerXlOptions& options,
+                  const DefinitionRequest& request)
+      : stack_(stack), options_(options), request_(request) {}
 
   // Tells which token is the first that token p sees; given ones come before token 0.
   int64_t FirstSeen(int64_t p) const {
@@ -242,16 +426,23 @@ class GatedDefinition {
 
   Rows Attention(int64_t n, const Rows& h, const Rows& given) const {
     const Rows normalized = stack_.AttentionNorm(n, h);
+    const Rows earlier = layers::Held(request_, h);
     if (options_.normalise_memory) {
+      Rows list = given;
+      list.Append(earlier);
+      const layers::StackDefinition::Stopped stopped = {
+          stack_.AttentionNorm(n, list), [this](int64_t p) {
+            return options_.given_memory + p / options_.segment * options_.segment;
+          }};
       return stack_.Attention(
-          n, normalized, [this](int64_t p) { return FirstSeen(p); },
-          stack_.AttentionNorm(n, given));
+          n, normalized, [this](int64_t p) { return FirstSeen(p); }, stack_.AttentionNorm(n, given),
+          request_.stopped == nullptr ? nullptr : &stopped);
     }
     Rows context(0, h.channels());
     for (int64_t begin = 0; begin < h.rows(); begin += options_.segment) {
       const Rows own = normalized.Sub(begin, std::min(options_.segment, h.rows() - begin));
       Rows seen = given;
-      seen.Append(h.Sub(0, begin));
+      seen.Append(earlier.Sub(0, begin));
       seen.Append(own);
       context.Append(stack_.Context(n, stack_.Project(n, "w_q", own),
                                     {stack_.Project(n, "w_k", seen), stack_.Project(n, "w_v", seen),
@@ -318,6 +509,7 @@ class GatedDefinition {
 
   const layers::StackDefinition& stack_;
   const GatedTransformerXlOptions& options_;
+  const DefinitionRequest& request_;
 };
 
 }  // namespace
@@ -348,7 +540,8 @@ absl::Status GatedTransformerXl::Check(const Problem& problem,
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
     const Problem& problem, const GatedTransformerXlOptions& options, Device device,
     uint64_t seed) const {
-  const layers::RelativeStackShape shape = layers::ShapeOf(problem, options);
+  const layers::RelativeStackShape shape =
+      layers::ShapeOf(problem, options, /*pre_norm=*/options.normalise_memory);
   auto state =
       std::make_unique<layers::RelativeState>(device, problem, shape, MoreFlops(problem, options));
   const layers::RelativeState& shared = *state;
@@ -374,7 +567,7 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
   const layers::StackSizes sizes = layers::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(layers::CheckParameters(ParametersOf(sizes, options), parameters));
   const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
-  const GatedDefinition definition(stack, options);
+  const GatedDefinition definition(stack, options, request);
   const ConstTensorView x = inputs.Get("x");
   layers::SequenceMemories::AddOutputs(layers::FinalMemories(problem, options), outputs);
   for (const char* name : {"out", "context"}) (*outputs)[name] = Tensor(DType::kF64, x.shape());

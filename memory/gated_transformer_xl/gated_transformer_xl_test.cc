@@ -311,6 +311,22 @@ TEST(GatedTransformerXl, WhatItCannotDoIsSaidInOneLine) {
             "query_heads, 4");
 }
 
+// ---- The backward pass ----
+
+TEST(GatedTransformerXl, GradientsStopAtTheMemory) {
+  const auto expect = [&](Options options) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "13"}});
+    transformer_xl::ExpectGradientsStopAtTheMemory(GatedTransformerXl(),
+                                                   CausalProblem(2, 2, 2 * 20, 8), options);
+  };
+  for (const char* gate : {"gru", "input", "output", "highway", "sigmoid_tanh", "sum"}) {
+    for (const char* normalise_memory : {"true", "false"}) {
+      expect({{"gate", gate}, {"normalise_memory", normalise_memory}});
+    }
+  }
+  expect({{"memory", "30"}, {"gate_biases", "true"}, {"relu", "false"}});
+}
+
 // ---- Golden files ----
 
 void ExpectMatchesGolden(const std::string& name, const Options& more) {

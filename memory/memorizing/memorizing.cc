@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/attention/relative_attention.h"
+#include "core/layers/heads.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/stack/block.h"
 #include "core/layers/stack/decoder_block.h"
@@ -19,6 +20,7 @@
 #include "core/workspace.h"
 #include "memory/memorizing/memorizing_definition.h"
 #include "memory/memorizing/memory_store.h"
+#include "memory/memorizing/store_reading.h"
 
 namespace tfb::memorizing {
 namespace {
@@ -107,26 +109,31 @@ std::vector<TensorSpec> GivenInputs(const Problem& problem, const MemorizingOpti
                 {StoreSpecs(problem, options, options.given_store, /*optional=*/false)});
 }
 
-// Returns the FLOPs of a Run beside Transformer-XL's: the products that score the store's tokens
-// and mix the retrieved ones, less those of the projections that heads do without.
-double MoreFlops(const Problem& problem, const MemorizingOptions& options) {
+// Returns the FLOPs beside Transformer-XL's: the products that score the store's tokens and mix the
+// retrieved ones, less those of the projections that heads do without. A Backward scores and mixes
+// what was retrieved again, with two products for gradients.
+layers::RelativeState::MoreFlops MoreFlops(const Problem& problem,
+                                           const MemorizingOptions& options) {
   const int64_t longest = layers::LongestSegment(problem, options.segment);
-  double pairs = 0;
+  double pairs = 0, read = 0;
   for (int64_t begin = 0; begin < problem.query_tokens; begin += longest) {
     const int64_t stored =
         std::clamp<int64_t>(options.given_store + begin - options.lag(), 0, options.store);
     const int64_t tokens = std::min(longest, problem.query_tokens - begin);
     pairs += static_cast<double>(tokens * (stored + std::min(stored, options.retrieved())));
-    if (options.null_key && options.store > 0) pairs += static_cast<double>(2 * tokens);
+    read += static_cast<double>(tokens * std::min(stored, options.retrieved()));
+    if (!options.null_key || options.store == 0) continue;
+    pairs += static_cast<double>(2 * tokens);
+    read += static_cast<double>(tokens);
   }
   const double width = static_cast<double>(problem.model_dim());
   const double batch = static_cast<double>(problem.batch);
-  double flops = 2 * pairs * batch * width;
+  double projections = 0;
   if (options.one_key_value_head) {
-    flops -= 4 * batch * static_cast<double>(problem.query_tokens) * width *
-             (width - static_cast<double>(problem.head_dim));
+    projections = 4 * batch * static_cast<double>(problem.query_tokens) * width *
+                  (width - static_cast<double>(problem.head_dim));
   }
-  return flops;
+  return {2 * pairs * batch * width - projections, 8 * read * batch * width - 3 * projections};
 }
 
 // ---- The layer ----
@@ -142,6 +149,7 @@ class MemorizingAttention : public layers::SegmentAttention {
     if (options.store == 0) return attention;
     Problem of_store = problem;
     of_store.kv_heads = attention->key_heads();
+    attention->reading_ = StoreReading(of_store, attention->StoreOf(), options.given_store);
     TFB_ASSIGN_OR_RETURN(attention->store_,
                          MemoryStore::Create(device, of_store, attention->StoreOf()));
     return attention;
@@ -180,11 +188,14 @@ class MemorizingAttention : public layers::SegmentAttention {
     rest.workspace = workspace.Rest();
     TFB_ASSIGN_OR_RETURN(const layers::RelativeAttention::Attended attended,
                          base_->own().Attend(base_->segment(), call.x, rest, log_sum_exp));
-    TFB_RETURN_IF_ERROR(store_.Read(attended.q, attended.heads, log_sum_exp,
-                                    call.segment.Output("retrieved", 2), attended.rest));
     // Where heads share one of keys and values, all of the layer's are copies of it.
-    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads()),
-                                      Slice(attended.v, 1, 0, key_heads()), attended.rest));
+    const TensorView k = Slice(attended.k, 1, 0, key_heads());
+    const TensorView v = Slice(attended.v, 1, 0, key_heads());
+    TFB_RETURN_IF_ERROR(Read(call, attended, log_sum_exp));
+    TFB_RETURN_IF_ERROR(store_.Append(k, v, attended.rest));
+    if (!call.kept.empty()) {
+      reading_.Keep(KeptIn(call.kept), call.segment.begin, k, v, execution.pool);
+    }
     return base_->own().Project(attended.context, call.residual, call.y, attended.rest);
   }
 
@@ -201,6 +212,81 @@ class MemorizingAttention : public layers::SegmentAttention {
     return of_scores + base_->own().workspace_bytes(threads, of_store);
   }
 
+  absl::Status CheckBackward() const override { return base_->CheckBackward(); }
+
+  absl::Status SetUpBackward(const NamedTensors& parameters,
+                             const layers::Distances& distances) override {
+    for (const auto& [name, view] :
+         {std::pair(&names_.gate, &own_.gate), std::pair(&names_.scale, &own_.scale),
+          std::pair(&names_.null_key, &own_.null_key),
+          std::pair(&names_.null_value, &own_.null_value)}) {
+      *view = layers::FindParameter(parameters, *name);
+    }
+    return base_->SetUpBackward(parameters, distances);
+  }
+
+  size_t kept_bytes() const override { return options_.store > 0 ? reading_.kept_bytes() : 0; }
+
+  size_t sums_bytes() const override {
+    if (options_.store == 0) return base_->sums_bytes();
+    return base_->sums_bytes() +
+           Workspace::Measure([this](Workspace& workspace) { reading_.LayOutSums(workspace); });
+  }
+
+  size_t again_bytes() const override {
+    if (options_.store == 0) return base_->again_bytes();
+    return base_->again_bytes() + Workspace::Measure([this](Workspace& workspace) {
+             TakeRows(layers::LongestSegment(problem_, options_.segment), workspace);
+           });
+  }
+
+  size_t backward_workspace_bytes(int threads) const override {
+    if (options_.store == 0) return base_->backward_workspace_bytes(threads);
+    const size_t scratch = Workspace::Measure([this](Workspace& workspace) {
+      LayOutBackward(layers::LongestSegment(problem_, options_.segment), workspace);
+    });
+    return scratch +
+           std::max(base_->backward_workspace_bytes(threads), reading_.workspace_bytes(threads));
+  }
+
+  absl::Status RunAgain(const AgainCall& call, const Execution& execution) override {
+    if (options_.store == 0) return base_->RunAgain(call, execution);
+    const layers::ListAttention& past = base_->past();
+    const Again again = LayOutAgain(call.segment, execution.kept);
+    const auto earlier = base_->EarlierThan(call.segment);
+    TFB_RETURN_IF_ERROR(past.Attend(base_->ListOf(call.segment, earlier, call.norm, call.x),
+                                    again.attended, execution));
+    const StoreReading::Kept kept = KeptIn(call.segment.kept);
+    reading_.Mix(SegmentOf(call.segment, kept, again.attended), OfHeads(again.mixed), execution);
+    return past.Project(again.mixed, call.residual, call.y, execution);
+  }
+
+  absl::Status Backward(const BackwardCall& call, const Execution& execution) override {
+    if (options_.store == 0) return base_->Backward(call, execution);
+    const layers::ListAttention& past = base_->past();
+    const Again again = LayOutAgain(call.segment, execution.kept);
+    Workspace workspace(execution.workspace), of_sums(call.segment.sums);
+    const BackwardScratch scratch = LayOutBackward(call.segment.tokens, workspace);
+    of_sums.Take<std::byte>(static_cast<int64_t>(base_->sums_bytes()));
+    const StoreReading::Sums sums = reading_.LayOutSums(of_sums);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const layers::ListAttention::Gradients gradients = base_->GradientsOf(call);
+    TFB_RETURN_IF_ERROR(
+        past.ProjectBackward(again.mixed, call.dy, scratch.of_context, gradients, rest));
+    const StoreReading::Kept kept = KeptIn(call.segment.kept);
+    const TensorView of_heads = OfHeads(scratch.of_context);
+    reading_.Backward(
+        SegmentOf(call.segment, kept, again.attended),
+        {of_heads, of_heads, OfHeads(scratch.of_queries), scratch.of_log_sum_exp, sums}, rest);
+    if (call.segment.is_last()) AddSums(sums, call.segment.parameter_gradients);
+    const auto earlier = base_->EarlierThan(call.segment);
+    return past.Backward(
+        base_->ListOf(call.segment, earlier, call.norm, call.x), again.attended,
+        {scratch.of_context, scratch.of_log_sum_exp, scratch.of_queries, call.added, call.dx},
+        gradients, rest);
+  }
+
   // Returns the base's, and store_entries, the entries that the next segment finds, and
   // store_bytes.
   std::map<std::string, double> statistics() const override {
@@ -213,7 +299,89 @@ class MemorizingAttention : public layers::SegmentAttention {
  private:
   MemorizingAttention(const Problem& problem, const MemorizingOptions& options,
                       std::unique_ptr<layers::TransformerXlAttention> base)
-      : problem_(problem), options_(options), base_(std::move(base)) {}
+      : problem_(problem),
+        options_(options),
+        base_(std::move(base)),
+        names_(StorePrefix(options)) {}
+
+  // Reads the store, and of a Run that a Backward follows notes what was read.
+  absl::Status Read(const Call& call, const layers::RelativeAttention::Attended& attended,
+                    const TensorView& log_sum_exp) {
+    const TensorView output = call.segment.Output("retrieved", 2);
+    TensorView retrieved = output;
+    if (!call.kept.empty()) {
+      retrieved = Slice(KeptIn(call.kept).retrieved, 2, call.segment.begin, call.segment.tokens);
+    }
+    TFB_RETURN_IF_ERROR(
+        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved, attended.rest));
+    if (!call.kept.empty() && !output.empty()) CopyElements(retrieved, output);
+    return absl::OkStatus();
+  }
+
+  // ---- The backward pass ----
+
+  // The names of the parameters of the store.
+  struct Names {
+    explicit Names(const std::string& prefix)
+        : gate(prefix + "gate"),
+          scale(prefix + "scale"),
+          null_key(prefix + "null_key"),
+          null_value(prefix + "null_value") {}
+    std::string gate, scale, null_key, null_value;
+  };
+  StoreReading::Kept KeptIn(absl::Span<std::byte> memory) const {
+    Workspace workspace(memory);
+    return reading_.LayOutKept(workspace);
+  }
+  TensorView TakeRows(int64_t tokens, Workspace& workspace) const {
+    const Shape shape = {problem_.batch, tokens, problem_.model_dim()};
+    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  }
+  TensorView OfHeads(const TensorView& rows) const { return Heads(rows, problem_.query_heads); }
+  // A segment between RunAgain and Backward.
+  struct Again {
+    layers::ListAttention::Memory attended;  // by the layer's own attention
+    TensorView mixed;                        // with what the store gives: the input of W_o
+  };
+  Again LayOutAgain(const layers::PastSegment& segment, absl::Span<std::byte> memory) const {
+    Workspace rest(memory.subspan(base_->again_bytes()));
+    return {base_->MemoryOf(segment, memory), TakeRows(segment.tokens, rest)};
+  }
+  struct BackwardScratch {
+    TensorView of_context;  // the gradient of what the heads give, and then of the local part of it
+    TensorView of_queries;
+    TensorView of_log_sum_exp;  // empty where the softmax is not joint
+  };
+  BackwardScratch LayOutBackward(int64_t tokens, Workspace& workspace) const {
+    BackwardScratch scratch;
+    scratch.of_context = TakeRows(tokens, workspace);
+    scratch.of_queries = TakeRows(tokens, workspace);
+    scratch.of_log_sum_exp = TakeLogSumExp(tokens, workspace);
+    return scratch;
+  }
+  StoreReading::Segment SegmentOf(const layers::PastSegment& segment,
+                                  const StoreReading::Kept& kept,
+                                  const layers::ListAttention::Memory& attended) const {
+    return {kept,
+            segment.inputs.Get(kStoreKeys),
+            segment.inputs.Get(kStoreValues),
+            segment.begin,
+            own_,
+            OfHeads(attended.q),
+            OfHeads(attended.context),
+            attended.log_sum_exp};
+  }
+  void AddSums(const StoreReading::Sums& sums, const Outputs& gradients) const {
+    const auto add = [&](const std::string& name, const double* from) {
+      const TensorView to = gradients.Get(name);
+      if (to.empty()) return;
+      ForEachOffset(to, to, [&](int64_t at, int64_t) { to.Set(at, to.Get(at) + *from++); });
+    };
+    add(names_.gate, sums.gate);
+    add(names_.scale, sums.scale);
+    add(names_.null_key, sums.null_key);
+    add(names_.null_value, sums.null_value);
+  }
 
   // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
   // they are not used.
@@ -240,6 +408,9 @@ class MemorizingAttention : public layers::SegmentAttention {
   MemorizingOptions options_;
   std::unique_ptr<layers::TransformerXlAttention> base_;
   MemoryStore store_;  // empty, where the option is 0
+  StoreReading reading_;
+  Names names_;
+  MemoryStore::Parameters own_;  // of the backward pass
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/definition.h"
@@ -57,16 +58,17 @@ class MemorizingDefinition {
  public:
   // `retrieved` and those of `computed`, unless null, are [batch, heads, tokens, k].
   MemorizingDefinition(const layers::StackDefinition& stack, const MemorizingOptions& options,
-                       DType dtype, const Inputs& inputs, const NamedTensors* computed,
+                       DType dtype, const Inputs& inputs, const DefinitionRequest& request,
                        NamedTensors* outputs)
       : stack_(stack),
         options_(options),
         tolerance_(ScoreTolerance(dtype)),
         inputs_(inputs),
+        request_(request),
         outputs_(outputs) {
     if (options.store > 0) retrieved_ = outputs->at("retrieved").view();
-    if (computed != nullptr && computed->count("retrieved") > 0) {
-      computed_ = computed->at("retrieved").view();
+    if (request.computed != nullptr && request.computed->count("retrieved") > 0) {
+      computed_ = request.computed->at("retrieved").view();
     }
   }
 
@@ -76,28 +78,45 @@ class MemorizingDefinition {
     return std::max<int64_t>(options_.given_memory + from - options_.memory, 0);
   }
 
+  // Returns the end of the tokens before p's segment, counted likewise.
+  int64_t EndOfMemory(int64_t p) const { return options_.given_memory + BeginOfSegment(p); }
+
   // Computes the attention of layer n, which has the store, in batch row b, with its W_o; `earlier`
-  // are the rows of the given memory.
-  Rows Attention(int64_t n, int64_t b, const Rows& x, const Rows& earlier) const {
+  // are the rows of the given memory, and `stopped` is as in StackDefinition::Attention.
+  Rows Attention(int64_t n, int64_t b, const Rows& x, const Rows& earlier,
+                 const layers::StackDefinition::Stopped* stopped) const {
     const int64_t e = stack_.sizes().head_dim, heads = stack_.sizes().heads;
     Rows list = earlier;
     list.Append(x);
     const Rows q = stack_.Project(n, "w_q", x), k = ForHeads(stack_.Project(n, "w_k", list)),
                v = ForHeads(stack_.Project(n, "w_v", list));
     Rows own(x.rows(), heads);  // log-sum-exps of the layer's own scores
-    Rows y =
-        stack_.Context(n, q, {k, v, [this](int64_t p) { return FirstSeen(p); }}, nullptr, &own);
+    layers::StackDefinition::Keys keys = {k, v, [this](int64_t p) { return FirstSeen(p); }};
+    layers::StackDefinition::Keys of_stopped = {Rows(0, 0), Rows(0, 0), nullptr};
+    if (stopped != nullptr) {
+      of_stopped.k = ForHeads(stack_.Project(n, "w_k", stopped->rows));
+      of_stopped.v = ForHeads(stack_.Project(n, "w_v", stopped->rows));
+      keys.stopped = &of_stopped;
+      keys.stopped_end = stopped->end;
+    }
+    Rows y = stack_.Context(n, q, keys, nullptr, &own);
     for (int64_t h = 0; h < heads && options_.store > 0; ++h) {
       const Store store = StoreOf(n, h);
       const Rows unit_q = UnitRows(q, h * e, e);
-      const Stored stored =
+      Stored stored =
           StoredOf(b, h, k.Sub(earlier.rows(), x.rows()), v.Sub(earlier.rows(), x.rows()));
+      stored.keys = layers::Held(request_, std::move(stored.keys));
+      stored.values = layers::Held(request_, std::move(stored.values));
       ForEachOf(stack_.pool(), x.rows(), [&](int64_t p) {
         const std::vector<Candidate> taken = Retrieve(unit_q[p], stored, p, ComputedAt(b, h, p));
         int64_t* tokens = retrieved_.MutableAt<int64_t>(b, h, p);
         std::fill_n(tokens, options_.retrieved(), -1);
         for (size_t i = 0; i < taken.size(); ++i) tokens[i] = taken[i].token;
-        Read(store, unit_q[p], taken, stored, own[p][h], y[p] + h * e);
+      });
+      ChooseRetrieved(b, h);
+      ForEachOf(stack_.pool(), x.rows(), [&](int64_t p) {
+        Read(store, unit_q[p], TakenAt(b, h, p, unit_q[p], stored), stored, own[p][h],
+             y[p] + h * e);
       });
       if (h == 0 || !options_.one_key_value_head) Keep(n, b, h, stored);
     }
@@ -139,6 +158,27 @@ class MemorizingDefinition {
     Rows part(x.rows(), count);
     for (int64_t t = 0; t < x.rows(); ++t) std::copy_n(x[t] + first, count, part[t]);
     return part;
+  }
+
+  // Makes the tokens that a head retrieves those of the derivatives' point, where some are taken.
+  void ChooseRetrieved(int64_t b, int64_t h) const {
+    if (request_.stopped == nullptr) return;
+    const int64_t count = retrieved_.dim(2) * retrieved_.dim(3);
+    int64_t* const tokens = retrieved_.MutableAt<int64_t>(b, h);
+    std::vector<double> choice(tokens, tokens + count);
+    request_.stopped->Choose(absl::MakeSpan(choice));
+    for (int64_t n = 0; n < count; ++n) tokens[n] = static_cast<int64_t>(choice[n]);
+  }
+  // Returns what token p retrieves, with the scores.
+  std::vector<Candidate> TakenAt(int64_t b, int64_t h, int64_t p, const double* q,
+                                 const Stored& stored) const {
+    std::vector<Candidate> taken;
+    const int64_t* tokens = retrieved_.At<int64_t>(b, h, p);
+    for (int64_t n = 0; n < options_.retrieved() && tokens[n] >= 0; ++n) {
+      const double* key = stored.keys[tokens[n] - stored.first];
+      taken.push_back({tokens[n], Dot(q, key, stored.keys.channels())});
+    }
+    return taken;
   }
 
   // Stores what layer n leaves in the store, and the units of errors: the input of layer n, from 0,
@@ -277,6 +317,7 @@ class MemorizingDefinition {
   const MemorizingOptions& options_;
   double tolerance_;
   const Inputs& inputs_;
+  const DefinitionRequest& request_;
   ConstTensorView computed_;  // empty where there is none
   TensorView retrieved_;
   NamedTensors* outputs_;
@@ -315,17 +356,26 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
   NamedTensors outputs;
   AddOutputs(problem, options, x.shape(), &outputs);
   const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
-  const MemorizingDefinition definition(stack, options, problem.dtype, inputs, request.computed,
-                                        &outputs);
+  const MemorizingDefinition definition(stack, options, problem.dtype, inputs, request, &outputs);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const layers::SequenceMemories memory(memories, &outputs, b);
     const auto attention = [&](int64_t n, const Rows& h, const Rows& input) {
       memory.Keep(n, h);
-      Rows given = memory.Given(n, h.channels());
-      if (options.pre_norm) given = stack.AttentionNorm(n, given);
-      if (n == options.layer_with_store()) return definition.Attention(n, b, input, given);
+      const auto read = [&](const Rows& rows) {
+        return options.pre_norm ? stack.AttentionNorm(n, rows) : rows;
+      };
+      Rows list = memory.Given(n, h.channels());
+      const Rows given = read(list);
+      list.Append(layers::Held(request, h));
+      const layers::StackDefinition::Stopped held = {
+          read(list), [&](int64_t p) { return definition.EndOfMemory(p); }};
+      const layers::StackDefinition::Stopped* stopped =
+          request.stopped == nullptr ? nullptr : &held;
+      if (n == options.layer_with_store()) {
+        return definition.Attention(n, b, input, given, stopped);
+      }
       return stack.Attention(
-          n, input, [&](int64_t p) { return definition.FirstSeen(p); }, given);
+          n, input, [&](int64_t p) { return definition.FirstSeen(p); }, given, stopped);
     };
     Rows context(0, problem.model_dim());
     const Rows out = stack.Forward(layers::SequenceOf(x, b), options.pre_norm, attention, &context);

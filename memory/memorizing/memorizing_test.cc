@@ -852,6 +852,34 @@ TEST(Memorizing, RetrievedCountsTokensFromTheFirstOfEarlierRuns) {
   for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(*retrieved.At<int64_t>(0, 1, 2, i), 997 + i);
 }
 
+// ---- The backward pass ----
+
+// What the store holds is that of an earlier run, too, for the second segment.
+TEST(Memorizing, GradientsStopAtTheMemoryAndTheStore) {
+  const auto expect = [&](Options options) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "13"}, {"store", "16"}});
+    options.insert({"k", "5"});
+    transformer_xl::ExpectGradientsStopAtTheMemory(Memorizing(), CausalProblem(2, 2, 2 * 20, 8),
+                                                   options);
+  };
+  expect({});
+  expect({{"k", "100"}, {"pre_norm", "true"}});
+  expect({{"memory_layer", "0"}, {"softmax", "joint"}});
+  expect({{"null_key", "true"}, {"selection", "bucketed"}});
+  expect({{"null_key", "true"}, {"softmax", "joint"}, {"one_key_value_head", "true"}});
+  expect({{"beyond_memory", "true"}, {"share_biases", "false"}});
+}
+
+TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {
+  const Problem problem = CausalProblem(2, 4, 50, 8);
+  const auto kept = [&](const Options& options) {
+    return Memorizing().Create(problem, options, Device::kCpu, 1).value()->kept_bytes();
+  };
+  const size_t states = kept({{"store", "0"}});
+  EXPECT_EQ(kept({{"store", "32"}, {"k", "8"}}),
+            states + 2 * 50 * (2 * 32 * sizeof(float) + 4 * 8 * sizeof(int64_t)));
+}
+
 // ---- Golden files ----
 
 // Expects two runs to compute what a package did, which hands its memories from each segment to the

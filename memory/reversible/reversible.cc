@@ -224,7 +224,7 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
   if (branch == Branch::kG) {
     return layers::DefineFeedForward(network.parameters, prefix + "g", network.options.activation,
                                      layers::DefineNorm(network.parameters, prefix + "g_norm", x),
-                                     network.pool);
+                                     network.request.pool);
   }
   const DType dtype = network.problem.dtype;
   const auto rounded = [dtype](Tensor tensor) {
@@ -233,15 +233,13 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
   const Tensor normalized = rounded(layers::DefineNorm(network.parameters, prefix + "f_norm", x));
   const TechniqueSpec& f = network.options.f.Of(block);
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
-  DefinitionRequest request;
-  request.pool = network.pool;
   layers::FurtherInputs further = InputsOfF(network.options, network.problem, block);
   Inputs inputs = further.From(network.inputs);
   inputs.Set("x", normalized.view());
   NamedTensors outputs;
   TFB_RETURN_IF_ERROR(technique->Define(network.problem, f.options,
                                         layers::WithoutPrefix(network.parameters, prefix + "f."),
-                                        inputs, request, &outputs));
+                                        inputs, network.request.OfPart(), &outputs));
   return rounded(std::move(outputs.at("out"))).CloneAs(DType::kF64);
 }
 
@@ -319,7 +317,7 @@ class Reversible : public TechniqueOf<ReversibleOptions> {
   absl::Status Definition(const Problem& problem, const ReversibleOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override {
-    const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
+    const ReversibleNetwork network = {problem, options, parameters, inputs, request};
     const ConstTensorView x = inputs.Get("x");
     Tensor first(DType::kF64, x.shape());
     CopyElements(x, first.view());

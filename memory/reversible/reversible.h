@@ -78,8 +78,8 @@ struct ReversibleNetwork {
   const Problem& problem;
   const ReversibleOptions& options;
   const NamedTensors& parameters;
-  Inputs inputs;               // of which x is not read
-  ThreadPool* pool = nullptr;  // see DefinitionRequest
+  Inputs inputs;                   // of which x is not read
+  DefinitionRequest request = {};  // of which parts get what OfPart says
 };
 enum class Branch : uint8_t { kF, kG };
 

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "core/testing.h"
@@ -121,6 +122,50 @@ void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, con
     }
     EXPECT_LE(MaxDifference(computed->at(name).view(), expected), bound) << name;
     EXPECT_LE(MaxDifference(of_two.view(), expected), bound) << name;
+  }
+}
+
+void ExpectGradientsStopAtTheMemory(const Technique& technique, const Problem& problem,
+                                    const Options& options) {
+  SCOPED_TRACE(ToString(TechniqueSpec{technique.info().name, options}));
+  const CutSequence cut = {&technique, problem, options, problem.query_tokens / 2};
+  const auto layer = technique.Create(problem, options, Device::kCpu, 1).value();
+  const NamedTensors parameters = PerturbedParameters(*layer);
+  ASSERT_TRUE(layer->SetParameters(parameters).ok());
+  const Tensor x = RandomHidden(problem);
+  NamedTensors of_both = RandomOutputGradients(*layer, 7), of_second;
+  for (auto& [name, gradient] : of_both) {
+    const int64_t half = gradient.dim(1) / 2;  // of the tokens, or of the segments
+    Fill(Slice(gradient.view(), 1, 0, half), 0);
+    const TensorView second = Slice(gradient.view(), 1, half, half);
+    of_second[name] = Tensor(gradient.dtype(), second.shape());
+    CopyElements(second, of_second[name].view());
+  }
+  const auto both = RunBackward(*layer, {{"x", x.view()}}, of_both, 2);
+  ASSERT_TRUE(both.ok()) << both.status();
+
+  const RunRequest request = {options, Device::kCpu, /*seed=*/1, &parameters, /*threads=*/1};
+  const Inputs inputs = {{"x", x.view()}};
+  const auto before =
+      RunTechnique(technique, cut.Part(false), cut.FirstInputs(inputs).value(), request);
+  ASSERT_TRUE(before.ok()) << before.status();
+  const auto after =
+      technique.Create(cut.Part(true), cut.SecondOptions().value(), Device::kCpu, 1).value();
+  ASSERT_TRUE(after->SetParameters(parameters).ok());
+  const auto alone = RunBackward(*after, cut.SecondInputs(inputs, *before).value(), of_second, 2);
+  ASSERT_TRUE(alone.ok()) << alone.status();
+
+  const int64_t tokens = cut.first, layers = 2 * std::stoll(options.at("layers"));
+  const ConstTensorView dx = both->inputs.at("x").view();
+  EXPECT_EQ(MaxAbs(Slice(dx, 1, 0, tokens)), 0);
+  EXPECT_LE(MaxDifference(Slice(dx, 1, tokens, tokens), alone->inputs.at("x").view()),
+            StackBound(dx, layers));
+  EXPECT_EQ(alone->inputs.size(), 1u) << "what an earlier run leaves has no gradient";
+  for (const auto& [name, gradient] : both->parameters) {
+    EXPECT_LE(MaxDifference(gradient.view(), alone->parameters.at(name).view()),
+              StackBound(gradient.view(), layers))
+        << name;
+    EXPECT_GT(MaxAbs(gradient.view()), 0) << name;
   }
 }
 

@@ -47,6 +47,15 @@ StackOutcome EvaluateInTwoRuns(const Technique& technique, const Problem& proble
 void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
                          int64_t first, Device device = Device::kCpu);
 
+// Runs a sequence in two segments of the same length, with a loss of the second one's outputs alone.
+// Expects its gradient to stop at the memory: the first segment's tokens have none, and all others
+// are those of a run of the second segment that is given what the first one leaves. Such a run lays
+// its keys out in other tiles, so that the two differ by roundings: their bound is that of a stack
+// of twice as many layers, forwards and back. `options` have layers, a memory and the segment; all
+// parameters take part in what the second segment computes.
+void ExpectGradientsStopAtTheMemory(const Technique& technique, const Problem& problem,
+                                    const Options& options);
+
 // Expects the counterpart of each number of tokens to have a memory and a segment of all of them, and
 // at least of one; of the other options those in `fixed` have these values, and the rest are kept.
 void ExpectCounterpartSeesAllTokens(const Technique& technique, const Options& options,

@@ -43,23 +43,23 @@ layers::RelativeStackShape ShapeWithSpans(const Problem& problem,
 
 // ---- The definition ----
 
-absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
-                                                 const TransformerXlOptions& options,
-                                                 const NamedTensors& parameters,
-                                                 const ConstTensorView& x,
-                                                 absl::Span<const int64_t> begins, ThreadPool* pool,
-                                                 const ConstTensorView& memories) {
+absl::StatusOr<NamedTensors> DefineTransformerXl(
+    const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
+    const ConstTensorView& x, absl::Span<const int64_t> begins, const DefinitionRequest& request,
+    const ConstTensorView& memories) {
   const layers::StackSizes sizes = ShapeWithSpans(problem, options).sizes;
   TFB_RETURN_IF_ERROR(layers::CheckParameters(layers::StackParameters(sizes), parameters));
   if (problem.query_tokens > 0 && (begins.empty() || begins[0] != 0)) {
     return absl::InvalidArgumentError("the first segment does not begin at token 0");
   }
+  const auto begin_of_segment = [&](int64_t p) {
+    return *(std::upper_bound(begins.begin(), begins.end(), p) - 1);
+  };
   const auto first_seen = [&](int64_t p) {
-    const auto next = std::upper_bound(begins.begin(), begins.end(), p);
-    const int64_t from = options.same_length ? p + 1 : *(next - 1);
+    const int64_t from = options.same_length ? p + 1 : begin_of_segment(p);
     return std::max<int64_t>(options.given_memory + from - options.memory, 0);
   };
-  const layers::StackDefinition stack(sizes, parameters, options.max_distance, pool);
+  const layers::StackDefinition stack(sizes, parameters, options.max_distance, request.pool);
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
   layers::SequenceMemories::AddOutputs(layers::FinalMemories(problem, options), &outputs);
@@ -67,9 +67,16 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
     const layers::SequenceMemories memory(memories, &outputs, b);
     const auto attention = [&](int64_t n, const layers::Rows& h, const layers::Rows& input) {
       memory.Keep(n, h);
+      const auto read = [&](const layers::Rows& rows) {
+        return options.pre_norm ? stack.AttentionNorm(n, rows) : rows;
+      };
       const layers::Rows given = memory.Given(n, h.channels());
-      return stack.Attention(n, input, first_seen,
-                             options.pre_norm ? stack.AttentionNorm(n, given) : given);
+      if (request.stopped == nullptr) return stack.Attention(n, input, first_seen, read(given));
+      layers::Rows list = given;
+      list.Append(layers::Held(request, h));
+      const layers::StackDefinition::Stopped stopped = {
+          read(list), [&](int64_t p) { return options.given_memory + begin_of_segment(p); }};
+      return stack.Attention(n, input, first_seen, read(given), &stopped);
     };
     layers::Rows context(0, problem.model_dim());
     const layers::Rows out =
@@ -124,9 +131,9 @@ absl::Status TransformerXl::Definition(const Problem& problem, const Transformer
                                        NamedTensors* outputs) const {
   std::vector<int64_t> begins;
   for (int64_t t = 0; t < problem.query_tokens; t += options.segment) begins.push_back(t);
-  TFB_ASSIGN_OR_RETURN(*outputs,
-                       DefineTransformerXl(problem, options, parameters, inputs.Get("x"), begins,
-                                           request.pool, inputs.Get(layers::kMemories)));
+  TFB_ASSIGN_OR_RETURN(
+      *outputs, DefineTransformerXl(problem, options, parameters, inputs.Get("x"), begins, request,
+                                    inputs.Get(layers::kMemories)));
   return absl::OkStatus();
 }
 

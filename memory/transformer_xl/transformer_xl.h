@@ -30,6 +30,12 @@
 // every split of a stream gives the same; without it the segments that were actually appended
 // decide the mask, and Run uses `segment`.
 //
+// Gradients stop at the memory, as in section 3.2: what a layer reads of the tokens before a segment
+// is constant for the segment, whichever run it comes from, but not the parameters that make keys
+// and values of it. So the backward pass takes the segments one by one. A Run keeps what went into
+// each layer but the first, f32 [batch, query_tokens, model_dim] (and into the final norm); Backward
+// computes a layer's segment from that once more.
+//
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
 // models beyond a fixed-length context", arXiv:1901.02860v3, sections 3.2 and 3.3; same_length,
 // max_distance and pre_norm as in the authors' code (github.com/kimiyoung/transformer-xl,
@@ -111,12 +117,12 @@ class TransformerXl : public TechniqueOf<TransformerXlOptions> {
 };
 
 // The definition of a stream that was cut in other segments: `begins` has the first token of each,
-// ascending from 0. Returns out, context and memories in f64. `pool`: see DefinitionRequest;
-// `memories`: the input of that name, if some are given.
+// ascending from 0. Returns out, context and memories in f64. It reads `pool` and `stopped` of the
+// request; `memories`: the input of that name, if some are given.
 absl::StatusOr<NamedTensors> DefineTransformerXl(
     const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
-    const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool = nullptr,
-    const ConstTensorView& memories = {});
+    const ConstTensorView& x, absl::Span<const int64_t> begins,
+    const DefinitionRequest& request = {}, const ConstTensorView& memories = {});
 
 }  // namespace tfb::transformer_xl
 

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "core/allocations.h"
+#include "core/backward_testing.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/runtime.h"
 #include "core/layers/attention/relative_attention.h"
@@ -929,6 +930,57 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
     EXPECT_LE(MaxDifference(test.Run().view(), out), StackBound(out, 2));
     EXPECT_LE(MaxDifference(test.Stream(split).view(), out), StackBound(out, 2));
   }
+}
+
+// ---- The backward pass ----
+
+// A segment that no memory precedes has no path at which a gradient stops, so that differences of
+// the plain definition are its derivatives.
+TEST(TransformerXl, OneSegmentHasTheGradientsOfTheDefinitionWithAllItsPaths) {
+  const Problem problem = CausalProblem(2, 2, 40, 8);
+  for (const Options& options :
+       std::vector<Options>{{{"segment", "40"}, {"memory", "0"}},
+                            {{"segment", "64"}, {"memory", "9"}, {"same_length", "true"}},
+                            {{"segment", "40"}, {"pre_norm", "true"}, {"final_norm", "true"}},
+                            {{"layers", "1"}, {"segment", "40"}, {"span_ramp", "16"}}}) {
+    SCOPED_TRACE(ToString(TechniqueSpec{"transformer_xl", options}));
+    // Two layers of attention, and of networks of four times the width.
+    const GradientRequest request{
+        options, 2 * (AttentionRoundings(problem) + 16 * static_cast<double>(problem.model_dim()))};
+    ExpectGradientsOfDefinition(TransformerXl(), problem, request);
+  }
+}
+
+TEST(TransformerXl, GradientsStopAtTheMemory) {
+  const Problem problem = CausalProblem(2, 2, 2 * 35, 8);
+  const auto expect = [&](Options options) {
+    options.insert({{"layers", "2"}, {"segment", "35"}});
+    ExpectGradientsStopAtTheMemory(TransformerXl(), problem, options);
+  };
+  for (const char* memory : {"1", "35", "20", "100"}) {
+    expect({{"memory", memory}});
+    expect({{"memory", memory}, {"pre_norm", "true"}, {"final_norm", "true"}});
+  }
+  expect({{"memory", "20"}, {"same_length", "true"}, {"layers", "3"}});
+  expect({{"memory", "20"}, {"share_biases", "false"}, {"max_distance", "30"}});
+}
+
+TEST(TransformerXl, ARunKeepsOneStateForEachLayerButTheFirstWhateverTheSegment) {
+  const Problem problem = CausalProblem(2, 2, 100, 8);
+  const size_t state = sizeof(float) * 2 * 100 * 16;
+  const auto kept = [&](const Options& options) {
+    return TransformerXl().Create(problem, options, Device::kCpu, 1).value()->kept_bytes();
+  };
+  EXPECT_EQ(kept({{"layers", "1"}}), 0u);
+  EXPECT_EQ(kept({{"layers", "6"}}), 5 * state);
+  EXPECT_EQ(kept({{"layers", "6"}, {"segment", "7"}, {"memory", "50"}}), 5 * state);
+  EXPECT_EQ(kept({{"layers", "6"}, {"final_norm", "true"}}), 6 * state);
+}
+
+TEST(TransformerXl, TheBackwardPassIsOnTheCpu) {
+  const auto layer =
+      TransformerXl().Create(CausalProblem(1, 2, 8, 8), {}, Device::kSimulator, 1).value();
+  EXPECT_EQ(layer->CheckBackward().code(), absl::StatusCode::kUnimplemented);
 }
 
 TEST(TransformerXlGolden, LabmlsPreNormNetworkWithItsFinalNormComputesTheSame) {

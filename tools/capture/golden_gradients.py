@@ -168,6 +168,81 @@ def multi_head(tensors):
     return {"x": tensors["x"]}, parameters, key_mask(tensors), formula
 
 
+def norm(x, p, name):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], p[f"{name}.gamma"], p[f"{name}.beta"])
+
+
+def split(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def relative_attention(list_, queries, p, layer, heads):
+    """Transformer-XL's attention of the last rows of a list to all of it."""
+    q, k, v = (split(list_ @ p[f"{layer}.{name}"], heads) for name in ("w_q", "w_k", "w_v"))
+    q = q[:, :, -queries:]
+    keys, width = list_.shape[1:]
+    angles = np.outer(np.arange(keys), 10000.0**(-np.arange(0, width, 2) / width))
+    r = torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles)), -1)) @ p[f"{layer}.w_r"]
+    u, of_distance = (p[name] if name in p else p[f"{layer}.{name}"] for name in ("u", "v"))
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    by_distance = (q + of_distance[:, None]) @ split(r[None], heads).transpose(2, 3)
+    bias = by_distance.gather(-1, distance.clamp(min=0).expand(*by_distance.shape[:2], -1, -1))
+    context = attend(q + u[:, None], k, v, distance >= 0, bias / math.sqrt(q.shape[-1]))
+    return context.transpose(1, 2).flatten(2) @ p[f"{layer}.w_o"]
+
+
+def in_segments(tensors, segment, memory, layers, block):
+    """A network segment by segment: block(p, layer, h, seen) has a layer's h from its input h and all that it sees.
+
+    A segment's gradients stop at the states of the segments before it, which are detached, as the authors of
+    Transformer-XL do.
+    """
+    parameters = {name: tensor for name, tensor in tensors.items() if name not in ("x", "out")}
+
+    def formula(i, p):
+        outs, memories = [], [i["x"][:, :0]] * layers
+        for h in i["x"].split(segment, dim=1):
+            for n in range(layers):
+                seen = torch.cat((memories[n], h), 1)
+                memories[n] = seen[:, -memory:].detach()
+                h = block(p, f"layer{n}", h, seen)
+            outs.append(norm(h, p, "final_norm") if "final_norm.gamma" in p else h)
+        return torch.cat(outs, 1)
+
+    return {"x": tensors["x"]}, parameters, {}, formula
+
+
+@case("memory/transformer_xl/testdata/labml",
+      "transformer_xl:layers=2,segment=6,memory=9,feed_forward_dim=24,pre_norm=true,final_norm=true", True, 11)
+def transformer_xl(tensors):
+
+    def block(p, layer, h, seen):
+        g = h + relative_attention(norm(seen, p, f"{layer}.attention_norm"), 6, p, layer, 2)
+        inner = norm(g, p, f"{layer}.ff_norm") @ p[f"{layer}.ff.w1"] + p[f"{layer}.ff.b1"]
+        return g + torch.relu(inner) @ p[f"{layer}.ff.w2"] + p[f"{layer}.ff.b2"]
+
+    return in_segments(tensors, 6, 9, 2, block)
+
+
+@case("memory/gated_transformer_xl/testdata/rllib",
+      "gated_transformer_xl:layers=2,segment=6,memory=9,feed_forward_dim=24,share_biases=false", True, 12)
+def gated_transformer_xl(tensors):
+
+    def gate(p, name, x, y):
+        w, u = ({r: p[f"{name}.{kind}_{r}"] for r in "rzg"} for kind in "wu")
+        reset = torch.sigmoid(y @ w["r"] + x @ u["r"])
+        z = torch.sigmoid(y @ w["z"] + x @ u["z"] - p[f"{name}.b_g"])
+        return (1 - z) * x + z * torch.tanh(y @ w["g"] + (reset * x) @ u["g"])
+
+    def block(p, layer, h, seen):
+        attended = relative_attention(norm(seen, p, f"{layer}.attention_norm"), 6, p, layer, 2)
+        g = gate(p, f"{layer}.attention_gate", h, torch.relu(attended))
+        inner = torch.relu(norm(g, p, f"{layer}.ff_norm") @ p[f"{layer}.ff.w1"])
+        return gate(p, f"{layer}.ff_gate", g, torch.relu(inner @ p[f"{layer}.ff.w2"]))
+
+    return in_segments(tensors, 6, 9, 2, block)
+
+
 def leaves(arrays):
     return {name: torch.tensor(np.asarray(array, np.float64), requires_grad=True) for name, array in arrays.items()}
 
@@ -210,6 +285,7 @@ def main():
         size = tensor_file.write(target, written, {
             "technique": technique,
             "causal": str(causal).lower(),
+            **{key: metadata[key] for key in ("heads",) if key in metadata},
             "inputs_of": source,
             "formula": metadata["formula"],
             "loss": "sum(out * output_gradient); *_gradient.NAME is its gradient with respect to NAME",

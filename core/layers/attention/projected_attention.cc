@@ -6,6 +6,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
+#include "core/layers/heads.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/status.h"
 
@@ -30,12 +31,6 @@ absl::Status CheckInner(TechniqueSpec* inner) {
 absl::Status OfInner(const TechniqueSpec& inner, const absl::Status& status) {
   return absl::Status(status.code(),
                       absl::StrCat("inner ", ToBracketedString(inner), ": ", status.message()));
-}
-
-// Returns [batch, tokens, heads * channels] as [batch, heads, tokens, channels].
-template <class View>
-View Heads(const View& view, int64_t heads) {
-  return Transpose(SplitAxis(view, 2, heads), 1, 2);
 }
 
 // Returns the number of heads of a projection, by its name's first letter, and of their channels.

@@ -3,20 +3,11 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/heads.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
 namespace tfb::layers {
-namespace {
-
-// Returns [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
-template <class View>
-View Heads(const View& view, int64_t heads) {
-  return Transpose(SplitAxis(view, 2, heads), 1, 2);
-}
-
-}  // namespace
-
 double MemoryReach::Pairs(int64_t tokens, double most) const {
   double pairs = 0;
   for (int64_t p = given; p < given + tokens; ++p) {

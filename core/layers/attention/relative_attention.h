@@ -136,6 +136,11 @@ class RelativeAttention {
   absl::Status Setup(const Parameters& parameters, const DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
 
+  const Problem& problem() const { return problem_; }
+  // What the engine adds to scores, after Setup; it points to tables of this object.
+  const RelativePositions& positions() const { return positions_; }
+  ScoreRule rule() const { return engine_.NewCall().rule; }
+
   void Reset() { cache_.Clear(); }
   int64_t tokens() const { return cache_.tokens(); }
   size_t cache_bytes() const { return cache_.bytes(); }

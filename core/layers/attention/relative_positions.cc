@@ -125,28 +125,68 @@ void RelativePositionGradients::AddTo(const RelativePositions::Parameters& param
                                       const RelativePositions& positions,
                                       const ConstTensorView& sinusoids, int64_t here,
                                       const ParameterGradients& gradients, ThreadPool* pool) const {
-  const int64_t width = heads_ * head_dim_, row = RoundUp(width, kColumnQuantum);
-  const auto add = [](const float* from, int64_t count, double* to) {
-    for (int64_t n = 0; to != nullptr && n < count; ++n) to[n] += from[n];
+  const int64_t width = heads_ * head_dim_;
+  const auto add = [=](const float* from, double* to) {
+    for (int64_t n = 0; to != nullptr && n < width; ++n) to[n] += from[n];
   };
-  add(u_, width, gradients.Of(parameters.u.data));
-  add(v_, width, gradients.Of(parameters.v.data));
+  add(u_, gradients.Of(parameters.u.data));
+  add(v_, gradients.Of(parameters.v.data));
   const RelativeKeys* keys = positions.distances();
   double* of_matrix = gradients.Of(parameters.w_r.data);
   if (keys == nullptr || of_matrix == nullptr) return;
+  SumByDistance(*keys, here);
+  Multiply(sinusoids, pool, [&](int64_t c, const float* row) { add(row, of_matrix + c * width); });
+}
+
+void RelativePositionGradients::AddTo(const RelativePositions& positions,
+                                      const ConstTensorView& sinusoids, int64_t here,
+                                      const Destinations& gradients, ThreadPool* pool) const {
+  const auto add_row = [](const float* from, int64_t count, float* to, int64_t stride) {
+    for (int64_t n = 0; n < count; ++n) to[n * stride] += from[n];
+  };
+  // Adds a row of all heads to a part [heads, head_dim] of a gradient.
+  const auto add = [&](const float* from, const TensorView& to, int axis, int64_t offset) {
+    for (int64_t h = 0; h < heads_; ++h) {
+      add_row(from + h * head_dim_, head_dim_, to.MutableAt<float>() + offset + h * to.stride(axis),
+              to.stride(axis + 1));
+    }
+  };
+  if (!gradients.u.empty()) add(u_, gradients.u, 0, 0);
+  if (!gradients.v.empty()) add(v_, gradients.v, 0, 0);
+  const RelativeKeys* keys = positions.distances();
+  if (keys == nullptr || (gradients.w_r.empty() && gradients.table.empty())) return;
+  SumByDistance(*keys, here);
+  const int64_t width = heads_ * head_dim_, row = RoundUp(width, kColumnQuantum);
+  for (int64_t d = 0; !gradients.table.empty() && d < range_.rows(); ++d) {
+    add(by_distance_ + d * row, gradients.table, 1, gradients.table.Offset(d));
+  }
+  if (gradients.w_r.empty()) return;
+  Multiply(sinusoids, pool, [&](int64_t c, const float* of_channel) {
+    add_row(of_channel, width, gradients.w_r.MutableAt<float>(c), gradients.w_r.stride(1));
+  });
+}
+
+void RelativePositionGradients::SumByDistance(const RelativeKeys& keys, int64_t here) const {
+  const int64_t row = RoundUp(heads_ * head_dim_, kColumnQuantum);
   for (int64_t h = 0; h < heads_; ++h) {
-    for (int64_t offset = keys->low(); offset <= keys->high(); ++offset) {
-      const float* from = keys_.Of(*keys, h, offset);
+    for (int64_t offset = keys.low(); offset <= keys.high(); ++offset) {
+      const float* from = keys_.Of(keys, h, offset);
       float* to = by_distance_ + range_.Row(here - offset) * row + h * head_dim_;
       for (int64_t c = 0; c < head_dim_; ++c) to[c] += from[c];
     }
   }
+}
+
+void RelativePositionGradients::Multiply(
+    const ConstTensorView& sinusoids, ThreadPool* pool,
+    absl::FunctionRef<void(int64_t c, const float* row)> visit) const {
   constexpr int64_t kChannels = 16;
+  const int64_t row = RoundUp(heads_ * head_dim_, kColumnQuantum);
   const CpuKernels& kernels = BestCpuKernels();
   pool->ParallelForRanges(channels_, kChannels, [&](int64_t begin, int64_t end, int) {
     kernels.gemm(end - begin, row, range_.rows(), sinusoids.At<float>(0, begin), 1,
                  sinusoids.stride(0), by_distance_, row, product_ + begin * row, row, false);
-    for (int64_t c = begin; c < end; ++c) add(product_ + c * row, width, of_matrix + c * width);
+    for (int64_t c = begin; c < end; ++c) visit(c, product_ + c * row);
   });
 }
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "core/flash/flash.h"
 #include "core/flash/flash_backward.h"
@@ -79,10 +80,11 @@ class RelativePositions {
 };
 
 // The gradients of what a RelativePositions was created from, on the CPU: with the sums T_d of the
-// gradients of r_d W_r, dW_r = sum_d r_d^T T_d.
+// gradients of r_d W_r, dW_r = sum_d r_d^T T_d, and T_d is that of a table's row.
 class RelativePositionGradients {
  public:
-  // Takes memory for the engine's sums, which are 0 at first, and for T.
+  // Takes memory for the engine's sums, which are 0 at first, and for T, which is, too. The problem
+  // has at least as many tokens and keys, less one, as the range has distances.
   void LayOut(const Problem& problem, const DistanceRange& range, int64_t channels,
               Workspace* workspace);
   void Bind(ScoreGradients* gradients) const;
@@ -90,8 +92,21 @@ class RelativePositionGradients {
   void AddTo(const RelativePositions::Parameters& parameters, const RelativePositions& positions,
              const ConstTensorView& sinusoids, int64_t here, const ParameterGradients& gradients,
              ThreadPool* pool) const;
+  // Adds them to these, f32 views of the shapes of the parameters, of which empty ones are left out.
+  // The table's are [rows, heads, head_dim].
+  struct Destinations {
+    TensorView w_r, table, u, v;
+  };
+  void AddTo(const RelativePositions& positions, const ConstTensorView& sinusoids, int64_t here,
+             const Destinations& gradients, ThreadPool* pool) const;
 
  private:
+  // Sums the gradients of the keys of each distance: T. It is called once.
+  void SumByDistance(const RelativeKeys& keys, int64_t here) const;
+  // Computes dW_r and calls visit(c, row) for each of its rows.
+  void Multiply(const ConstTensorView& sinusoids, ThreadPool* pool,
+                absl::FunctionRef<void(int64_t c, const float* row)> visit) const;
+
   DistanceRange range_;
   int64_t heads_ = 0;
   int64_t head_dim_ = 0;

@@ -51,7 +51,7 @@ class ExitState : public StackState {
                                                            const RelativeStackShape& shape,
                                                            std::unique_ptr<ExitRule> rule) {
     std::unique_ptr<ExitState> state(new ExitState(device, problem, shape, std::move(rule)));
-    const int64_t rows = state->stack_.layer(0).max_rows;
+    const int64_t rows = state->stack_.layer(0).max_rows();
     if (device == Device::kCpu) {
       state->active_.reserve(rows);
       state->leaving_.reserve(rows);
@@ -388,7 +388,7 @@ class ExitBlock : public Block {
   }
 
   size_t workspace_bytes(int threads) const override {
-    const int64_t rows = layer_.max_rows, width = layer_.sizes.width();
+    const int64_t rows = layer_.max_rows(), width = layer_.sizes.width();
     return Workspace::Measure(
                [&](Workspace& workspace) { ExitState::LayOut(rows, width, workspace); }) +
            std::max({block_.workspace_bytes(threads),

@@ -12,6 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/cuda/row_list.h"
 #include "core/layers/attention/relative_positions.h"
 #include "core/layers/layer_norm.h"
@@ -57,6 +58,25 @@ struct Distances {
   ConstTensorView sinusoids;
 };
 
+// A segment of a Run in its backward pass, where one layer reads it. Segments come from the last to
+// the first, after one another: a gradient of a later one stops at what it read of an earlier one.
+struct PastSegment {
+  int64_t begin;           // as in Segment
+  int64_t tokens;          // likewise
+  ConstTensorView states;  // what went into the layer for all tokens of the Run
+  const Inputs& inputs;    // of the Run
+  const Inputs& output_gradients;
+  const Outputs& parameter_gradients;  // which are added to
+  absl::Span<std::byte> kept;          // what the attention kept in the Run
+  // Memory of the attention for sums over the layer's segments, 0 before the first of them.
+  absl::Span<std::byte> sums;
+
+  // Returns what went into the layer for the segment.
+  ConstTensorView input() const { return Slice(states, 1, begin, tokens); }
+  // Tells whether no further segment of the layer follows.
+  bool is_last() const { return begin == 0; }
+};
+
 // The attention of one layer, and what it remembers of a stream.
 class SegmentAttention {
  public:
@@ -81,6 +101,8 @@ class SegmentAttention {
     TensorView y;
     const LayerNorm* norm;   // of the residual, which gave x; null where x is the residual
     const SomeTokens& some;  // see Block::Call
+    // In a Run that a Backward follows, kept_bytes() for what that needs of all segments.
+    absl::Span<std::byte> kept = {};
   };
   // Computes y. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Run(const Call& call, const Execution& execution) = 0;
@@ -88,6 +110,53 @@ class SegmentAttention {
   virtual absl::Status KeepState(const Inputs& /*inputs*/, const Outputs& /*outputs*/,
                                  const Execution& /*execution*/) const {
     return absl::OkStatus();
+  }
+
+  // ---- The backward pass, on the CPU: see SegmentedLayer ----
+
+  virtual absl::Status CheckBackward() const {
+    return absl::UnimplementedError("the layer has no backward pass");
+  }
+  // Does what all segments share, behind Setup. The parameters and the sinusoids outlive the calls.
+  virtual absl::Status SetUpBackward(const NamedTensors& /*parameters*/,
+                                     const Distances& /*distances*/) {
+    return CheckBackward();
+  }
+  // Return the bytes of Call::kept, of PastSegment::sums, of the memory between RunAgain and Backward
+  // of a segment, and of the workspace of either.
+  virtual size_t kept_bytes() const { return 0; }
+  virtual size_t sums_bytes() const { return 0; }
+  virtual size_t again_bytes() const { return 0; }
+  virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+
+  struct AgainCall {
+    const PastSegment& segment;
+    ConstTensorView x;  // this and what follows as in Call
+    ConstTensorView residual;
+    TensorView y;
+    const LayerNorm* norm;
+  };
+  // Computes a segment of a Run again, whatever the stream holds now, and keeps again_bytes() for
+  // Backward in execution.kept. It allocates nothing.
+  virtual absl::Status RunAgain(const AgainCall& /*call*/, const Execution& /*execution*/) {
+    return CheckBackward();
+  }
+  struct BackwardCall {
+    const PastSegment& segment;
+    ConstTensorView x;      // as in RunAgain
+    ConstTensorView dy;     // the residual's gradient, too, which the caller adds
+    ConstTensorView added;  // a summand of dx, or empty
+    TensorView dx;          // may be the summand
+    const LayerNorm* norm;
+    // Gradients of the norm's parameters, or empty, to which those by earlier rows are added: the
+    // caller has x's.
+    TensorView gamma = {};
+    TensorView beta = {};
+  };
+  // Computes dx, and adds to gradients of parameters, in the order of all calls. It allocates
+  // nothing.
+  virtual absl::Status Backward(const BackwardCall& /*call*/, const Execution& /*execution*/) {
+    return CheckBackward();
   }
 
   virtual size_t workspace_bytes(int threads) const = 0;
@@ -117,12 +186,34 @@ class Block {
     TensorView output;
     TensorView context;
     SomeTokens some = {};
+    absl::Span<std::byte> kept = {};  // the attention's
   };
   // Computes the output. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Run(const Call& call, const Execution& execution) = 0;
 
   virtual size_t workspace_bytes(int threads) const = 0;
   virtual SegmentAttention& attention() = 0;
+
+  // ---- The backward pass, on the CPU: see SegmentedLayer ----
+
+  virtual absl::Status CheckBackward() const {
+    return absl::UnimplementedError("the layer has no backward pass");
+  }
+  virtual absl::Status SetUpBackward(const NamedTensors& /*parameters*/,
+                                     const Distances& /*distances*/) {
+    return CheckBackward();
+  }
+  virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+  struct BackwardCall {
+    const PastSegment& segment;
+    // That of the output, f32 [batch, tokens, model_dim], which becomes that of the input.
+    TensorView gradient;
+    ConstTensorView context_gradient;  // of the context, or empty
+  };
+  // Computes the segment again, and from that the gradients. It allocates nothing.
+  virtual absl::Status Backward(const BackwardCall& /*call*/, const Execution& /*execution*/) {
+    return CheckBackward();
+  }
 };
 
 // What the blocks of a stack share: where the segment stands in the stream. It also knows what can
@@ -138,6 +229,16 @@ class StackState {
 
   // Returns the FLOPs of a Run; nothing while they are not known.
   virtual std::optional<double> flops(const NamedTensors& parameters) const = 0;
+
+  // Tells whether what the blocks share is known in a backward pass, prepares it, and returns the
+  // FLOPs of a Backward. See SegmentedLayer.
+  virtual absl::Status CheckBackward() const {
+    return absl::UnimplementedError("the layer has no backward pass");
+  }
+  virtual void SetUpBackward() {}
+  virtual std::optional<double> backward_flops(const NamedTensors& /*parameters*/) const {
+    return std::nullopt;
+  }
   virtual std::map<std::string, double> statistics(const NamedTensors& parameters) const = 0;
 };
 

@@ -24,7 +24,7 @@ absl::StatusOr<Sublayers> Sublayers::Create(const LayerOfStack& layer,
 
 size_t Sublayers::workspace_bytes(const LayerOfStack& layer, int threads) {
   const int64_t width = layer.sizes.width();
-  return std::max(FeedForward::workspace_bytes(layer.device, layer.max_rows,
+  return std::max(FeedForward::workspace_bytes(layer.device, layer.max_rows(),
                                                {width, layer.sizes.inner, width}, threads),
                   LayerNorm::workspace_bytes(layer.device, width, threads));
 }
@@ -38,7 +38,7 @@ absl::Status DecoderBlock::Setup(const NamedTensors& parameters, const Distances
 
 size_t DecoderBlock::workspace_bytes(int threads) const {
   const size_t normalized = Workspace::Measure([this](Workspace& workspace) {
-    workspace.Take<float>(pre_norm_ ? layer_.max_rows * layer_.sizes.width() : 0);
+    workspace.Take<float>(pre_norm_ ? layer_.max_rows() * layer_.sizes.width() : 0);
   });
   return normalized + std::max(attention_->workspace_bytes(threads),
                                Sublayers::workspace_bytes(layer_, threads));
@@ -50,8 +50,8 @@ absl::Status DecoderBlock::Run(const Call& call, const Execution& execution) {
 
 absl::Status DecoderBlock::PostNorm(const Call& call, const Execution& execution) const {
   const TensorView& state = call.state;
-  TFB_RETURN_IF_ERROR(
-      attention_->Run({call.segment, call.input, call.input, state, norm(), call.some}, execution));
+  TFB_RETURN_IF_ERROR(attention_->Run(
+      {call.segment, call.input, call.input, state, norm(), call.some, call.kept}, execution));
   if (!call.context.empty()) {
     TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(state, call.context, execution, call.some.rows));
   }
@@ -67,14 +67,164 @@ absl::Status DecoderBlock::PreNorm(const Call& call, const Execution& execution)
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(call.input, normalized, rest, call.some.rows));
-  TFB_RETURN_IF_ERROR(
-      attention_->Run({call.segment, normalized, call.input, call.state, norm(), call.some}, rest));
+  TFB_RETURN_IF_ERROR(attention_->Run(
+      {call.segment, normalized, call.input, call.state, norm(), call.some, call.kept}, rest));
   if (!call.context.empty()) {
     TFB_RETURN_IF_ERROR(
         parts_.feed_forward_norm.Run(call.state, call.context, rest, call.some.rows));
   }
   TFB_RETURN_IF_ERROR(parts_.feed_forward_norm.Run(call.state, normalized, rest, call.some.rows));
   return parts_.feed_forward.Run(normalized, call.state, call.output, rest, call.some.rows);
+}
+
+// ---- The backward pass ----
+
+namespace {
+
+FeedForward::Sizes SizesOf(const LayerOfStack& layer) {
+  return {layer.sizes.width(), layer.sizes.inner, layer.sizes.width()};
+}
+
+}  // namespace
+
+absl::Status Sublayers::SetUpBackward(const LayerOfStack& layer, const NamedTensors& parameters) {
+  const std::string network = LayerPrefix(layer.n) + "ff.";
+  return feed_forward.SetUpBackward(FindParameter(parameters, network + "w1"),
+                                    FindParameter(parameters, network + "w2"));
+}
+
+size_t Sublayers::kept_bytes(const LayerOfStack& layer, Activation output) {
+  return FeedForward::kept_bytes(layer.max_rows(), SizesOf(layer), output);
+}
+
+size_t Sublayers::backward_workspace_bytes(const LayerOfStack& layer, int threads,
+                                           Activation output) {
+  return std::max(
+      {workspace_bytes(layer, threads),
+       FeedForward::backward_workspace_bytes(layer.max_rows(), SizesOf(layer), threads, output),
+       LayerNorm::backward_workspace_bytes(layer.max_rows(), layer.sizes.width(), threads)});
+}
+
+absl::Status SublayerGradients::OfNorm(const LayerNorm& norm, const NormNames& names,
+                                       const Call& call, const Outputs& gradients,
+                                       const Execution& execution) {
+  return norm.Backward({call.x, call.dy, call.added, call.dx, gradients.Get(names.gamma),
+                        gradients.Get(names.beta), /*accumulate=*/true},
+                       execution);
+}
+
+absl::Status SublayerGradients::OfFeedForward(const Sublayers& parts, const Call& call,
+                                              const Outputs& gradients,
+                                              const Execution& execution) const {
+  const FeedForwardNames& names = feed_forward_;
+  return parts.feed_forward.Backward(
+      {call.x, call.dy, call.added, call.dx, gradients.Get(names.w1), gradients.Get(names.b1),
+       gradients.Get(names.w2), gradients.Get(names.b2), /*accumulate=*/true},
+      execution);
+}
+
+absl::Status DecoderBlock::SetUpBackward(const NamedTensors& parameters,
+                                         const Distances& distances) {
+  TFB_RETURN_IF_ERROR(parts_.SetUpBackward(layer_, parameters));
+  return attention_->SetUpBackward(parameters, distances);
+}
+
+DecoderBlock::BackwardScratch DecoderBlock::LayOutBackward(int64_t tokens,
+                                                           Workspace& workspace) const {
+  const StackSizes& sizes = layer_.sizes;
+  const Shape shape = {layer_.batch, tokens, sizes.width()};
+  const auto take = [&] {
+    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  };
+  const auto take_bytes = [&](size_t bytes) {
+    return absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+  };
+  BackwardScratch scratch;
+  if (pre_norm_) scratch.x = take();
+  scratch.attended = take();
+  scratch.g = take();
+  scratch.y = take();
+  scratch.gradient = take();
+  scratch.attention = take_bytes(attention_->again_bytes());
+  scratch.feed_forward = take_bytes(Sublayers::kept_bytes(layer_));
+  return scratch;
+}
+
+size_t DecoderBlock::backward_workspace_bytes(int threads) const {
+  return std::max(attention_->backward_workspace_bytes(threads),
+                  Sublayers::backward_workspace_bytes(layer_, threads)) +
+         Workspace::Measure(
+             [this](Workspace& workspace) { LayOutBackward(layer_.max_tokens, workspace); });
+}
+
+absl::Status DecoderBlock::Backward(const BackwardCall& call, const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const BackwardScratch scratch = LayOutBackward(call.segment.tokens, workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(RunAgain(call.segment, scratch, rest));
+  return pre_norm_ ? PreNormBackward(call, scratch, rest) : PostNormBackward(call, scratch, rest);
+}
+
+absl::Status DecoderBlock::RunAgain(const PastSegment& segment, const BackwardScratch& scratch,
+                                    const Execution& execution) const {
+  const ConstTensorView input = segment.input();
+  Execution attend = execution, feed = execution;
+  attend.kept = scratch.attention;
+  feed.kept = scratch.feed_forward;
+  if (pre_norm_) TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(input, scratch.x, execution));
+  TFB_RETURN_IF_ERROR(attention_->RunAgain(
+      {segment, pre_norm_ ? ConstTensorView(scratch.x) : input, input, scratch.attended, norm()},
+      attend));
+  const LayerNorm& norm = pre_norm_ ? parts_.feed_forward_norm : parts_.attention_norm;
+  TFB_RETURN_IF_ERROR(norm.Run(scratch.attended, scratch.g, execution));
+  return parts_.feed_forward.Run(
+      scratch.g, pre_norm_ ? ConstTensorView() : ConstTensorView(scratch.g), scratch.y, feed);
+}
+
+absl::Status DecoderBlock::PostNormBackward(const BackwardCall& call,
+                                            const BackwardScratch& scratch,
+                                            const Execution& execution) const {
+  const Outputs& gradients = call.segment.parameter_gradients;
+  Execution attend = execution, feed = execution;
+  attend.kept = scratch.attention;
+  feed.kept = scratch.feed_forward;
+  const TensorView &dy = call.gradient, &dg = scratch.gradient;
+  TFB_RETURN_IF_ERROR(
+      gradients_.OfFeedForwardNorm(parts_, {scratch.y, dy, {}, dy}, gradients, execution));
+  TFB_RETURN_IF_ERROR(gradients_.OfFeedForward(parts_, {scratch.g, dy, dy, dg}, gradients, feed));
+  if (!call.context_gradient.empty()) {
+    TFB_RETURN_IF_ERROR(Add(layer_.device, dg, call.context_gradient, dg, execution));
+  }
+  TFB_RETURN_IF_ERROR(
+      gradients_.OfAttentionNorm(parts_, {scratch.attended, dg, {}, dg}, gradients, execution));
+  return attention_->Backward({call.segment, call.segment.input(), dg, dg, dy, norm()}, attend);
+}
+
+absl::Status DecoderBlock::PreNormBackward(const BackwardCall& call, const BackwardScratch& scratch,
+                                           const Execution& execution) const {
+  const Outputs& gradients = call.segment.parameter_gradients;
+  Execution attend = execution, feed = execution;
+  attend.kept = scratch.attention;
+  feed.kept = scratch.feed_forward;
+  const TensorView &dh = call.gradient, &dx = scratch.gradient;
+  TFB_RETURN_IF_ERROR(gradients_.OfFeedForward(parts_, {scratch.g, dh, {}, dx}, gradients, feed));
+  if (!call.context_gradient.empty()) {
+    TFB_RETURN_IF_ERROR(Add(layer_.device, dx, call.context_gradient, dx, execution));
+  }
+  TFB_RETURN_IF_ERROR(
+      gradients_.OfFeedForwardNorm(parts_, {scratch.attended, dx, dh, dh}, gradients, execution));
+  TFB_RETURN_IF_ERROR(attention_->Backward({call.segment,
+                                            scratch.x,
+                                            dh,
+                                            {},
+                                            dx,
+                                            norm(),
+                                            gradients_.gamma_of_attention(gradients),
+                                            gradients_.beta_of_attention(gradients)},
+                                           attend));
+  return gradients_.OfAttentionNorm(parts_, {call.segment.input(), dx, dh, dh}, gradients,
+                                    execution);
 }
 
 }  // namespace tfb::layers

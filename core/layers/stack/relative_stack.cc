@@ -66,14 +66,21 @@ std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
 // ---- What the layers share ----
 
 RelativeState::RelativeState(Device device, const Problem& problem, const RelativeStackShape& shape,
-                             double more_flops)
+                             const MoreFlops& more_flops)
     : device_(device),
       problem_(problem),
       shape_(shape),
       more_flops_(more_flops),
       reach_{shape.memory, shape.same_length, LongestSegment(problem, shape.segment),
              shape.given_memory},
-      segment_(device, reach_) {}
+      segment_(device, reach_),
+      lists_(shape.same_length ? shape.memory : 0) {
+  for (int64_t begin = 0; begin < problem.query_tokens; begin += reach_.max_segment) {
+    const int64_t first = reach_.given + begin;
+    const int64_t tokens = std::min(reach_.max_segment, problem.query_tokens - begin);
+    lists_.Add(tokens, first + tokens - reach_.FirstSeen(first));
+  }
+}
 
 void RelativeState::Begin(const Segment& segment) {
   segment_.Set(next_token_, segment.tokens);
@@ -105,7 +112,25 @@ std::optional<double> RelativeState::flops(const NamedTensors& parameters) const
   const double batch = static_cast<double>(problem_.batch);
   const double tokens = static_cast<double>(problem_.query_tokens);
   return StackFlops(sizes(), batch * tokens, batch * ContextOfSequence(parameters).pairs) +
-         more_flops_;
+         more_flops_.of_run;
+}
+
+std::optional<double> RelativeState::backward_flops(const NamedTensors& parameters) const {
+  const double batch = static_cast<double>(problem_.batch);
+  const double layers = static_cast<double>(sizes().layers);
+  const double width = static_cast<double>(sizes().width());
+  double earlier = 0;  // tokens that segments see before them
+  for (int64_t begin = 0; begin < problem_.query_tokens; begin += reach_.max_segment) {
+    earlier += static_cast<double>(reach_.given + begin - reach_.FirstSeen(reach_.given + begin));
+  }
+  const double pairs = batch * ContextOfSequence(parameters).pairs;
+  const double rows = batch * static_cast<double>(problem_.query_tokens);
+  // The products of matrices again, and two for the gradients of each. The pairs' three products
+  // again, two of them twice, and six for gradients.
+  constexpr double kOfMatrix = 3, kOfPair = (3.0 + 2 + 6) / 3;
+  const double of_earlier = shape_.pre_norm ? kOfMatrix : kOfMatrix - 1;
+  return kOfMatrix * StackFlops(sizes(), rows, 0) + kOfPair * StackFlops(sizes(), 0, pairs) +
+         of_earlier * 2 * layers * batch * earlier * 2 * width * width + more_flops_.of_backward;
 }
 
 std::map<std::string, double> RelativeState::statistics(const NamedTensors& parameters) const {
@@ -122,6 +147,14 @@ std::map<std::string, double> RelativeState::statistics(const NamedTensors& para
 }
 
 // ---- The attention ----
+
+TransformerXlAttention::TransformerXlAttention(const RelativeState& state, int64_t n,
+                                               int64_t kv_heads, RelativeAttention own)
+    : state_(&state), n_(n), own_(std::move(own)), names_(state.sizes(), n) {
+  Problem problem = state.problem();
+  problem.kv_heads = kv_heads;
+  past_ = ListAttention(problem, state.distances(), state.shape().pre_norm);
+}
 
 absl::Status TransformerXlAttention::Setup(const NamedTensors& parameters,
                                            const Distances& distances, const Execution& execution) {
@@ -159,8 +192,56 @@ size_t TransformerXlAttention::workspace_bytes(int threads) const {
   const bool normalizes = state_->shape().some_tokens && state_->shape().pre_norm;
   return own_.workspace_bytes(threads) + Workspace::Measure([&](Workspace& workspace) {
            const LayerOfStack layer = state_->layer(n_);
-           workspace.Take<float>(normalizes ? layer.max_rows * layer.sizes.width() : 0);
+           workspace.Take<float>(normalizes ? layer.max_rows() * layer.sizes.width() : 0);
          });
+}
+
+// ---- Its backward pass ----
+
+TransformerXlAttention::EarlierTokens::EarlierTokens(const RelativeState& state, int64_t n,
+                                                     const PastSegment& segment) {
+  const int64_t given = state.reach().given, first = state.FirstSeen(segment);
+  if (first < given) {
+    parts_[count_++] = Slice(OfLayer(segment.inputs.Get(kMemories), n), 1, first, given - first);
+  }
+  const int64_t begin = std::max<int64_t>(first - given, 0);
+  if (begin < segment.begin) {
+    parts_[count_++] = Slice(segment.states, 1, begin, segment.begin - begin);
+  }
+}
+
+absl::Status TransformerXlAttention::SetUpBackward(const NamedTensors& parameters,
+                                                   const Distances& distances) {
+  return past_.SetUp(RelativeAttention::ParametersOf(parameters, state_->sizes(), n_), own_.rule(),
+                     own_.positions(), distances.sinusoids);
+}
+
+size_t TransformerXlAttention::backward_workspace_bytes(int threads) const {
+  return std::max(past_.workspace_bytes(state_->lists(), threads),
+                  past_.backward_workspace_bytes(state_->lists(), threads));
+}
+
+ListAttention::Memory TransformerXlAttention::MemoryOf(const PastSegment& segment,
+                                                       absl::Span<std::byte> again) const {
+  Workspace memory(again);
+  const ListSchedules::List& list = state_->ListOf(segment);
+  return past_.LayOut(list.tokens, list.keys, memory);
+}
+
+absl::Status TransformerXlAttention::RunAgain(const AgainCall& call, const Execution& execution) {
+  const ListAttention::Memory memory = MemoryOf(call.segment, execution.kept);
+  const EarlierTokens earlier = EarlierThan(call.segment);
+  TFB_RETURN_IF_ERROR(
+      past_.Attend(ListOf(call.segment, earlier, call.norm, call.x), memory, execution));
+  return past_.Project(memory.context, call.residual, call.y, execution);
+}
+
+absl::Status TransformerXlAttention::Backward(const BackwardCall& call,
+                                              const Execution& execution) {
+  const EarlierTokens earlier = EarlierThan(call.segment);
+  return past_.BackwardOfOutput(ListOf(call.segment, earlier, call.norm, call.x),
+                                MemoryOf(call.segment, execution.kept),
+                                {call.dy, call.added, call.dx}, GradientsOf(call), execution);
 }
 
 // ---- The layer ----
@@ -180,9 +261,11 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeRelativeStack(
         RelativeAttention::Create(
             shared.device(), shared.problem(), shared.reach(),
             queries_apart ? RelativeAttention::Queries::kSome : RelativeAttention::Queries::kAll));
-    TFB_ASSIGN_OR_RETURN(
-        std::unique_ptr<Block> block,
-        make(shared.layer(n), std::make_unique<TransformerXlAttention>(shared, n, std::move(own))));
+    const int64_t kv_heads =
+        stack.parameters.at(LayerPrefix(n) + "w_k").dim(1) / shape.sizes.head_dim;
+    TFB_ASSIGN_OR_RETURN(std::unique_ptr<Block> block,
+                         make(shared.layer(n), std::make_unique<TransformerXlAttention>(
+                                                   shared, n, kv_heads, std::move(own))));
     stack.blocks.push_back(std::move(block));
   }
   return std::make_unique<SegmentedLayer>(shared.device(), shared.problem(), std::move(stack));

@@ -2,6 +2,7 @@
 #ifndef TFB_CORE_LAYERS_STACK_RELATIVE_STACK_H_
 #define TFB_CORE_LAYERS_STACK_RELATIVE_STACK_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -15,6 +16,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "core/layers/attention/list_attention.h"
 #include "core/layers/attention/relative_attention.h"
 #include "core/layers/stack/block.h"
 #include "core/layers/stack/decoder_block.h"
@@ -56,9 +59,13 @@ std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
 // The segment of such a stack, and the numbers of all layers together.
 class RelativeState : public StackState {
  public:
-  // `more_flops` are the FLOPs of a Run that StackFlops does not count.
+  // What StackFlops does not count: the FLOPs of a Run, and of a Backward.
+  struct MoreFlops {
+    double of_run = 0;
+    double of_backward = 0;
+  };
   RelativeState(Device device, const Problem& problem, const RelativeStackShape& shape,
-                double more_flops = 0);
+                const MoreFlops& more_flops = {0, 0});
 
   DistanceRange distances() const override {
     return {0, reach_.max_distance(), shape_.max_distance};
@@ -80,7 +87,25 @@ class RelativeState : public StackState {
   // Returns the position of the segment's first token, counted from the first that is not given.
   int64_t first_position() const { return next_token_ - segment_.tokens() - reach_.given; }
   LayerOfStack layer(int64_t n) const {
-    return {device_, sizes(), problem_.batch * reach_.max_segment, n};
+    return {device_, sizes(), problem_.batch, reach_.max_segment, n};
+  }
+
+  // ---- The backward pass ----
+
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  void SetUpBackward() override { lists_.Build(); }
+  // Returns the FLOPs of computing all segments once more, with keys and values of the tokens before
+  // them that they see, and of the gradients.
+  std::optional<double> backward_flops(const NamedTensors& parameters) const override;
+  // Returns the first token that a segment of a Run sees, counted from the first given one.
+  int64_t FirstSeen(const PastSegment& segment) const {
+    return reach_.FirstSeen(reach_.given + segment.begin);
+  }
+  // The lists of tokens from there to the ends of segments.
+  const ListSchedules& lists() const { return lists_; }
+  const ListSchedules::List& ListOf(const PastSegment& segment) const {
+    return lists_.Of(segment.tokens,
+                     reach_.given + segment.begin + segment.tokens - FirstSeen(segment));
   }
 
  private:
@@ -91,18 +116,19 @@ class RelativeState : public StackState {
   Device device_;
   Problem problem_;
   RelativeStackShape shape_;
-  double more_flops_;
+  MoreFlops more_flops_;
   MemoryReach reach_;
   SegmentView segment_;
+  ListSchedules lists_;
   int64_t next_token_ = 0;  // of the stream, from the first given one
 };
 
 // Transformer-XL's attention of one layer: core/layers/attention/relative_attention.h in a stack.
 class TransformerXlAttention : public SegmentAttention {
  public:
-  // The state outlives it.
-  TransformerXlAttention(const RelativeState& state, int64_t n, RelativeAttention own)
-      : state_(&state), n_(n), own_(std::move(own)) {}
+  // The state outlives it. `kv_heads`: of keys and values; 1 where all heads share them.
+  TransformerXlAttention(const RelativeState& state, int64_t n, int64_t kv_heads,
+                         RelativeAttention own);
 
   absl::Status Setup(const NamedTensors& parameters, const Distances& distances,
                      const Execution& execution) override;
@@ -116,15 +142,56 @@ class TransformerXlAttention : public SegmentAttention {
     return {{"cache_bytes", static_cast<double>(own_.cache_bytes())}};
   }
 
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status SetUpBackward(const NamedTensors& parameters, const Distances& distances) override;
+  size_t sums_bytes() const override { return past_.sums_bytes(); }
+  size_t again_bytes() const override { return past_.memory_bytes(state_->lists()); }
+  size_t backward_workspace_bytes(int threads) const override;
+  absl::Status RunAgain(const AgainCall& call, const Execution& execution) override;
+  absl::Status Backward(const BackwardCall& call, const Execution& execution) override;
+
   // For attentions and blocks that do more with it.
   RelativeAttention& own() { return own_; }
   const RelativeAttention& own() const { return own_; }
   const SegmentView& segment() const { return state_->segment(); }
 
+  // What the tokens that a segment sees before it went into the layer as: given ones, and those of
+  // the Run.
+  class EarlierTokens {
+   public:
+    EarlierTokens(const RelativeState& state, int64_t n, const PastSegment& segment);
+    operator absl::Span<const ConstTensorView>() const {  // NOLINT: it is one
+      return absl::MakeConstSpan(parts_).subspan(0, count_);
+    }
+
+   private:
+    std::array<ConstTensorView, 2> parts_;
+    size_t count_ = 0;
+  };
+  // For those that do more: the list of a segment, and where its gradients go.
+  ListAttention& past() { return past_; }
+  const ListAttention& past() const { return past_; }
+  EarlierTokens EarlierThan(const PastSegment& segment) const { return {*state_, n_, segment}; }
+  ListAttention::Call ListOf(const PastSegment& segment, const EarlierTokens& earlier,
+                             const LayerNorm* norm, const ConstTensorView& x) const {
+    return {state_->ListOf(segment), earlier, norm, x};
+  }
+  ListAttention::Memory MemoryOf(const PastSegment& segment, absl::Span<std::byte> again) const;
+  ListAttention::Gradients GradientsOf(const BackwardCall& call) const {
+    return {names_,
+            call.segment.parameter_gradients,
+            call.gamma,
+            call.beta,
+            call.segment.sums,
+            call.segment.is_last()};
+  }
+
  private:
   const RelativeState* state_;
   int64_t n_;
   RelativeAttention own_;
+  ListAttention past_;
+  ListAttention::Names names_;
 };
 
 // Makes layer n with this attention.

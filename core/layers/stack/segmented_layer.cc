@@ -9,6 +9,7 @@
 #include "core/layers/matmul.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
+#include "core/zeros.h"
 
 namespace tfb::layers {
 namespace {
@@ -84,7 +85,9 @@ SegmentedLayer::SegmentedLayer(Device device, const Problem& problem, SegmentedS
       depends_on_split_(stack.depends_on_split),
       given_(NamesOfGiven(stack.more_inputs)),
       state_(std::move(stack.state)),
-      blocks_(std::move(stack.blocks)) {
+      blocks_(std::move(stack.blocks)),
+      more_differentiable_(std::move(stack.more_differentiable)),
+      final_norm_names_(kFinalNorm) {
   parameters_ = std::move(stack.parameters);
 }
 
@@ -161,8 +164,10 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
 absl::Status SegmentedLayer::DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                                       const Execution& execution) {
   final_memories_ = {};
+  Execution without_kept = execution;  // there is no Backward of a stream
+  without_kept.kept = {};
   TFB_RETURN_IF_ERROR(RecallGiven(segment, execution));
-  return AppendSegment({0, tokens, segment, outputs}, execution);
+  return AppendSegment({0, tokens, segment, outputs}, without_kept);
 }
 
 absl::Status SegmentedLayer::RecallGiven(const Inputs& inputs, const Execution& execution) {
@@ -209,16 +214,193 @@ absl::Status SegmentedLayer::AppendSegment(const Segment& segment, const Executi
   const TensorView hidden = LayOutHidden(segment.tokens, workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
+  rest.kept = {};  // is not the blocks'
   for (int64_t n = 0; n < layers(); ++n) {
     const bool is_last = n + 1 == layers();
     const ConstTensorView input = n == 0 ? x : ConstTensorView(hidden);
     TFB_RETURN_IF_ERROR(Keep(n, segment.begin, input, rest));
-    TFB_RETURN_IF_ERROR(
-        blocks_[n]->Run({segment, input, hidden, is_last && !has_final_norm_ ? out : hidden,
-                         is_last ? segment.Output("context") : TensorView()},
-                        rest));
+    TFB_RETURN_IF_ERROR(KeepState(n, segment, input, execution));
+    TFB_RETURN_IF_ERROR(blocks_[n]->Run({segment,
+                                         input,
+                                         hidden,
+                                         is_last && !has_final_norm_ ? out : hidden,
+                                         is_last ? segment.Output("context") : TensorView(),
+                                         {},
+                                         KeptOf(n, execution.kept)},
+                                        rest));
   }
-  return has_final_norm_ ? final_norm_.Run(hidden, out, rest) : absl::OkStatus();
+  if (!has_final_norm_) return absl::OkStatus();
+  TFB_RETURN_IF_ERROR(KeepState(layers(), segment, hidden, execution));
+  return final_norm_.Run(hidden, out, rest);
+}
+
+// ---- The backward pass ----
+
+absl::Status SegmentedLayer::CheckBackward() const {
+  if (device_ != Device::kCpu) {
+    return absl::UnimplementedError("the backward pass of a stack of segments is on the CPU alone");
+  }
+  TFB_RETURN_IF_ERROR(state_->CheckBackward());
+  for (const auto& block : blocks_) TFB_RETURN_IF_ERROR(block->CheckBackward());
+  return absl::OkStatus();
+}
+
+size_t SegmentedLayer::kept_bytes() const {
+  size_t bytes = kept_state_bytes();
+  for (const auto& block : blocks_) bytes += block->attention().kept_bytes();
+  return bytes;
+}
+
+size_t SegmentedLayer::kept_state_bytes() const {
+  return Workspace::Measure([this](Workspace& workspace) {
+    const Shape shape = {problem().batch, problem().query_tokens, problem().model_dim()};
+    workspace.Take<float>(kept_states() * NumElements(shape));
+  });
+}
+
+absl::Span<std::byte> SegmentedLayer::KeptOf(int64_t n, absl::Span<std::byte> kept) const {
+  if (kept.empty()) return {};
+  size_t begin = kept_state_bytes();
+  for (int64_t before = 0; before < n; ++before) {
+    begin += blocks_[before]->attention().kept_bytes();
+  }
+  return kept.subspan(begin, blocks_[n]->attention().kept_bytes());
+}
+
+TensorView SegmentedLayer::KeptState(int64_t n, absl::Span<std::byte> kept) const {
+  const Shape shape = {problem().batch, problem().query_tokens, problem().model_dim()};
+  float* const states = reinterpret_cast<float*>(kept.data());
+  return TensorView(states + (n - 1) * NumElements(shape), DType::kF32, shape);
+}
+
+absl::Status SegmentedLayer::KeepState(int64_t n, const Segment& segment,
+                                       const ConstTensorView& rows,
+                                       const Execution& execution) const {
+  if (execution.kept.empty() || n == 0) return absl::OkStatus();
+  return CopyAllRows(device_, rows,
+                     Slice(KeptState(n, execution.kept), 1, segment.begin, segment.tokens),
+                     execution);
+}
+
+SegmentedLayer::BackwardScratch SegmentedLayer::LayOutBackward(Workspace& workspace) const {
+  size_t sums = 0;
+  for (const auto& block : blocks_) sums = std::max(sums, block->attention().sums_bytes());
+  BackwardScratch scratch;
+  scratch.gradient = LayOutHidden(problem().query_tokens, workspace);
+  scratch.sums = absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(sums)), sums);
+  return scratch;
+}
+
+size_t SegmentedLayer::backward_workspace_bytes(int threads) const {
+  if (threads == asked_backward_threads_) return asked_backward_bytes_;
+  const int64_t rows = problem().batch * problem().query_tokens;
+  size_t bytes = has_final_norm_
+                     ? LayerNorm::backward_workspace_bytes(rows, problem().model_dim(), threads)
+                     : 0;
+  for (const auto& block : blocks_) {
+    bytes = std::max(bytes, block->backward_workspace_bytes(threads));
+  }
+  asked_backward_threads_ = threads;
+  asked_backward_bytes_ =
+      bytes + Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); });
+  return asked_backward_bytes_;
+}
+
+Cost SegmentedLayer::backward_cost() const {
+  Cost cost;
+  cost.flops = state_->backward_flops(parameters_);
+  cost.bytes = 2 * TensorBytes() + static_cast<double>(kept_bytes());  // and all gradients
+  return cost;
+}
+
+std::map<std::string, std::string> SegmentedLayer::stopped_gradients() const {
+  std::map<std::string, std::string> stopped;
+  for (const TensorSpec& input : inputs()) {
+    const bool is_given = std::count(given_.begin(), given_.end(), input.name) > 0;
+    if (is_given && IsFloating(input.dtype)) {
+      stopped[input.name] = "it is of an earlier run, at whose end the paper stops the gradient";
+    }
+  }
+  return stopped;
+}
+
+std::vector<std::string> SegmentedLayer::differentiable_outputs() const {
+  std::vector<std::string> names;
+  for (const TensorSpec& output : outputs()) {
+    if (output.name == "out" || output.name == "context") names.push_back(output.name);
+  }
+  names.insert(names.end(), more_differentiable_.begin(), more_differentiable_.end());
+  return names;
+}
+
+absl::Status SegmentedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
+  const DistanceRange range = state_->distances();
+  sinusoids_ = SinusoidsOf(range, problem().model_dim());
+  state_->SetUpBackward();
+  for (const auto& block : blocks_) {
+    TFB_RETURN_IF_ERROR(block->SetUpBackward(parameters_, {range, sinusoids_.view()}));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SegmentedLayer::DoBackward(const BackwardCall& call, const Execution& execution) {
+  for (const auto& [name, gradient] : call.parameter_gradients) {
+    if (!gradient.empty()) SetToZero(gradient, execution.pool);
+  }
+  Workspace workspace(execution.workspace);
+  const BackwardScratch scratch = LayOutBackward(workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(FinalNormBackward(call, scratch, rest));
+  for (int64_t n = layers() - 1; n >= 0; --n) {
+    TFB_RETURN_IF_ERROR(LayerBackward(n, call, scratch, rest));
+  }
+  const TensorView dx = call.input_gradients.Get("x");
+  return dx.empty() ? absl::OkStatus() : CopyAllRows(device_, scratch.gradient, dx, rest);
+}
+
+absl::Status SegmentedLayer::FinalNormBackward(const BackwardCall& call,
+                                               const BackwardScratch& scratch,
+                                               const Execution& execution) const {
+  const ConstTensorView dout = OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out"));
+  if (!has_final_norm_) return CopyAllRows(device_, dout, scratch.gradient, execution);
+  return final_norm_.Backward({KeptState(layers(), execution.kept),
+                               dout,
+                               {},
+                               scratch.gradient,
+                               call.parameter_gradients.Get(final_norm_names_.gamma),
+                               call.parameter_gradients.Get(final_norm_names_.beta)},
+                              execution);
+}
+
+absl::Status SegmentedLayer::LayerBackward(int64_t n, const BackwardCall& call,
+                                           const BackwardScratch& scratch,
+                                           const Execution& execution) const {
+  const int64_t longest = max_segment_tokens(), total = problem().query_tokens;
+  const ConstTensorView states =
+      n == 0 ? call.inputs.Get("x") : ConstTensorView(KeptState(n, execution.kept));
+  const ConstTensorView of_context =
+      n + 1 == layers() ? call.output_gradients.Get("context") : ConstTensorView();
+  Execution rest = execution;
+  rest.kept = {};
+  SetToZero(scratch.sums, execution.pool);
+  for (int64_t begin = (total - 1) / longest * longest; begin >= 0; begin -= longest) {
+    const int64_t tokens = std::min(longest, total - begin);
+    if (tokens == 0) break;
+    const PastSegment segment = {begin,
+                                 tokens,
+                                 states,
+                                 call.inputs,
+                                 call.output_gradients,
+                                 call.parameter_gradients,
+                                 KeptOf(n, execution.kept),
+                                 scratch.sums};
+    TFB_RETURN_IF_ERROR(blocks_[n]->Backward(
+        {segment, Slice(scratch.gradient, 1, begin, tokens),
+         of_context.empty() ? of_context : Slice(of_context, 1, begin, tokens)},
+        rest));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace tfb::layers

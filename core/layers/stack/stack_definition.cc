@@ -91,8 +91,13 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
       position[c] = q[p][h * e + c] + position_bias[h][c];
     }
     double max = kNotSeen, sum = 0;
+    // The keys before this one are those that derivatives hold.
+    const int64_t stopped_end = keys.stopped == nullptr ? 0 : keys.stopped_end(p);
+    const auto of_key = [&](int64_t j) -> const Keys& {
+      return j < stopped_end ? *keys.stopped : keys;
+    };
     for (int64_t j = first; j <= here; ++j) {
-      s[j] = (Dot(content.data(), keys.k[j] + h * e, e) +
+      s[j] = (Dot(content.data(), of_key(j).k[j] + h * e, e) +
               Dot(position.data(), distances[here - j] + h * e, e)) /
              std::sqrt(static_cast<double>(e));
       if (sizes_.span_ramp > 0) s[j] += std::log(SpanWeight(n, h, here - j));
@@ -102,7 +107,7 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
     for (int64_t j = first; j <= here; ++j) {
       s[j] = std::exp(s[j] - max);
       sum += s[j];
-      AddTimes(s[j], keys.v[j] + h * e, e, context[p] + h * e);
+      AddTimes(s[j], of_key(j).v[j] + h * e, e, context[p] + h * e);
     }
     for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
     if (log_sum_exp != nullptr) (*log_sum_exp)[p][h] = max + std::log(sum);
@@ -122,10 +127,18 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
 
 Rows StackDefinition::Attention(int64_t n, const Rows& x,
                                 const std::function<int64_t(int64_t p)>& first_seen,
-                                const Rows& earlier) const {
+                                const Rows& earlier, const Stopped* stopped) const {
+  const auto keys_of = [&](const Rows& rows) -> Keys {
+    return {Project(n, "w_k", rows), Project(n, "w_v", rows), first_seen};
+  };
   Rows list = earlier;
   list.Append(x);
-  const Keys keys = {Project(n, "w_k", list), Project(n, "w_v", list), first_seen};
+  Keys keys = keys_of(list), of_stopped = {Rows(0, 0), Rows(0, 0), nullptr};
+  if (stopped != nullptr) {
+    of_stopped = keys_of(stopped->rows);
+    keys.stopped = &of_stopped;
+    keys.stopped_end = stopped->end;
+  }
   return Project(n, "w_o", Context(n, Project(n, "w_q", x), keys));
 }
 
@@ -141,6 +154,11 @@ Rows StackDefinition::Forward(const Rows& x, bool pre_norm, const AttentionOf& a
     if (context != nullptr) *context = input;
   }
   return FinalNorm(h);
+}
+
+Rows Held(const DefinitionRequest& request, Rows rows) {
+  if (request.stopped != nullptr) request.stopped->Hold(rows.values());
+  return rows;
 }
 
 Rows SequenceMemories::Given(int64_t n, int64_t channels) const {

@@ -36,21 +36,31 @@ class StackDefinition {
     return x.Times(Matrix(LayerPrefix(n) + matrix), pool_);
   }
 
+  // Rows through which no gradient passes to what they were made of, in the place of a list's rows
+  // before end(p) for query p.
+  struct Stopped {
+    Rows rows;
+    std::function<int64_t(int64_t p)> end;
+  };
   // The keys of a list, of which the queries are the last: query p is key p + first_query() and
   // sees the keys first_seen(p), ..., p + first_query().
   struct Keys {
     Rows k;
     Rows v;
     std::function<int64_t(int64_t p)> first_seen;
+    // The same numbers for the keys before stopped_end(p), where derivatives are taken; or null.
+    const Keys* stopped = nullptr;
+    std::function<int64_t(int64_t p)> stopped_end = nullptr;
   };
   // Returns concat_heads(sum_j softmax_j(s_pj) v_j), before W_o: positions are places in the list
   // of keys. `received`, if not null, becomes each key's weight, summed over queries and heads, and
   // `log_sum_exp`, [queries, heads], that of the scores.
   Rows Context(int64_t n, const Rows& q, const Keys& keys, std::vector<double>* received = nullptr,
                Rows* log_sum_exp = nullptr) const;
-  // Returns the attention whose queries come from x, and whose keys come from `earlier` rows and x.
+  // Returns the attention whose queries come from x, and whose keys come from `earlier` rows and x,
+  // or from `stopped`, unless that is null.
   Rows Attention(int64_t n, const Rows& x, const std::function<int64_t(int64_t p)>& first_seen,
-                 const Rows& earlier) const;
+                 const Rows& earlier, const Stopped* stopped = nullptr) const;
   Rows Attention(int64_t n, const Rows& x,
                  const std::function<int64_t(int64_t p)>& first_seen) const {
     return Attention(n, x, first_seen, Rows(0, x.channels()));
@@ -79,6 +89,9 @@ class StackDefinition {
   int64_t max_distance_;
   ThreadPool* pool_;
 };
+
+// Returns a copy of the rows that a request's derivatives hold constant (StoppedValues).
+Rows Held(const DefinitionRequest& request, Rows rows);
 
 // The memories of one sequence: those that its layers are given, and those that they leave.
 class SequenceMemories {

@@ -1,0 +1,321 @@
+#include "core/layers/attention/list_attention.h"
+
+#include "absl/strings/str_cat.h"
+#include "core/layers/copy_rows.h"
+#include "core/layers/heads.h"
+#include "core/layers/matmul_gradient.h"
+#include "core/schedule/band_schedule.h"
+#include "core/status.h"
+#include "core/zeros.h"
+
+namespace tfb::layers {
+void ListSchedules::Build() {
+  for (auto& [sizes, list] : lists_) {
+    Band band;
+    band.high = most_ == kOfOthers ? list.keys : list.keys - list.tokens;
+    if (most_ > 0) band.low = band.high - (most_ - 1);
+    BandSchedule schedules(list.tokens);
+    list.schedule = schedules.Build(list.tokens, list.keys, band);
+    list.by_keys = TransposedSchedule(list.schedule);
+  }
+}
+
+int64_t ListSchedules::longest_segment() const {
+  return static_cast<int64_t>(Largest([](int64_t tokens, int64_t) { return tokens; }));
+}
+int64_t ListSchedules::longest() const {
+  return static_cast<int64_t>(Largest([](int64_t, int64_t keys) { return keys; }));
+}
+
+ListAttention::Names::Names(const StackSizes& sizes, int64_t layer) {
+  const std::string own = LayerPrefix(layer), biases = BiasPrefix(sizes, layer);
+  w_q = own + "w_q";
+  w_k = own + "w_k";
+  w_v = own + "w_v";
+  w_o = own + "w_o";
+  w_r = own + "w_r";
+  u = biases + "u";
+  v = biases + "v";
+  span = own + "span";
+  relative_keys = own + "relative_keys";
+}
+
+ListAttention::ListAttention(const Problem& problem, const DistanceRange& range,
+                             bool normalizes_earlier)
+    : problem_(problem), range_(range), normalizes_earlier_(normalizes_earlier) {}
+
+absl::Status ListAttention::SetUp(const RelativeAttention::Parameters& parameters,
+                                  const ScoreRule& rule, const RelativePositions& positions,
+                                  const ConstTensorView& sinusoids) {
+  constexpr Device kCpu = Device::kCpu;
+  TFB_ASSIGN_OR_RETURN(queries_, PackedMatrix::Create(kCpu, parameters.w_q));
+  TFB_ASSIGN_OR_RETURN(keys_values_, PackedMatrix::Create(kCpu, {parameters.w_k, parameters.w_v}));
+  TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(kCpu, parameters.w_o));
+  TFB_ASSIGN_OR_RETURN(queries_transposed_, PackedMatrix::CreateTransposed(kCpu, {parameters.w_q}));
+  TFB_ASSIGN_OR_RETURN(keys_values_transposed_,
+                       PackedMatrix::CreateTransposed(kCpu, {parameters.w_k, parameters.w_v}));
+  TFB_ASSIGN_OR_RETURN(output_transposed_, PackedMatrix::CreateTransposed(kCpu, {parameters.w_o}));
+  rule_ = rule;
+  positions_ = &positions;
+  distances_ = RelativeKeyVectors(*positions.distances(), problem_.head_dim,
+                                  ProductScale(problem_, /*scale=*/0));
+  sinusoids_ = sinusoids;
+  return absl::OkStatus();
+}
+
+Problem ListAttention::ProblemOf(int64_t tokens, int64_t keys) const {
+  Problem problem = problem_;
+  problem.query_tokens = tokens;
+  problem.kv_tokens = keys;
+  return problem;
+}
+
+// ---- The attention ----
+
+TensorView ListAttention::Take(int64_t rows, int64_t channels, Workspace& workspace) const {
+  const Shape shape = {problem_.batch, rows, channels};
+  return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+}
+
+ListAttention::Memory ListAttention::LayOut(int64_t tokens, int64_t keys,
+                                            Workspace& workspace) const {
+  const int64_t width = problem_.model_dim();
+  Memory memory;
+  memory.list = Take(keys, width, workspace);
+  memory.q = Take(tokens, width, workspace);
+  memory.keys_values = Take(keys, 2 * kv_width(), workspace);
+  memory.context = Take(tokens, width, workspace);
+  memory.log_sum_exp = Take(problem_.query_heads, tokens, workspace);
+  return memory;
+}
+
+size_t ListAttention::memory_bytes(const ListSchedules& lists) const {
+  return Workspace::Measure(
+      [&](Workspace& workspace) { LayOut(lists.longest_segment(), lists.longest(), workspace); });
+}
+
+size_t ListAttention::workspace_bytes(const ListSchedules& lists, int threads) const {
+  constexpr Device kCpu = Device::kCpu;
+  const int64_t width = problem_.model_dim(), rows = problem_.batch * lists.longest();
+  const size_t attention = lists.Largest([&](int64_t tokens, int64_t keys) {
+    return FlashWorkspaceBytes(ProblemOf(tokens, keys), /*relative_keys=*/true, threads);
+  });
+  return std::max({attention, LayerNorm::workspace_bytes(kCpu, width, threads),
+                   MatMulWorkspaceBytes(kCpu, rows, width, 2 * kv_width(), threads),
+                   MatMulWorkspaceBytes(kCpu, rows, width, width, threads)});
+}
+
+FlashCall ListAttention::FlashOf(const ListSchedules::List& list, const Memory& memory) const {
+  const auto keys_or_values = [&](int64_t n) {
+    return Heads(Slice(memory.keys_values, 2, n * kv_width(), kv_width()), problem_.kv_heads);
+  };
+  FlashCall call;
+  call.q = Heads(memory.q, problem_.query_heads);
+  call.k = keys_or_values(0);
+  call.v = keys_or_values(1);
+  call.out = Heads(memory.context, problem_.query_heads);
+  call.log_sum_exp = memory.log_sum_exp;
+  call.schedule = &list.schedule;
+  call.rule = rule_;
+  call.rule.query_position = list.keys - list.tokens;
+  return call;
+}
+
+absl::Status ListAttention::Attend(const Call& call, const Memory& memory,
+                                   const Execution& execution) const {
+  int64_t place = 0;
+  for (const ConstTensorView& part : call.earlier) {
+    const TensorView to = Slice(memory.list, 1, place, part.dim(1));
+    TFB_RETURN_IF_ERROR(call.norm != nullptr ? call.norm->Run(part, to, execution)
+                                             : CopyAllRows(Device::kCpu, part, to, execution));
+    place += part.dim(1);
+  }
+  const TensorView own = Slice(memory.list, 1, place, call.list.tokens);
+  TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.x, own, execution));
+  TFB_RETURN_IF_ERROR(MatMul(queries_, {own, {}, memory.q}, execution));
+  TFB_RETURN_IF_ERROR(MatMul(keys_values_, {memory.list, {}, memory.keys_values}, execution));
+  return FlashCpu(ProblemOf(call.list.tokens, call.list.keys), FlashOf(call.list, memory),
+                  execution);
+}
+
+absl::Status ListAttention::Project(const ConstTensorView& context, const ConstTensorView& residual,
+                                    const TensorView& y, const Execution& execution,
+                                    Activation activation) const {
+  return MatMul(output_, {context, residual, y, activation}, execution);
+}
+
+// ---- The backward pass ----
+
+ListAttention::Sums ListAttention::LayOutSums(Workspace& workspace) const {
+  // Of so many offsets the engine has sums.
+  const Problem of_distances = ProblemOf(1, range_.last - range_.first + 1);
+  Sums sums;
+  sums.positions.LayOut(of_distances, range_, problem_.model_dim(), &workspace);
+  sums.span = workspace.Take<double>(problem_.query_heads);
+  return sums;
+}
+
+size_t ListAttention::sums_bytes() const {
+  return Workspace::Measure([this](Workspace& workspace) { LayOutSums(workspace); });
+}
+
+ListAttention::Scratch ListAttention::LayOutBackward(int64_t tokens, int64_t keys,
+                                                     Workspace& workspace) const {
+  const int64_t width = problem_.model_dim();
+  Scratch scratch;
+  scratch.q = Take(tokens, width, workspace);
+  scratch.keys_values = Take(keys, 2 * kv_width(), workspace);
+  scratch.delta = Take(problem_.query_heads, tokens, workspace);
+  scratch.span = Take(problem_.query_heads, tokens, workspace);
+  scratch.earlier = Take(normalizes_earlier_ ? keys - tokens : 0, width, workspace);
+  return scratch;
+}
+
+size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int threads) const {
+  constexpr Device kCpu = Device::kCpu;
+  const int64_t width = problem_.model_dim(), rows = problem_.batch * lists.longest();
+  const size_t scratch = lists.Largest([&](int64_t tokens, int64_t keys) {
+    return Workspace::Measure([&](Workspace& workspace) {
+      Take(tokens, width, workspace);  // the context's gradient
+      LayOutBackward(tokens, keys, workspace);
+    });
+  });
+  const size_t attention = lists.Largest([&](int64_t tokens, int64_t keys) {
+    return FlashBackwardWorkspaceBytes(ProblemOf(tokens, keys), /*relative_keys=*/true, threads);
+  });
+  return scratch +
+         std::max({attention, MatMulWorkspaceBytes(kCpu, rows, 2 * kv_width(), width, threads),
+                   MatMulWorkspaceBytes(kCpu, rows, width, width, threads),
+                   MatMulGradientWorkspaceBytes(rows, width, kv_width(), threads),
+                   MatMulGradientWorkspaceBytes(rows, width, width, threads),
+                   LayerNorm::backward_workspace_bytes(rows, width, threads)});
+}
+
+absl::Status ListAttention::ProjectBackward(const ConstTensorView& context,
+                                            const ConstTensorView& dy,
+                                            const TensorView& context_gradient,
+                                            const Gradients& gradients,
+                                            const Execution& execution) const {
+  TFB_RETURN_IF_ERROR(MatMulGradient(
+      {context, dy, gradients.parameters.Get(gradients.names.w_o), {}, /*accumulate=*/true},
+      execution));
+  return MatMul(output_transposed_, {dy, {}, context_gradient}, execution);
+}
+
+absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
+                                     const BackwardCall& call, const Gradients& gradients,
+                                     const Execution& execution) const {
+  const int64_t tokens = forward.list.tokens, earlier = forward.list.keys - tokens;
+  Workspace workspace(execution.workspace), of_sums(gradients.sums);
+  const Scratch scratch = LayOutBackward(tokens, forward.list.keys, workspace);
+  const Sums sums = LayOutSums(of_sums);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(AttentionBackward(forward, memory, call, scratch, sums, rest));
+
+  const auto add_product = [&](const ConstTensorView& rows, const ConstTensorView& of_rows,
+                               const std::string& name) {
+    return MatMulGradient({rows, of_rows, gradients.parameters.Get(name), {}, /*accumulate=*/true},
+                          rest);
+  };
+  const Names& names = gradients.names;
+  const TensorView &own = Slice(memory.list, 1, earlier, tokens), &of_list = scratch.keys_values;
+  TFB_RETURN_IF_ERROR(add_product(own, scratch.q, names.w_q));
+  TFB_RETURN_IF_ERROR(add_product(memory.list, Slice(of_list, 2, 0, kv_width()), names.w_k));
+  TFB_RETURN_IF_ERROR(
+      add_product(memory.list, Slice(of_list, 2, kv_width(), kv_width()), names.w_v));
+  TFB_RETURN_IF_ERROR(EarlierBackward(forward, scratch, gradients, rest));
+  if (gradients.is_last) AddSums(sums, gradients, execution.pool);
+  TFB_RETURN_IF_ERROR(MatMul(queries_transposed_, {scratch.q, call.added, call.dx}, rest));
+  return MatMul(keys_values_transposed_, {Slice(of_list, 1, earlier, tokens), call.dx, call.dx},
+                rest);
+}
+
+absl::Status ListAttention::BackwardOfOutput(const Call& forward, const Memory& memory,
+                                             const OutputBackwardCall& call,
+                                             const Gradients& gradients,
+                                             const Execution& execution) const {
+  Workspace workspace(execution.workspace);
+  const TensorView of_context = Take(forward.list.tokens, problem_.model_dim(), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(ProjectBackward(memory.context, call.dy, of_context, gradients, rest));
+  const BackwardCall inner = {of_context, {}, {}, call.added, call.dx};
+  return Backward(forward, memory, inner, gradients, rest);
+}
+
+absl::Status ListAttention::AttentionBackward(const Call& forward, const Memory& memory,
+                                              const BackwardCall& call, const Scratch& scratch,
+                                              const Sums& sums, const Execution& execution) const {
+  SetToZero(scratch.keys_values, execution.pool);
+  if (call.q_gradient.empty()) {
+    SetToZero(scratch.q, execution.pool);
+  } else {
+    TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.q_gradient, scratch.q, execution));
+  }
+  const FlashCall attend = FlashOf(forward.list, memory);
+  FlashBackwardCall backward;
+  backward.forward = &attend;
+  backward.schedule = &forward.list.by_keys;
+  backward.relative_keys = &distances_;
+  backward.out_gradient = Heads(call.context_gradient, problem_.query_heads);
+  backward.delta = scratch.delta;
+  FlashDelta(attend.out, backward.out_gradient, call.log_sum_exp_gradient, scratch.delta,
+             execution.pool);
+  const auto keys_or_values = [&](int64_t n) {
+    return Heads(Slice(scratch.keys_values, 2, n * kv_width(), kv_width()), problem_.kv_heads);
+  };
+  backward.q_gradient = Heads(scratch.q, problem_.query_heads);
+  backward.k_gradient = keys_or_values(0);
+  backward.v_gradient = keys_or_values(1);
+  sums.positions.Bind(&backward.terms);
+  const bool has_span = rule_.soft_span.span != nullptr;
+  if (has_span) {
+    SetToZero(scratch.span, execution.pool);
+    backward.terms.span = scratch.span.MutableAt<float>();
+  }
+  TFB_RETURN_IF_ERROR(
+      FlashBackwardCpu(ProblemOf(forward.list.tokens, forward.list.keys), backward, execution));
+  for (int64_t row = 0; has_span && row < problem_.batch * problem_.query_heads; ++row) {
+    const float* of_head = scratch.span.At<float>() + row * forward.list.tokens;
+    for (int64_t i = 0; i < forward.list.tokens; ++i) {
+      sums.span[row % problem_.query_heads] += of_head[i];
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The earlier rows are constant, and the norm that they are read with is not.
+absl::Status ListAttention::EarlierBackward(const Call& forward, const Scratch& scratch,
+                                            const Gradients& gradients,
+                                            const Execution& execution) const {
+  if (forward.norm == nullptr || (gradients.gamma.empty() && gradients.beta.empty())) {
+    return absl::OkStatus();
+  }
+  int64_t place = 0;
+  for (const ConstTensorView& part : forward.earlier) {
+    const TensorView of_part = Slice(scratch.earlier, 1, place, part.dim(1));
+    TFB_RETURN_IF_ERROR(MatMul(keys_values_transposed_,
+                               {Slice(scratch.keys_values, 1, place, part.dim(1)), {}, of_part},
+                               execution));
+    TFB_RETURN_IF_ERROR(forward.norm->Backward(
+        {part, of_part, {}, {}, gradients.gamma, gradients.beta, /*accumulate=*/true}, execution));
+    place += part.dim(1);
+  }
+  return absl::OkStatus();
+}
+
+void ListAttention::AddSums(const Sums& sums, const Gradients& gradients, ThreadPool* pool) const {
+  const auto gradient = [&](const std::string& name) { return gradients.parameters.Get(name); };
+  const Names& names = gradients.names;
+  sums.positions.AddTo(
+      *positions_, sinusoids_, /*here=*/0,
+      {gradient(names.w_r), gradient(names.relative_keys), gradient(names.u), gradient(names.v)},
+      pool);
+  const TensorView span = gradient(names.span);
+  for (int64_t h = 0; !span.empty() && h < problem_.query_heads; ++h) {
+    *span.MutableAt<float>(h) += static_cast<float>(sums.span[h]);
+  }
+}
+
+}  // namespace tfb::layers

@@ -1,0 +1,207 @@
+// Transformer-XL's attention of a segment over a list of rows, and its backward pass, on the CPU.
+//
+// RelativeAttention has its earlier keys and values in the ring of a stream, which goes on. A backward
+// pass comes later, and makes them again of the rows that they come from: e, the earlier ones, which
+// may be a memory's or compressed, and x, the segment's own.
+//
+//   l = [e; x],  q = x W_q,  k = l W_k,  v = l W_v
+//   c_p = concat_heads(sum_j softmax_j(s_pj) v_j),  y = c W_o        s as in relative_attention.h
+//
+// Distances are those of places in the list. The backward pass, with dy = dL/dy and the gradients dq,
+// dk, dv, dr_d of core/flash/flash_backward.h for dc:
+//
+//   dc = dy W_o^T,  dW_o = c^T dy,  dW_q = x^T dq,  dW_k = l^T dk,  dW_v = l^T dv
+//   dx = dq W_q^T + dk W_k^T + dv W_v^T,  dW_r = sum_d r_d^T dr_d
+//
+// (the chain rule). e is constant, as section 3.2 of arXiv:1901.02860v3 has it, so that dk and dv of
+// its rows reach the matrices alone; and the scale and shift of a layer norm that e is normalised
+// with, which is a part of the layer. Sums over segments are fp32, in the order of the calls.
+#ifndef TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
+#define TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "core/flash/flash_backward.h"
+#include "core/flash/score_rule.h"
+#include "core/layers/activation.h"
+#include "core/layers/attention/relative_attention.h"
+#include "core/layers/attention/relative_positions.h"
+#include "core/layers/layer_norm.h"
+#include "core/layers/matmul.h"
+#include "core/layers/stack/stack_sizes.h"
+#include "core/problem.h"
+#include "core/schedule/block_schedule.h"
+#include "core/schedule/transposed_schedule.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+
+namespace tfb::layers {
+
+// The schedules of a Run's segments, forwards and by keys: token i of a segment is row keys - tokens
+// + i of its list, and sees the rows up to itself.
+class ListSchedules {
+ public:
+  struct List {
+    int64_t tokens;
+    int64_t keys;
+    BlockSchedule schedule = {};
+    TransposedSchedule by_keys = {};
+  };
+
+  // `most`: the rows that a token sees at most, itself among them; 0: there is no limit.
+  explicit ListSchedules(int64_t most = 0) : most_(most) {}
+  // Returns schedules of lists that tokens are no part of, and all rows of which they see.
+  static ListSchedules OfOthers() { return ListSchedules(kOfOthers); }
+  void Add(int64_t tokens, int64_t keys) {
+    lists_.emplace(std::pair(tokens, keys), List{tokens, keys});
+  }
+  // Makes the schedules of all lists. It allocates.
+  void Build();
+  // Returns a list that was added.
+  const List& Of(int64_t tokens, int64_t keys) const { return lists_.at({tokens, keys}); }
+
+  int64_t longest_segment() const;
+  int64_t longest() const;  // rows
+  // Returns the largest of of_list(tokens, keys).
+  template <class OfList>
+  size_t Largest(const OfList& of_list) const {
+    size_t largest = 0;
+    for (const auto& [sizes, list] : lists_) {
+      largest = std::max(largest, static_cast<size_t>(of_list(list.tokens, list.keys)));
+    }
+    return largest;
+  }
+
+ private:
+  static constexpr int64_t kOfOthers = -1;
+
+  int64_t most_;
+  std::map<std::pair<int64_t, int64_t>, List> lists_;
+};
+
+class ListAttention {
+ public:
+  // The names of the parameters.
+  struct Names {
+    Names(const StackSizes& sizes, int64_t layer);
+    std::string w_q, w_k, w_v, w_o, w_r, u, v, span, relative_keys;
+  };
+
+  ListAttention() = default;
+  // Takes batch, heads and head_dim of the problem; kv_heads may be 1. `normalizes_earlier`: whether
+  // calls have a norm.
+  ListAttention(const Problem& problem, const DistanceRange& range, bool normalizes_earlier);
+
+  // Packs the matrices, as they are and transposed. The rule's and positions' tables, the sinusoids
+  // of the range and the spans must outlive the calls.
+  absl::Status SetUp(const RelativeAttention::Parameters& parameters, const ScoreRule& rule,
+                     const RelativePositions& positions, const ConstTensorView& sinusoids);
+
+  // What Attend leaves for Backward, f32.
+  struct Memory {
+    TensorView list;         // [batch, keys, model_dim]
+    TensorView q;            // [batch, tokens, model_dim]
+    TensorView keys_values;  // [batch, keys, 2 kv_heads head_dim]
+    TensorView context;      // [batch, tokens, model_dim], the input of W_o
+    TensorView log_sum_exp;  // [batch, heads, tokens], of the scores
+  };
+  Memory LayOut(int64_t tokens, int64_t keys, Workspace& workspace) const;
+  size_t memory_bytes(const ListSchedules& lists) const;
+  size_t workspace_bytes(const ListSchedules& lists, int threads) const;
+
+  struct Call {
+    const ListSchedules::List& list;
+    absl::Span<const ConstTensorView> earlier;  // e in parts, [batch, rows, model_dim] each
+    const LayerNorm* norm;                      // of e; null where e is read as it is
+    ConstTensorView x;                          // [batch, tokens, model_dim]
+  };
+  // Computes the context. It allocates nothing, as all of these.
+  absl::Status Attend(const Call& call, const Memory& memory, const Execution& execution) const;
+  // y = activation(context W_o) + residual
+  absl::Status Project(const ConstTensorView& context, const ConstTensorView& residual,
+                       const TensorView& y, const Execution& execution,
+                       Activation activation = Activation::kNone) const;
+
+  // ---- The backward pass ----
+
+  // Memory for sums over a layer's segments, which is 0 before the first Backward of a layer.
+  size_t sums_bytes() const;
+  size_t backward_workspace_bytes(const ListSchedules& lists, int threads) const;
+
+  // Gradients of parameters are added to.
+  struct Gradients {
+    const Names& names;
+    const Outputs& parameters;
+    TensorView gamma, beta;  // of the norm
+    absl::Span<std::byte> sums;
+    bool is_last;  // whether no further segment follows: the sums are then added to the gradients
+  };
+  // Adds dW_o, and computes dc, [batch, tokens, model_dim].
+  absl::Status ProjectBackward(const ConstTensorView& context, const ConstTensorView& dy,
+                               const TensorView& context_gradient, const Gradients& gradients,
+                               const Execution& execution) const;
+  struct BackwardCall {
+    ConstTensorView context_gradient;      // dc
+    ConstTensorView log_sum_exp_gradient;  // of Memory's shape, or empty
+    ConstTensorView q_gradient;            // more of dq, of q's shape, or empty
+    ConstTensorView added;                 // a summand of dx, or empty
+    TensorView dx;                         // may be the summand
+  };
+  absl::Status Backward(const Call& forward, const Memory& memory, const BackwardCall& call,
+                        const Gradients& gradients, const Execution& execution) const;
+  // Does both, where W_o's input is the context.
+  struct OutputBackwardCall {
+    ConstTensorView dy;
+    ConstTensorView added;
+    TensorView dx;
+  };
+  absl::Status BackwardOfOutput(const Call& forward, const Memory& memory,
+                                const OutputBackwardCall& call, const Gradients& gradients,
+                                const Execution& execution) const;
+
+ private:
+  struct Scratch {
+    TensorView q, keys_values;  // gradients, of Memory's shapes
+    TensorView delta;           // [batch, heads, tokens]
+    TensorView span;            // of the same shape
+    TensorView earlier;         // of the rows of e as they are read
+  };
+  Scratch LayOutBackward(int64_t tokens, int64_t keys, Workspace& workspace) const;
+  struct Sums {
+    RelativePositionGradients positions;
+    double* span;  // [heads]
+  };
+  Sums LayOutSums(Workspace& workspace) const;
+  Problem ProblemOf(int64_t tokens, int64_t keys) const;
+  FlashCall FlashOf(const ListSchedules::List& list, const Memory& memory) const;
+  TensorView Take(int64_t rows, int64_t channels, Workspace& workspace) const;
+  int64_t kv_width() const { return problem_.kv_heads * problem_.head_dim; }
+  absl::Status AttentionBackward(const Call& forward, const Memory& memory,
+                                 const BackwardCall& call, const Scratch& scratch, const Sums& sums,
+                                 const Execution& execution) const;
+  absl::Status EarlierBackward(const Call& forward, const Scratch& scratch,
+                               const Gradients& gradients, const Execution& execution) const;
+  void AddSums(const Sums& sums, const Gradients& gradients, ThreadPool* pool) const;
+
+  Problem problem_;
+  DistanceRange range_;
+  bool normalizes_earlier_ = false;
+  PackedMatrix queries_, keys_values_, output_;
+  PackedMatrix queries_transposed_, keys_values_transposed_, output_transposed_;
+  ScoreRule rule_;
+  const RelativePositions* positions_ = nullptr;
+  RelativeKeyVectors distances_;
+  ConstTensorView sinusoids_;
+};
+
+}  // namespace tfb::layers
+
+#endif  // TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
