@@ -16,10 +16,11 @@
 
 namespace tfb {
 
-// Adds the contestants of the files, which are separated by commas, to the registry, and "*@FILE" for
-// each to `techniques`, the flag --techniques, unless that names contestants already. A folder stands
-// for its FILE.so and FILE.py, but for FILE_test.py. Paths are relative to the caller's folder. A file that cannot be asked, or whose list is refused, becomes the
-// technique unknown@FILE, whose layers have that status, so that a sweep has a row with the reason.
+// Adds the contestants of the files, which are separated by commas, to the registry, and "*@FILE"
+// for each to `techniques`, the flag --techniques, unless that names contestants already. A folder
+// stands for its FILE.so and FILE.py, but for FILE_test.py. Paths are relative to the caller's
+// folder. A file that cannot be asked, or whose list is refused, becomes the technique
+// unknown@FILE, whose layers have that status, so that a sweep has a row with the reason.
 // Returns InvalidArgument for what is neither kind by its name, NotFound for a folder without any.
 absl::Status AddContestantFiles(absl::string_view files, const PythonSettings& python,
                                 Registry* registry, std::string* techniques);

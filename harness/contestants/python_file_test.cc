@@ -1,10 +1,18 @@
 #include "harness/contestants/python_file.h"
 
+#include <signal.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/testing.h"
@@ -159,6 +167,37 @@ TEST(PythonFile, ALayerOutlivesAProcessThatAnotherOneEnded) {
   EXPECT_TRUE(contestant->SetupSeconds().ok());
   EXPECT_EQ(contestant->about().count("numpy"), 1u);
   EXPECT_EQ(contestant->about().at("OMP_NUM_THREADS"), "1");
+}
+
+// Returns the processes that this one has started.
+std::vector<pid_t> Children() {
+  std::vector<pid_t> children;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    std::ifstream status(entry.path() / "status");
+    for (std::string word; status >> word;) {
+      pid_t parent = 0;
+      if (word != "PPid:" || !(status >> parent)) continue;
+      if (parent == getpid()) children.push_back(std::stoi(entry.path().filename()));
+      break;
+    }
+  }
+  std::sort(children.begin(), children.end());
+  return children;
+}
+
+// The kernel sends both signals to the stopped processes of a group whose shell has ended.
+TEST(PythonFile, AStoppedProcessOutlivesTheShellThatItsSweepWasStartedFrom) {
+  const Problem problem = Problem::SelfAttention(1, 1, 20, 8);
+  ASSERT_TRUE(Judged("dense", problem).ok());
+  const std::vector<pid_t> before = Children();
+  ASSERT_FALSE(before.empty());
+  for (const pid_t child : before) {
+    kill(child, SIGHUP);
+    kill(child, SIGCONT);
+  }
+  const auto judged = Judged("dense", problem);
+  ASSERT_TRUE(judged.ok()) << judged.status();
+  EXPECT_EQ(Children(), before);
 }
 
 TEST(PythonFile, ThatCannotBeLoadedIsAnErrorOfItsName) {

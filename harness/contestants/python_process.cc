@@ -116,6 +116,9 @@ absl::StatusOr<std::unique_ptr<PythonProcess>> PythonProcess::Start(const Python
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) _exit(1);
     signal(SIGINT, SIG_IGN);
+    // The kernel sends it to a stopped process once the shell of its group has ended, as behind
+    // `nohup sweep &`.
+    signal(SIGHUP, SIG_IGN);
     signal(SIGTERM, SIG_DFL);
     LiftMemoryLimit();
     const int nothing = open("/dev/null", O_RDONLY);
