@@ -315,18 +315,31 @@ TEST(HistoryPage, KeepsLessOfEachSeriesWhereThereAreMore) {
   EXPECT_EQ(MakeSeriesTexts(made.history, made.changes, 0).detail.groups, 10);
 }
 
-TEST(HistoryPage, ATableOfThousandsOfChangesNamesTheGreatest) {
+// Makes a history in which each of `count` cases takes `before` first and `after` + its number later.
+HistoryWithChanges MakeChanges(int count, double before, double after) {
   HistoryWithChanges made;
   made.history.machines.push_back(MakeMachine("A", 4));
-  for (int i = 0; i < 1000; ++i) {
-    AddSeries(0, HISTORY_METRIC_TIME, absl::StrCat("case_", i), {1, 1, 2.0 + i, 2.0 + i},
-              &made.history);
+  for (int i = 0; i < count; ++i) {
+    AddSeries(0, HISTORY_METRIC_TIME, absl::StrCat("case_", i),
+              {before, before, after + i, after + i}, &made.history);
     AddChange(0, 2, 4, &made);
   }
-  const std::string page = PageOf(made);
+  return made;
+}
+
+TEST(HistoryPage, ATableOfThousandsOfChangesNamesTheGreatest) {
+  const std::string page = PageOf(MakeChanges(1000, 1, 2));
   EXPECT_TRUE(StrContains(page, "The panels mark 800 smaller ones."));
   EXPECT_TRUE(StrContains(page, ">case_800</a>"));
   EXPECT_FALSE(StrContains(page, ">case_799</a>"));
+}
+
+TEST(HistoryPage, ATableOfMoreThanFifteenRowsScrollsAndOneOfMoreThanTenImprovementsIsFolded) {
+  constexpr char kTall[] = "<div class=\"table tall\"", kOpen[] = "<details open>";
+  EXPECT_FALSE(StrContains(PageOf(MakeChanges(15, 1, 2)), kTall));
+  EXPECT_TRUE(StrContains(PageOf(MakeChanges(16, 1, 2)), kTall));
+  EXPECT_TRUE(StrContains(PageOf(MakeChanges(10, 1000, 2)), kOpen));
+  EXPECT_FALSE(StrContains(PageOf(MakeChanges(11, 1000, 2)), kOpen));
 }
 
 }  // namespace
