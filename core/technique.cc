@@ -245,11 +245,6 @@ absl::Status Layer::Backward(const BackwardCall& call, const Execution& executio
       CheckTensors("output gradient", backward_.output_gradients, call.output_gradients));
   TFB_RETURN_IF_ERROR(
       CheckTensors("input gradient", backward_.input_gradients, call.input_gradients));
-  for (const auto& [name, gradient] : call.input_gradients) {
-    if (call.inputs.Find(name) != nullptr) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("input gradient ", name, ": the call has no input of this name"));
-  }
   TFB_RETURN_IF_ERROR(
       CheckTensors("parameter gradient", backward_.parameter_gradients, call.parameter_gradients));
   const ScopedFlushDenormals flush;

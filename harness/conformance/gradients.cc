@@ -580,13 +580,6 @@ void WrongCallsAreRefusedWithAReason(const Job& job) {
   wrong = good;
   wrong.input_gradients.Set("no_such_input", any);
   refused(wrong, "no input gradient \"no_such_input\"");
-  for (const TensorSpec& spec : layer.input_gradients()) {
-    if (good.inputs.Find(spec.name) != nullptr) continue;
-    Tensor unasked(spec.dtype, spec.shape);
-    wrong = good;
-    wrong.input_gradients.Set(spec.name, unasked.view());
-    refused(wrong, absl::StrCat("input gradient ", spec.name, ": the call has no input"));
-  }
   wrong = good;
   wrong.parameter_gradients.Set("no_such_parameter", any);
   refused(wrong, "no parameter gradient \"no_such_parameter\"");

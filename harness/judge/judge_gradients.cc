@@ -19,7 +19,8 @@ int Directions(DType dtype) { return dtype == DType::kF32 ? 1 : 2; }
 
 // Returns the variables whose gradients are judged together: each input alone, those whose slopes
 // may vanish behind others (values before keys), then all parameters.
-std::vector<std::vector<Variable>> Groups(const Layer& layer, const LayerRun& run) {
+std::vector<std::vector<Variable>> Groups(const NamedTensors& inputs, const Layer& layer,
+                                          const LayerRun& run) {
   const std::map<std::string, std::string> estimated = layer.estimated_gradients();
   std::vector<std::vector<Variable>> groups;
   std::vector<Variable> parameters;
@@ -27,6 +28,7 @@ std::vector<std::vector<Variable>> Groups(const Layer& layer, const LayerRun& ru
     return estimated.count(name) == 0 && gradient.num_elements() > 0;
   };
   for (const auto& [name, gradient] : run.input_gradients) {
+    if (inputs.count(name) == 0) continue;  // an optional one
     if (is_judged(name, gradient)) groups.push_back({Variable{false, name}});
   }
   std::reverse(groups.begin(), groups.end());  // by name: v, then q, then k
@@ -76,7 +78,7 @@ absl::StatusOr<std::vector<GradientError>> JudgeGradients(const EvaluateRequest&
           {&inputs, &layer.parameters(), request.output_gradients, &run.outputs, request.rows},
           request.pool));
   std::vector<GradientError> errors;
-  for (const std::vector<Variable>& group : Groups(layer, run)) {
+  for (const std::vector<Variable>& group : Groups(inputs, layer, run)) {
     std::vector<Direction> directions;
     for (int n = 0; n < Directions(request.job.problem.dtype); ++n) {
       directions.push_back(
