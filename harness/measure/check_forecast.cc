@@ -12,31 +12,41 @@ namespace {
 
 constexpr double kScalingCheckSeconds = 5;
 
+// Gradients ask the definition for its value at 8 points a direction (harness/judge/gradients.h), of
+// which there are some 4, where outputs ask for it and for that of dense attention.
+constexpr double kGradientsOverOutputs = 16;
+
 // Checks of one key take times that say something of each other. All rows of a text are checked,
 // whatever the purpose.
-std::string KeyOf(const Job& job, Case::Purpose purpose) {
+std::string KeyOf(const Job& job, Case::Purpose purpose, bool of_gradients) {
   const bool is_text = job.input.text != nullptr;
   return absl::StrCat(job.DisplayName(), " ", is_text ? "text" : Case::Purpose_Name(purpose),
-                      job.pass == Case::PASS_FORWARD ? "" : " gradients");
+                      of_gradients ? " gradients" : "");
 }
+
+bool IsOfGradients(const Job& job) { return job.pass != Case::PASS_FORWARD; }
 
 }  // namespace
 
 void CheckForecast::Note(const Job& job, double seconds) {
-  last_[KeyOf(job, job.purpose)] = {job.problem.query_tokens, seconds};
+  last_[KeyOf(job, job.purpose, IsOfGradients(job))] = {job.problem.query_tokens, seconds};
 }
 
 // Foretells from the last check of the technique, or, for its first scaling case, from the check of
-// an accuracy case. Returns 0 where there was none.
+// an accuracy case, and for its first gradients from that of outputs. Returns 0 where there was none.
 double CheckForecast::ExpectedSeconds(const Job& job) const {
-  for (const Case::Purpose purpose : {job.purpose, Case::PURPOSE_ACCURACY}) {
-    const auto found = last_.find(KeyOf(job, purpose));
-    if (found == last_.end()) continue;
-    const auto [tokens, seconds] = found->second;
-    // At most quadratic in tokens, and at least linear.
-    const double ratio = static_cast<double>(job.problem.query_tokens) /
-                         static_cast<double>(std::max<int64_t>(tokens, 1));
-    return seconds * ratio * std::max(1.0, ratio);
+  for (const bool of_gradients : {true, false}) {
+    if (of_gradients && !IsOfGradients(job)) continue;
+    for (const Case::Purpose purpose : {job.purpose, Case::PURPOSE_ACCURACY}) {
+      const auto found = last_.find(KeyOf(job, purpose, of_gradients));
+      if (found == last_.end()) continue;
+      const auto [tokens, seconds] = found->second;
+      // At most quadratic in tokens, and at least linear.
+      const double ratio = static_cast<double>(job.problem.query_tokens) /
+                           static_cast<double>(std::max<int64_t>(tokens, 1));
+      const double factor = of_gradients == IsOfGradients(job) ? 1 : kGradientsOverOutputs;
+      return factor * seconds * ratio * std::max(1.0, ratio);
+    }
   }
   return 0;
 }

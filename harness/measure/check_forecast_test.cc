@@ -58,6 +58,17 @@ TEST_F(Forecast, ChecksOfGradientsTellNothingOfOthers) {
   EXPECT_EQ(Why(backward, 2), "that would take about 1e+03 s");
 }
 
+TEST_F(Forecast, TheFirstGradientsAreForetoldFromOutputs) {
+  Job backward = Accuracy(200);
+  backward.pass = Case::PASS_BACKWARD;
+  EXPECT_EQ(Why(backward, 0.1), "");
+  forecast_.Note(Accuracy(100), 0.5);
+  EXPECT_EQ(Why(backward, 31), "that would take about 32 s");
+  EXPECT_EQ(Why(backward, 33), "");
+  forecast_.Note(backward, 1);
+  EXPECT_EQ(Why(backward, 2), "");
+}
+
 TEST_F(Forecast, ACheckGrowsAtMostAsTheSquareOfTheTokensAndAtLeastAsThey) {
   forecast_.Note(Scaling(100), 2);
   EXPECT_EQ(Why(Scaling(100), 2), "");
