@@ -20,27 +20,42 @@ void Clear(absl::Span<std::byte> memory, ThreadPool* pool) {
       [&](int64_t begin, int64_t end, int) { std::memset(memory.data() + begin, 0, end - begin); });
 }
 
+// Returns the offset of a row, its number counting through all dimensions but the last.
+int64_t RowOffset(const TensorView& view, int64_t row) {
+  int64_t offset = 0;
+  for (int axis = view.rank - 2; axis >= 0; --axis) {
+    offset += row % view.dim(axis) * view.stride(axis);
+    row /= view.dim(axis);
+  }
+  return offset;
+}
+int64_t RowsOf(const TensorView& view) {
+  const int64_t channels = view.dim(view.rank - 1);
+  return channels == 0 ? 0 : view.num_elements() / channels;
+}
+constexpr int64_t kRowsOfTask = 256;
+
 void Clear(const TensorView& view, ThreadPool* pool) {
-  if (!view.is_contiguous()) return Fill(view, 0);
-  Clear({static_cast<std::byte*>(view.mutable_data()),
-         static_cast<size_t>(view.num_elements() * SizeOf(view.dtype))},
-        pool);
+  const int64_t size = SizeOf(view.dtype);
+  auto* first = static_cast<std::byte*>(view.mutable_data());
+  if (view.is_contiguous()) {
+    return Clear({first, static_cast<size_t>(view.num_elements() * size)}, pool);
+  }
+  if (view.stride(view.rank - 1) != 1) return Fill(view, 0);
+  pool->ParallelForRanges(RowsOf(view), kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      std::memset(first + RowOffset(view, row) * size, 0, view.dim(view.rank - 1) * size);
+    }
+  });
 }
 
 // Copies contiguous rows of f32 to a view of another dtype.
 void RoundTo(const ConstTensorView& from, const TensorView& to, ThreadPool* pool) {
-  constexpr int64_t kRows = 256;
   const int64_t channels = from.dim(from.rank - 1);
-  const int64_t rows = channels == 0 ? 0 : from.num_elements() / channels;
-  pool->ParallelForRanges(rows, kRows, [&](int64_t begin, int64_t end, int) {
+  pool->ParallelForRanges(RowsOf(to), kRowsOfTask, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
-      int64_t offset = 0, rest = row;
-      for (int axis = to.rank - 2; axis >= 0; --axis) {
-        offset += rest % to.dim(axis) * to.stride(axis);
-        rest /= to.dim(axis);
-      }
-      StoreRow(static_cast<const float*>(from.data) + row * channels, channels, to, offset,
-               to.stride(to.rank - 1));
+      StoreRow(static_cast<const float*>(from.data) + row * channels, channels, to,
+               RowOffset(to, row), to.stride(to.rank - 1));
     }
   });
 }
@@ -166,7 +181,7 @@ absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
                                               ProductScale(engine.problem(), softmax.rows->scale));
     }
   }
-  parameter_gradients_ = ParameterGradients(parameters());
+  parameter_gradients_ = ParameterGradients(parameters(), WrittenBySteps(plan_));
   return absl::OkStatus();
 }
 
@@ -229,6 +244,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   const ConstTensorView out = call.outputs.Get("out");
   output_gradients_.Set("out", OrZeros(call.output_gradients.Get("out"), out));
   output_gradients_.Set("log_sum_exp", call.output_gradients.Get("log_sum_exp"));
+  parameter_gradients_.SetOutputs(&call.parameter_gradients);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   Clear(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
@@ -255,7 +271,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
     if (wanted.empty() || input.dtype == DType::kF32) continue;
     RoundTo(gradients_.Get(input.name), wanted, execution.pool);
   }
-  parameter_gradients_.Write(call.parameter_gradients);
+  parameter_gradients_.Write();
   return absl::OkStatus();
 }
 
