@@ -13,10 +13,18 @@ void SetToZero(absl::Span<std::byte> memory, ThreadPool* pool) {
 }
 
 void SetToZero(const TensorView& view, ThreadPool* pool) {
-  if (!view.is_contiguous()) return Fill(view, 0);
-  SetToZero({static_cast<std::byte*>(view.mutable_data()),
-             static_cast<size_t>(view.num_elements() * SizeOf(view.dtype))},
-            pool);
+  const int64_t size = static_cast<int64_t>(SizeOf(view.dtype));
+  auto* first = static_cast<std::byte*>(view.mutable_data());
+  if (view.is_contiguous()) {
+    return SetToZero({first, static_cast<size_t>(view.num_elements() * size)}, pool);
+  }
+  if (view.stride(view.rank - 1) != 1) return Fill(view, 0);
+  constexpr int64_t kRows = 256;
+  pool->ParallelForRanges(RowsOf(view), kRows, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      std::memset(first + RowOffset(view, row) * size, 0, view.dim(view.rank - 1) * size);
+    }
+  });
 }
 
 }  // namespace tfb

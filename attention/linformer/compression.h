@@ -83,12 +83,12 @@ class Compressor {
                    const Execution& execution) const;
   double flops() const;
 
-  // The tensors of a backward pass on the CPU. Gradients are added to f32 and float64 ones; those
-  // that are empty or null are not computed.
+  // The tensors of a backward pass on the CPU. Gradients that are empty are not computed.
   struct Gradients {
-    ConstTensorView slots;     // f32 [batch, heads, slots, channels]: what is given
-    TensorView x;              // f32 [batch, heads, tokens, channels]
-    double* tables = nullptr;  // in the layout of the parameter
+    ConstTensorView slots;  // f32 [batch, heads, slots, channels]: what is given
+    TensorView x;           // f32 [batch, heads, tokens, channels], which is added to
+    TensorView tables;      // f32, of the parameter's shape, which is written or added to
+    bool adds_to_tables;
   };
   size_t backward_workspace_bytes(int threads) const;
   // Adds the gradients of a Run of x. It allocates nothing, and the result does not depend on the
@@ -133,6 +133,8 @@ class Compressor {
   static constexpr int64_t kBlockSlots = 64;
   BackwardMemory LayOutBackward(int threads, Workspace& workspace) const;
   void PackGradients(const BackwardCall& call, int64_t head) const;
+  static void StoreSums(const BackwardCall& call, const float* sums, int64_t count, int64_t stride,
+                        float* to);
   void AddToRow(const BackwardCall& call, int64_t head, int64_t token, const float* from) const;
   template <class Body>
   void ForEachHeadOf(int64_t table, const Body& body) const;

@@ -108,7 +108,7 @@ void Compressor::Backward(const ConstTensorView& x, const ConstTensorView& key_m
       });
     }
   }
-  if (gradients.tables == nullptr) return;
+  if (gradients.tables.empty()) return;
   if (kind_ == Compression::kProduct) {
     for_each(CeilDiv(sizes_.tokens, kTableTokens), Tables(),
              [&](int64_t block, int64_t table, const auto& scratch) {
@@ -158,6 +158,19 @@ void Compressor::PackGradients(const BackwardCall& call, int64_t head) const {
   }
 }
 
+// Writes sums to elements of the tables' gradient that lie `stride` apart, or adds them.
+void Compressor::StoreSums(const BackwardCall& call, const float* sums, int64_t count,
+                           int64_t stride, float* to) {
+  if (!call.gradients.adds_to_tables && stride == 1) {
+    std::copy_n(sums, count, to);
+    return;
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    float& element = to[n * stride];
+    element = (call.gradients.adds_to_tables ? element : 0) + sums[n];
+  }
+}
+
 // Adds to the gradient of a token, where it is one.
 void Compressor::AddToRow(const BackwardCall& call, int64_t head, int64_t token,
                           const float* from) const {
@@ -181,7 +194,7 @@ void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table,
                                         const BackwardScratch& scratch) const {
   const CpuKernels& kernels = BestCpuKernels();
   const int64_t tokens = std::min(kTableTokens, sizes_.tokens - first);
-  double* sums = call.gradients.tables + table * sizes_.slots * sizes_.tokens + first;
+  const TensorView& tables = call.gradients.tables;
   for (int64_t slot = 0; slot < sizes_.slots; slot += kTableSlots) {
     const int64_t slots = std::min(kTableSlots, sizes_.slots - slot);
     std::fill_n(scratch.product, slots * kTableTokens, 0.0f);
@@ -192,8 +205,8 @@ void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table,
                    row(), 1, scratch.panel, kTableTokens, scratch.product, kTableTokens, true);
     });
     for (int64_t s = 0; s < slots; ++s) {
-      double* to = sums + (slot + s) * sizes_.tokens;
-      for (int64_t n = 0; n < tokens; ++n) to[n] += scratch.product[s * kTableTokens + n];
+      StoreSums(call, scratch.product + s * kTableTokens, tokens, tables.stride(2),
+                tables.MutableAt<float>(table, slot + s, first));
     }
   }
 }
@@ -274,11 +287,10 @@ void Compressor::GradientOfConvolution(const BackwardCall& call, int64_t table, 
                             true);
     }
   });
-  double* sums = call.gradients.tables + table * channels * channels * sizes_.window;
+  const TensorView& tables = call.gradients.tables;
   for (int64_t in = 0; in < channels; ++in) {
-    for (int64_t out = 0; out < channels; ++out) {
-      sums[(out * channels + in) * sizes_.window + t] += scratch.product[in * row() + out];
-    }
+    StoreSums(call, scratch.product + in * row(), channels, tables.stride(1),
+              tables.MutableAt<float>(table, 0, in, t));
   }
 }
 
@@ -297,8 +309,10 @@ void Compressor::GradientOfDepthwise(const BackwardCall& call, int64_t table, in
       }
     }
   });
-  double* sums = call.gradients.tables + table * channels * sizes_.window;
-  for (int64_t c = 0; c < channels; ++c) sums[c * sizes_.window + t] += scratch.sums[c];
+  std::copy_n(scratch.sums, channels, scratch.product);
+  const TensorView& tables = call.gradients.tables;
+  StoreSums(call, scratch.product, channels, tables.stride(1),
+            tables.MutableAt<float>(table, 0, t));
 }
 
 }  // namespace tfb::linformer

@@ -200,6 +200,12 @@ class Compress : public FlashStep {
   }
 
   absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  std::vector<std::string> written_gradients() const override {
+    std::vector<std::string> names;
+    if (plan_.has_e) names.push_back("e");
+    if (plan_.has_f) names.push_back("f");
+    return names;
+  }
   size_t backward_workspace_bytes(int threads) const override {
     return std::max(keys_.backward_workspace_bytes(threads),
                     values_.backward_workspace_bytes(threads));
@@ -207,17 +213,16 @@ class Compress : public FlashStep {
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
                         const ParameterGradients& of_parameters,
                         const Execution& execution) override {
-    const auto sums = [&](const char* name) -> double* {
-      const auto parameter = parameters_.find(name);
-      return parameter == parameters_.end() ? nullptr : of_parameters.Of(parameter->second.raw());
-    };
     const ConstTensorView key_mask = tensors.Get("key_mask");
     keys_.Backward(tensors.Get("k"), key_mask,
-                   {gradients.Get("key_slots"), gradients.Get("k"), sums("e")}, execution);
-    values_.Backward(
-        tensors.Get("v"), key_mask,
-        {gradients.Get("value_slots"), gradients.Get("v"), sums(plan_.has_f ? "f" : "e")},
-        execution);
+                   {gradients.Get("key_slots"), gradients.Get("k"), of_parameters.Output("e"),
+                    /*adds_to_tables=*/false},
+                   execution);
+    values_.Backward(tensors.Get("v"), key_mask,
+                     {gradients.Get("value_slots"), gradients.Get("v"),
+                      of_parameters.Output(plan_.has_f ? "f" : "e"),
+                      /*adds_to_tables=*/!plan_.has_f},
+                     execution);
     return absl::OkStatus();
   }
 

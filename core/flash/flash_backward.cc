@@ -14,6 +14,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/flash_scores.h"
@@ -27,8 +28,6 @@ namespace {
 
 constexpr int64_t kTile = kFlashTile;
 constexpr int64_t kChunkKeys = kChunkKeyTiles * kTile;
-// The offsets of a tile of queries against a chunk, in whole vectors.
-constexpr int64_t kSkewed = kChunkKeys + kTile;
 
 struct Layout {
   Layout(const Problem& p, bool relative_keys) : has_positions(relative_keys) {
@@ -627,25 +626,64 @@ class BackwardRun : public FlashScores {
     if (has_labels_) SumLabels(task, tiles, scratch);
   }
 
-  // Sets positions[r][u] to the score gradient of row r at the offset FirstSkewed() + u, and sums the
-  // gradients of the relative keys.
+  // Sets positions[r][u] to the score gradient of row r at the offset FirstSkewed() + u, where those
+  // of offsets that repeat a relative key are added to that key's, and sums the gradients of the
+  // relative keys.
   void AddRelativeKeys(const Task& task, Tiles tiles, Scratch& scratch) const {
-    for (int64_t r = 0; r < task.rows; ++r) {
-      float* row = scratch.positions + r * kPositionRow;
-      std::fill_n(row, kSkewed, 0.0f);
-      for (const Tile& tile : tiles) {
-        if (tile.seen.end == 0) continue;
-        std::copy_n(scratch.score_gradients + r * kScoreRow + tile.column, kTile,
-                    row + kTile - 1 - task.Place(r) + tile.column);
+    for (int64_t r = 0; r < task.rows; ++r) Skew(task, tiles, r, scratch);
+    const int64_t first = FirstSkewed(task, tiles);
+    ForEachStretch(SkewedKeys(task, tiles), [&](const Offsets& keys, int64_t last) {
+      float* positions = scratch.positions + (keys.low - first);
+      for (int64_t r = 0; keys.high < last && r < task.rows; ++r) {
+        float* repeated = positions + r * kPositionRow + keys.count();
+        repeated[-1] += SumOf(repeated, last - keys.high);
+      }
+      if (terms_.relative_keys == nullptr) return;
+      kernels_.gemm(keys.count(), layout_.query_row, task.rows, positions, 1, kPositionRow,
+                    scratch.position_query, layout_.query_row, RelativeRow(keys.low, scratch),
+                    layout_.query_row, true);
+    });
+  }
+  // Returns the sum, in lanes that the compiler makes a vector.
+  static float SumOf(const float* from, int64_t count) {
+    constexpr int64_t kLanes = RelativeKeyVectors::kBlock;
+    float lanes[kLanes] = {};
+    for (; count >= kLanes; count -= kLanes, from += kLanes) {
+      for (int64_t n = 0; n < kLanes; ++n) lanes[n] += from[n];
+    }
+    for (int64_t n = 0; n < count; ++n) lanes[n] += from[n];
+    return std::accumulate(lanes, lanes + kLanes, 0.0f);
+  }
+  void Skew(const Task& task, Tiles tiles, int64_t r, Scratch& scratch) const {
+    float* row = scratch.positions + r * kPositionRow;
+    float* first = row + kTile - 1 - task.Place(r);  // of column 0
+    std::fill(row, first, 0.0f);
+    for (const Tile& tile : tiles) {
+      float* to = first + tile.column;
+      if (tile.seen.end == 0) {
+        std::fill_n(to, kTile, 0.0f);
+      } else {
+        std::copy_n(scratch.score_gradients + r * kScoreRow + tile.column, kTile, to);
       }
     }
-    if (terms_.relative_keys == nullptr) return;
-    const Offsets keys = SkewedKeys(task, tiles);
-    if (keys.count() == 0) return;
-    kernels_.gemm(keys.count(), layout_.query_row, task.rows,
-                  scratch.positions + (keys.low - FirstSkewed(task, tiles)), 1, kPositionRow,
-                  scratch.position_query, layout_.query_row, RelativeRow(keys.low, scratch),
-                  layout_.query_row, true);
+    const int64_t columns = WholeExtent(tiles).end;
+    std::fill(first + columns, row + columns + kTile, 0.0f);
+  }
+  // Calls body(keys, last) for stretches of offsets: `keys` and, to offset `last`, those that repeat
+  // the last of them.
+  template <class Body>
+  void ForEachStretch(const Offsets& offsets, const Body& body) const {
+    constexpr int64_t kBlock = RelativeKeyVectors::kBlock;
+    const RelativeKeyVectors& vectors = *backward_.relative_keys;
+    for (int64_t low = offsets.low; low <= offsets.high;) {
+      int64_t block = RelativeKeyVectors::BlockOf(low) + 1;
+      while (block * kBlock <= offsets.high && !vectors.Repeats(block)) ++block;
+      const int64_t high = std::min(block * kBlock - 1, offsets.high);
+      while (block * kBlock <= offsets.high && vectors.Repeats(block)) ++block;
+      const int64_t last = std::min(block * kBlock - 1, offsets.high);
+      body(Offsets{low, high}, last);
+      low = last + 1;
+    }
   }
   int64_t FirstSkewed(const Task& task, Tiles tiles) const {
     return tiles[0].index * kTile - task.first_query - call_.rule.query_position - (kTile - 1);
@@ -656,14 +694,13 @@ class BackwardRun : public FlashScores {
     return OfKeys({first, first + WholeExtent(tiles).end + kTile - 2});
   }
   void AddPositionProducts(const Task& task, Tiles tiles, Scratch& scratch) const {
-    const Offsets keys = SkewedKeys(task, tiles);
-    if (keys.count() == 0) return;
-    const int64_t row = layout_.query_row;
-    kernels_.gemm(
-        task.rows, row, keys.count(), scratch.positions + (keys.low - FirstSkewed(task, tiles)),
-        kPositionRow, 1,
-        backward_.relative_keys->Of(task.head) + (keys.low - call_.rule.relative_keys->low()) * row,
-        row, scratch.q_gradient, row, true);
+    const int64_t row = layout_.query_row, first = FirstSkewed(task, tiles);
+    const float* vectors = backward_.relative_keys->Of(task.head);
+    ForEachStretch(SkewedKeys(task, tiles), [&](const Offsets& keys, int64_t) {
+      kernels_.gemm(task.rows, row, keys.count(), scratch.positions + (keys.low - first),
+                    kPositionRow, 1, vectors + (keys.low - call_.rule.relative_keys->low()) * row,
+                    row, scratch.q_gradient, row, true);
+    });
   }
 
   void SumLabels(const Task& task, Tiles tiles, Scratch& scratch) const {
@@ -774,6 +811,14 @@ RelativeKeyVectors::RelativeKeyVectors(const RelativeKeys& keys, int64_t head_di
       float* to = values_.data() + (h * offsets_ + n) * row_;
       for (int64_t c = 0; c < head_dim; ++c) to[c] = static_cast<float>(scale) * from[c * kTile];
     }
+  }
+  if (offsets_ == 0) return;
+  first_block_ = BlockOf(keys.low());
+  repeats_.assign(BlockOf(keys.high()) - first_block_ + 1, true);
+  repeats_[0] = false;
+  for (int64_t offset = keys.low() + 1; offset <= keys.high(); ++offset) {
+    if (keys.ElementOf(0, offset) == keys.ElementOf(0, offset - 1)) continue;
+    repeats_[BlockOf(offset) - first_block_] = false;
   }
 }
 

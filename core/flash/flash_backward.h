@@ -44,12 +44,23 @@ class RelativeKeyVectors {
   RelativeKeyVectors() = default;
   RelativeKeyVectors(const RelativeKeys& keys, int64_t head_dim, double scale);
   const float* Of(int64_t head) const { return values_.data() + head % heads_ * offsets_ * row_; }
+  // Tells whether offsets kBlock n to kBlock n + kBlock - 1, of which some are in [low, high], all
+  // have the row of the keys' table that the offset before them has, as offsets beyond a clipped
+  // distance do. Their score gradients can then be summed before they are multiplied.
+  bool Repeats(int64_t n) const { return repeats_[n - first_block_]; }
+  static constexpr int64_t kBlock = RelativeKeys::kBlock;
+  // Returns the block of an offset.
+  static int64_t BlockOf(int64_t offset) {
+    return (offset >= 0 ? offset : offset - kBlock + 1) / kBlock;
+  }
 
  private:
   int64_t heads_ = 1;
   int64_t offsets_ = 0;
   int64_t row_ = 0;
   std::vector<float> values_;
+  int64_t first_block_ = 0;
+  std::vector<bool> repeats_;
 };
 
 // Where the gradients of the terms of a score are added, each of the query heads' own, also where heads

@@ -23,6 +23,8 @@ namespace {
 
 using Numbers = std::map<std::string, std::vector<double>>;
 
+constexpr int64_t kFarthest = 50;  // offset of the farthest relative keys
+
 // A call with any of the terms.
 struct Setting {
   std::string name;
@@ -33,6 +35,7 @@ struct Setting {
   std::vector<int32_t> query_order = {};  // tokens by place; -1 for none
   std::vector<int32_t> key_order = {};
   DType dtype = DType::kF32;
+  int64_t clip = kFarthest;  // relative keys beyond this distance are the one at this distance
 
   bool Has(const std::string& term) const {
     return std::find(terms.begin(), terms.end(), term) != terms.end();
@@ -47,10 +50,13 @@ struct Setting {
     return query_order.empty() ? place : query_order[place];
   }
   int64_t KeyToken(int64_t place) const { return key_order.empty() ? place : key_order[place]; }
+  // Returns the number of an offset's relative key.
+  int64_t KeyOf(int64_t offset) const {
+    return std::min(std::max(offset, -clip), clip) + kFarthest;
+  }
 };
 
 constexpr double kRamp = 40;
-constexpr int64_t kFarthest = 50;  // offset of the farthest relative keys
 
 int Id(int64_t token) { return static_cast<int>(token % 3 == 0); }
 
@@ -120,7 +126,7 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
           score += (q + at("u", h * D + c)) * at("k", (kv * p.kv_tokens + b) * D + c);
           const double positioned = q + at("w", h * D + c);
           if (s.Has("r") && std::abs(j - i) <= kFarthest) {
-            score += positioned * at("r", (h * (2 * kFarthest + 1) + j - i + kFarthest) * D + c);
+            score += positioned * at("r", (h * (2 * kFarthest + 1) + s.KeyOf(j - i)) * D + c);
           }
           if (s.Has("l")) score += positioned * at("l", (h * 2 + (Id(a) == Id(b))) * D + c);
         }
@@ -202,7 +208,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
     const Tensor r =
         TensorFrom(x.at("r"), {p.query_heads, 2 * kFarthest + 1, p.head_dim}, DType::kF32);
     relative = RelativeKeys(r.view(), -kFarthest, kFarthest,
-                            [](int64_t offset) { return offset + kFarthest; });
+                            [&](int64_t offset) { return s.KeyOf(offset); });
     rule.relative_keys = &relative;
   }
   const std::vector<float> none(p.query_heads * 2 * p.head_dim);
@@ -306,8 +312,11 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   for (const auto& [name, values] : sums) {
     std::vector<double>& of = gradients[name];
     if (name == "r") {
+      of.assign(x.at("r").size(), 0.0);
       for (int64_t n = 0; n < p.query_heads * (2 * kFarthest + 1); ++n) {
-        of.insert(of.end(), values.begin() + n * row, values.begin() + n * row + p.head_dim);
+        const int64_t h = n / (2 * kFarthest + 1), offset = n % (2 * kFarthest + 1) - kFarthest;
+        double* key = of.data() + (h * (2 * kFarthest + 1) + s.KeyOf(offset)) * p.head_dim;
+        for (int64_t c = 0; c < p.head_dim; ++c) key[c] += values[n * row + c];
       }
     } else if (name == "factor" || name == "bias") {
       of.assign(p.query_heads * offsets, 0.0);
@@ -407,6 +416,18 @@ TEST(FlashBackward, OfEachTermAndOfAll) {
       s.terms = terms;
       s.name = causal ? "causal" : "full";
       for (const std::string& term : terms) s.name += " " + term;
+      if (causal) s.sees = [](int64_t i, int64_t j) { return j <= i; };
+      ExpectGradients(s);
+    }
+  }
+}
+
+TEST(FlashBackward, OfRelativeKeysThatAreTheSameBeyondADistance) {
+  for (const int64_t clip : {0, 3, 16, 40}) {
+    for (const bool causal : {false, true}) {
+      Setting s{"beyond " + std::to_string(clip), Problem::SelfAttention(1, 2, 150, 16, false)};
+      s.terms = {"r", "w"};
+      s.clip = clip;
       if (causal) s.sees = [](int64_t i, int64_t j) { return j <= i; };
       ExpectGradients(s);
     }

@@ -2,15 +2,29 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "core/dtype.h"
 
 namespace tfb {
 
-ParameterGradients::ParameterGradients(const NamedTensors& parameters) {
+ParameterGradients::ParameterGradients(const NamedTensors& parameters,
+                                       std::vector<std::string> written_by_steps)
+    : written_by_steps_(std::move(written_by_steps)) {
   for (const auto& [name, parameter] : parameters) {
-    if (IsFloating(parameter.dtype())) sums_.push_back({&name, parameter.view(), nullptr});
+    if (IsFloating(parameter.dtype()) && !IsWrittenByStep(name)) {
+      sums_.push_back({&name, parameter.view(), nullptr});
+    }
   }
+}
+
+bool ParameterGradients::IsWrittenByStep(const std::string& name) const {
+  return std::find(written_by_steps_.begin(), written_by_steps_.end(), name) !=
+         written_by_steps_.end();
+}
+
+TensorView ParameterGradients::Output(const std::string& name) const {
+  return IsWrittenByStep(name) ? outputs_->Get(name) : TensorView();
 }
 
 void ParameterGradients::LayOut(Workspace* workspace) {
@@ -33,9 +47,9 @@ double* ParameterGradients::Of(const void* element) const {
   return nullptr;
 }
 
-void ParameterGradients::Write(const Outputs& gradients) const {
+void ParameterGradients::Write() const {
   for (const Sums& of : sums_) {
-    const TensorView* gradient = gradients.Find(*of.name);
+    const TensorView* gradient = outputs_->Find(*of.name);
     if (gradient == nullptr || gradient->empty()) continue;
     if (gradient->is_contiguous()) {  // by far quicker, where tables are large
       std::copy_n(of.sums, gradient->num_elements(), static_cast<float*>(gradient->mutable_data()));

@@ -85,6 +85,10 @@ class FlashStep {
   virtual absl::Status CheckBackward() const {
     return absl::UnimplementedError("a step of the technique has no backward pass");
   }
+  // Returns the parameters whose gradients Backward writes itself, every element, to
+  // ParameterGradients::Output: large ones, whose sums in float64 would take more time than what is
+  // summed.
+  virtual std::vector<std::string> written_gradients() const { return {}; }
   // Returns the bytes that FinishBackward and Backward need, each as the execution's workspace.
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
   // Returns the work of a backward pass: by default, what a Run computes again, and the gradients

@@ -15,16 +15,10 @@ namespace {
 void RoundTo(const ConstTensorView& from, const TensorView& to, ThreadPool* pool) {
   constexpr int64_t kRows = 256;
   const int64_t channels = from.dim(from.rank - 1);
-  const int64_t rows = channels == 0 ? 0 : from.num_elements() / channels;
-  pool->ParallelForRanges(rows, kRows, [&](int64_t begin, int64_t end, int) {
+  pool->ParallelForRanges(RowsOf(to), kRows, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) {
-      int64_t offset = 0, rest = row;
-      for (int axis = to.rank - 2; axis >= 0; --axis) {
-        offset += rest % to.dim(axis) * to.stride(axis);
-        rest /= to.dim(axis);
-      }
-      StoreRow(static_cast<const float*>(from.data) + row * channels, channels, to, offset,
-               to.stride(to.rank - 1));
+      StoreRow(static_cast<const float*>(from.data) + row * channels, channels, to,
+               RowOffset(to, row), to.stride(to.rank - 1));
     }
   });
 }
@@ -150,7 +144,7 @@ absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
                                               ProductScale(engine.problem(), softmax.rows->scale));
     }
   }
-  parameter_gradients_ = ParameterGradients(parameters());
+  parameter_gradients_ = ParameterGradients(parameters(), WrittenBySteps(plan_));
   return absl::OkStatus();
 }
 
@@ -213,6 +207,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   const ConstTensorView out = call.outputs.Get("out");
   output_gradients_.Set("out", OrZeros(call.output_gradients.Get("out"), out));
   output_gradients_.Set("log_sum_exp", call.output_gradients.Get("log_sum_exp"));
+  parameter_gradients_.SetOutputs(&call.parameter_gradients);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   SetToZero(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
@@ -239,7 +234,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
     if (wanted.empty() || input.dtype == DType::kF32) continue;
     RoundTo(gradients_.Get(input.name), wanted, execution.pool);
   }
-  parameter_gradients_.Write(call.parameter_gradients);
+  parameter_gradients_.Write();
   return absl::OkStatus();
 }
 

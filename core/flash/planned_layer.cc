@@ -106,6 +106,14 @@ void ListMarked(const uint8_t* marks, int64_t tokens, absl::Span<int32_t> list) 
 
 }  // namespace
 
+std::vector<std::string> PlannedLayer::WrittenBySteps(const FlashPlan& plan) {
+  std::vector<std::string> names;
+  for (const std::shared_ptr<FlashStep>& step : plan.steps()) {
+    for (std::string& name : step->written_gradients()) names.push_back(std::move(name));
+  }
+  return names;
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& problem,
                                                             std::vector<TensorSpec> inputs,
                                                             std::vector<TensorSpec> outputs,
@@ -122,7 +130,8 @@ absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& probl
   layer->parameters_ = std::move(parameters);
   layer->fit_ = std::move(fit);
   layer->ListTerms();
-  layer->parameter_gradients_ = ParameterGradients(layer->parameters_);
+  layer->parameter_gradients_ =
+      ParameterGradients(layer->parameters_, WrittenBySteps(layer->plan_));
   layer->backward_bytes_ = Workspace::Measure(
       [&](Workspace& workspace) { layer->LayOutBackward(BackwardCall(), &workspace); });
   return layer;

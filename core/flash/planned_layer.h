@@ -135,6 +135,8 @@ class PlannedLayer : public Layer {
   };
   void FindKept();
   static KeptViews TakeKept(const KeptTensor& kept, Workspace* workspace);
+  // Returns the parameters whose gradients the plan's steps write.
+  static std::vector<std::string> WrittenBySteps(const FlashPlan& plan);
   // Lays out what is kept, which replaces the tensors of steps. Where there is no memory, nothing
   // is.
   void LayOutKept(absl::Span<std::byte> memory);

@@ -2,10 +2,12 @@
 // the formulas.
 //
 // A causal head goes by blocks of 8 chunks of 64 keys, from the last to the first; the forward pass
-// has kept the sums before each block. A block's features are computed once, then the sums over
-// keys before each chunk, in order, and those over queries after each chunk, in reverse order; then
-// each chunk is differentiated by itself. For a chunk of 64 tokens, m features and r rows of W, in
-// units of 64 m FMA:
+// has kept the sums before each block. Features are computed once. One thread takes a whole head: it
+// loads a block's keys and sums them before each chunk, in order, and then, in reverse order, loads
+// each chunk's queries, adds them to the sums over later queries, and differentiates the chunk while
+// it is in the caches. Where threads would wait for each other's heads, all of them share a block:
+// its features, then both kinds of sums, and then its chunks. Both ways compute the same numbers in
+// the same order. For a chunk of 64 tokens, m features and r rows of W, in units of 64 m FMA:
 //
 //   project queries and keys            2 head_dim r / m
 //   sums over keys, over queries        2 value_dim
@@ -59,7 +61,13 @@ class Backward {
     if (problem_.causal) ClearKeylessRows();
     for (first_ = 0; first_ < plan_.heads; first_ += plan_.held_heads) {
       heads_ = std::min(plan_.held_heads, plan_.heads - first_);
-      problem_.causal ? DifferentiateBlocks() : DifferentiateGroups();
+      if (!problem_.causal) {
+        DifferentiateGroups();
+      } else if (plan_.whole_heads) {
+        DifferentiateHeads();
+      } else {
+        DifferentiateBlocks();
+      }
       run_.AddParts(first_, heads_, plan_, pool_);
     }
     run_.StoreTotals();
@@ -153,18 +161,65 @@ class Backward {
     });
   }
 
-  // Differentiates the held heads' blocks of chunks, from the last to the first.
+  // Differentiates the held heads, each by one thread.
+  void DifferentiateHeads() const {
+    pool_.ParallelFor(heads_, [&](int64_t slot, int worker) { DifferentiateHead(slot, worker); });
+  }
+
+  void DifferentiateHead(int64_t slot, int worker) const {
+    Chunk* chunks = memory_.chunks + worker * kKeptChunks;
+    int64_t which = 0;
+    Begin(slot, StateAfter(worker, which));
+    Sums::Header header = run_.StateAt(StateAfter(worker, which)).header();
+    for (int64_t block = KeptBlocks(problem_) - 1; block >= 0; --block) {
+      const int64_t count = ChunksIn(block);
+      SumKeysBefore(slot, block, count, chunks, memory_.scratch[worker]);
+      for (int64_t n = count - 1; n >= 0; --n, which = 1 - which) {
+        chunks[n].after = StateAfter(worker, which);
+        DifferentiateChunk(slot, FirstKey(block, n), run_.StateAt(StateAfter(worker, 1 - which)),
+                           header, chunks[n], memory_.scratch[worker]);
+      }
+    }
+    if (run_.NeedsMaximumKey()) StoreMaximumKey(slot);
+  }
+
+  // Loads the keys of a block's chunks, and computes the sums before each.
+  void SumKeysBefore(int64_t slot, int64_t block, int64_t count, Chunk* chunks,
+                     BackwardScratch& scratch) const {
+    chunks[0].before = KeptBefore(slot, block);
+    Sums::Header header = run_.StateAt(chunks[0].before).header();
+    for (int64_t n = 0; n < count; ++n) {
+      run_.LoadChunkKeys(first_ + slot, FirstKey(block, n), chunks[n], scratch);
+      run_.AdvanceKeyHeader(first_ + slot, header, chunks[n]);
+      if (n + 1 == count) return;
+      chunks[n + 1].before = chunks[n + 1].own_before;
+      const Sums next = run_.StateAt(chunks[n + 1].before);
+      next.header() = header;
+      run_.AddChunkKeys(chunks[n], next, 0, sizes_.features, scratch);
+    }
+  }
+
+  // Differentiates a chunk whose keys are loaded. `header` is that of the sums over the queries
+  // after it, which become `next`.
+  void DifferentiateChunk(int64_t slot, int64_t first_key, const Sums& next, Sums::Header& header,
+                          Chunk& chunk, BackwardScratch& scratch) const {
+    for (int64_t g = 0; g < problem_.group(); ++g) {
+      LoadChunkQueries(slot, g, first_key, chunk, scratch);
+    }
+    run_.AdvanceChunkHeader(header, chunk);
+    run_.AddChunkQueries(chunk, next, 0, sizes_.features, scratch);
+    run_.Differentiate(BatchOf(slot), HeadOf(slot), chunk, scratch);
+    AdvanceChain(slot, chunk, scratch);
+    StoreKeyGradients(slot, chunk, scratch);
+    if (run_.wants_w()) run_.AddChunkToW(chunk, 0, sizes_.projections, PartOfW(slot));
+  }
+
+  // Differentiates the held heads' blocks of chunks, from the last to the first, for few heads.
   void DifferentiateBlocks() {
     which_ = 0;
-    for (int64_t slot = 0; slot < heads_; ++slot) {
-      const Sums none = run_.StateAt(StateAfter(slot, which_));
-      none.Reset();
-      none.header().reference = kInfinity;
-      run_.ResetChain(memory_.chains[slot]);
-    }
-    std::fill_n(memory_.w_parts, heads_ * plan_.matrix_floats, 0.0f);
+    for (int64_t slot = 0; slot < heads_; ++slot) Begin(slot, StateAfter(slot, which_));
     for (block_ = KeptBlocks(problem_) - 1; block_ >= 0; --block_, which_ = 1 - which_) {
-      count_ = std::min(kKeptChunks, CeilDivide(problem_.kv_tokens, kChunk) - block_ * kKeptChunks);
+      count_ = ChunksIn(block_);
       LocateSums();
       LoadChunks();
       ComputeSums();
@@ -175,22 +230,56 @@ class Backward {
       });
       pool_.ParallelFor(heads_, [&](int64_t slot, int worker) {
         for (int64_t n = count_ - 1; n >= 0; --n) {
-          Chunk& chunk = ChunksOf(slot)[n];
-          run_.AdvanceChain(first_ + slot, run_.StateAt(chunk.before).header(), chunk,
-                            memory_.chains[slot], memory_.scratch[worker]);
+          AdvanceChain(slot, ChunksOf(slot)[n], memory_.scratch[worker]);
         }
       });
       StoreKeysAndAddToW();
     }
-    for (int64_t slot = 0; run_.NeedsMaximumKey() && slot < heads_; ++slot) {
-      run_.StoreMaximumKey(BatchOf(slot), HeadOf(slot), memory_.chains[slot], PartOfW(slot));
-    }
+    for (int64_t slot = 0; run_.NeedsMaximumKey() && slot < heads_; ++slot) StoreMaximumKey(slot);
+  }
+
+  // Clears what goes through the chunks of a head, and `after`, the sums over no queries.
+  void Begin(int64_t slot, float* after) const {
+    const Sums none = run_.StateAt(after);
+    none.Reset();
+    none.header().reference = kInfinity;
+    run_.ResetChain(memory_.chains[slot]);
+    std::fill_n(PartOfW(slot), plan_.matrix_floats, 0.0f);
+  }
+  int64_t ChunksIn(int64_t block) const {
+    return std::min(kKeptChunks, CeilDivide(problem_.kv_tokens, kChunk) - block * kKeptChunks);
+  }
+  static int64_t FirstKey(int64_t block, int64_t n) { return (block * kKeptChunks + n) * kChunk; }
+  // Returns the sums over the keys before a block, which the forward pass kept.
+  float* KeptBefore(int64_t slot, int64_t block) const {
+    return kept_.states + ((first_ + slot) * KeptBlocks(problem_) + block) * sizes_.state;
+  }
+  // Loads the queries of head g of the group that are at the places of a chunk's keys.
+  void LoadChunkQueries(int64_t slot, int64_t g, int64_t first_key, Chunk& chunk,
+                        BackwardScratch& scratch) const {
+    const int64_t end = std::min(first_key + kChunk, problem_.kv_tokens);
+    const int64_t first = std::max<int64_t>(first_key - problem_.causal_offset(), 0);
+    const int64_t rows = std::max<int64_t>(end - problem_.causal_offset() - first, 0);
+    run_.LoadChunkQueries(BatchOf(slot), HeadOf(slot) * problem_.group() + g, first, rows,
+                          chunk.queries[g], scratch);
+  }
+  void AdvanceChain(int64_t slot, Chunk& chunk, BackwardScratch& scratch) const {
+    run_.AdvanceChain(first_ + slot, run_.StateAt(chunk.before).header(), chunk,
+                      memory_.chains[slot], scratch);
+  }
+  void StoreKeyGradients(int64_t slot, Chunk& chunk, BackwardScratch& scratch) const {
+    run_.StoreKeyGradients(BatchOf(slot), HeadOf(slot), chunk,
+                           run_.NeedsMaximumKey() ? memory_.chains + slot : nullptr, scratch);
+  }
+  void StoreMaximumKey(int64_t slot) const {
+    run_.StoreMaximumKey(BatchOf(slot), HeadOf(slot), memory_.chains[slot], PartOfW(slot));
   }
 
   int64_t BatchOf(int64_t slot) const { return (first_ + slot) / problem_.kv_heads; }
   int64_t HeadOf(int64_t slot) const { return (first_ + slot) % problem_.kv_heads; }
   Chunk* ChunksOf(int64_t slot) const { return memory_.chunks + slot * kKeptChunks; }
-  // The sums over the queries after the block, where `which` is which_, and after the block before.
+  // Returns one of the two sums over queries, of a slot, or of a thread where heads are whole: those
+  // after a block or chunk, and after the one before it.
   float* StateAfter(int64_t slot, int64_t which) const {
     return memory_.states + (slot * 2 + which) * sizes_.state;
   }
@@ -202,8 +291,7 @@ class Backward {
         chunk.before = chunk.own_before;
         chunk.after = chunk.own_after;
       }
-      ChunksOf(slot)[0].before =
-          kept_.states + ((first_ + slot) * KeptBlocks(problem_) + block_) * sizes_.state;
+      ChunksOf(slot)[0].before = KeptBefore(slot, block_);
       ChunksOf(slot)[count_ - 1].after = StateAfter(slot, which_);
     }
   }
@@ -214,36 +302,48 @@ class Backward {
     pool_.ParallelFor(heads_ * count_ * items, [&](int64_t task, int worker) {
       const int64_t slot = task / items / count_, n = task / items % count_, g = task % items;
       Chunk& chunk = ChunksOf(slot)[n];
-      const int64_t first_key = (block_ * kKeptChunks + n) * kChunk;
+      const int64_t first_key = FirstKey(block_, n);
       if (g == problem_.group()) {
         return run_.LoadChunkKeys(first_ + slot, first_key, chunk, memory_.scratch[worker]);
       }
-      const int64_t end = std::min(first_key + kChunk, problem_.kv_tokens);
-      const int64_t first = std::max<int64_t>(first_key - problem_.causal_offset(), 0);
-      const int64_t rows = std::max<int64_t>(end - problem_.causal_offset() - first, 0);
-      run_.LoadChunkQueries(BatchOf(slot), HeadOf(slot) * problem_.group() + g, first, rows,
-                            chunk.queries[g], memory_.scratch[worker]);
+      LoadChunkQueries(slot, g, first_key, chunk, memory_.scratch[worker]);
     });
   }
 
   // Computes the sums before and after each chunk.
   void ComputeSums() const {
-    pool_.ParallelFor(heads_, [&](int64_t slot, int) {
-      Chunk* chunks = ChunksOf(slot);
-      run_.StateAt(StateAfter(slot, 1 - which_)).header() = run_.AdvanceHeaders(
-          first_ + slot, chunks, count_, run_.StateAt(chunks[0].before).header(),
-          run_.StateAt(StateAfter(slot, which_)).header());
-    });
+    pool_.ParallelFor(heads_, [&](int64_t slot, int) { AdvanceHeaders(slot); });
     pool_.ParallelFor(heads_ * 2 * kSumSlices, [&](int64_t task, int worker) {
       const int64_t slot = task / kSumSlices / 2, slice = task % kSumSlices;
+      const int64_t first = run_.SliceBegin(slice), last = run_.SliceBegin(slice + 1);
+      if (first == last) return;
       BackwardScratch& scratch = memory_.scratch[worker];
+      const Chunk* chunks = ChunksOf(slot);
       if (task / kSumSlices % 2 == 0) {
-        run_.AdvanceKeySlice(ChunksOf(slot), count_, slice, scratch);
+        for (int64_t n = 0; n + 1 < count_; ++n) {
+          run_.AddChunkKeys(chunks[n], run_.StateAt(chunks[n + 1].before), first, last, scratch);
+        }
       } else {
-        run_.AdvanceQuerySlice(ChunksOf(slot), count_, slice,
-                               run_.StateAt(StateAfter(slot, 1 - which_)), scratch);
+        for (int64_t n = count_ - 1; n >= 0; --n) {
+          run_.AddChunkQueries(chunks[n], SumsAfterPrevious(slot, n), first, last, scratch);
+        }
       }
     });
+  }
+  // Returns the sums over the queries after the chunk before chunk n.
+  Sums SumsAfterPrevious(int64_t slot, int64_t n) const {
+    return run_.StateAt(n > 0 ? ChunksOf(slot)[n - 1].after : StateAfter(slot, 1 - which_));
+  }
+  void AdvanceHeaders(int64_t slot) const {
+    Chunk* chunks = ChunksOf(slot);
+    Sums::Header header = run_.StateAt(chunks[0].before).header();
+    for (int64_t n = 0; n < count_; ++n) {
+      if (n > 0) run_.StateAt(chunks[n].before).header() = header;
+      run_.AdvanceKeyHeader(first_ + slot, header, chunks[n]);
+    }
+    header = run_.StateAt(StateAfter(slot, which_)).header();
+    for (int64_t n = count_ - 1; n >= 0; --n) run_.AdvanceChunkHeader(header, chunks[n]);
+    run_.StateAt(StateAfter(slot, 1 - which_)).header() = header;
   }
 
   void StoreKeysAndAddToW() const {
@@ -252,21 +352,15 @@ class Backward {
       if (task >= chunks) {
         return AddSliceToW((task - chunks) / kSumSlices, (task - chunks) % kSumSlices);
       }
-      const int64_t slot = task / count_;
-      run_.StoreKeyGradients(BatchOf(slot), HeadOf(slot), ChunksOf(slot)[task % count_],
-                             run_.NeedsMaximumKey() ? memory_.chains + slot : nullptr,
-                             memory_.scratch[worker]);
+      StoreKeyGradients(task / count_, ChunksOf(task / count_)[task % count_],
+                        memory_.scratch[worker]);
     });
   }
 
   void AddSliceToW(int64_t slot, int64_t slice) const {
     const int64_t begin = run_.RowSliceBegin(slice), end = run_.RowSliceBegin(slice + 1);
-    for (int64_t n = 0; begin < end && n < count_; ++n) {
-      const Chunk& chunk = ChunksOf(slot)[n];
-      for (int64_t g = 0; g < problem_.group(); ++g) {
-        run_.AddToW(chunk.queries[g].tokens, chunk.queries[g].count, begin, end, PartOfW(slot));
-      }
-      run_.AddToW(chunk.keys.tokens, chunk.keys.count, begin, end, PartOfW(slot));
+    for (int64_t n = count_ - 1; begin < end && n >= 0; --n) {
+      run_.AddChunkToW(ChunksOf(slot)[n], begin, end, PartOfW(slot));
     }
   }
 

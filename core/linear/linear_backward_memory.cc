@@ -9,20 +9,8 @@ constexpr int64_t kGroupTokens = 512;     // least queries, and keys, in a task
 constexpr int64_t kWantedTasks = 16;      // not causal: tasks that few heads are cut into
 constexpr int64_t kHeldBytes = 32 << 20;  // bytes of heads whose sums are held at a time
 
-// `chunk` is null while the workspace only counts.
-void LayOutChunk(const Sizes& sizes, int64_t group, bool has_states, Workspace& workspace,
-                 Chunk* chunk) {
-  LayOutKeys(sizes, workspace, chunk == nullptr ? nullptr : &chunk->keys);
-  float* inputs = workspace.Take<float>(kChunk * sizes.input_row);
+QueryChunk* LayOutQueries(const Sizes& sizes, int64_t group, Workspace& workspace) {
   QueryChunk* queries = workspace.Take<QueryChunk>(group);
-  float* before = workspace.Take<float>(has_states ? sizes.state : 0);
-  float* after = workspace.Take<float>(has_states ? sizes.state : 0);
-  if (chunk != nullptr) {
-    chunk->keys.tokens.inputs = inputs;
-    chunk->queries = queries;
-    chunk->own_before = before;
-    chunk->own_after = after;
-  }
   for (int64_t g = 0; g < group; ++g) {
     float* features = workspace.Take<float>(sizes.features * kChunk);
     float* query_inputs = workspace.Take<float>(kChunk * sizes.input_row);
@@ -32,6 +20,43 @@ void LayOutChunk(const Sizes& sizes, int64_t group, bool has_states, Workspace& 
     queries[g].tokens.inputs = query_inputs;
     queries[g].rows = rows;
   }
+  return queries;
+}
+
+// What a chunk has beside its keys: its queries, and memory of its own for either kind of sums.
+struct ChunkParts {
+  QueryChunk* queries;
+  bool has_before;
+  bool has_after;
+};
+
+// `chunk` is null while the workspace only counts.
+void LayOutChunk(const Sizes& sizes, const ChunkParts& parts, Workspace& workspace, Chunk* chunk) {
+  LayOutKeys(sizes, workspace, chunk == nullptr ? nullptr : &chunk->keys);
+  float* inputs = workspace.Take<float>(kChunk * sizes.input_row);
+  float* before = workspace.Take<float>(parts.has_before ? sizes.state : 0);
+  float* after = workspace.Take<float>(parts.has_after ? sizes.state : 0);
+  if (chunk == nullptr) return;
+  chunk->keys.tokens.inputs = inputs;
+  chunk->queries = parts.queries;
+  chunk->own_before = before;
+  chunk->own_after = after;
+}
+
+// Lays out `count` chunks. Where heads are whole, a thread's chunks share the memory of queries, of
+// which it needs one chunk's at a time.
+Chunk* LayOutChunks(const Problem& p, const Sizes& sizes, const BackwardPlan& plan, int64_t count,
+                    Workspace& workspace) {
+  Chunk* chunks = workspace.Take<Chunk>(count);
+  const int64_t sharing = plan.whole_heads ? kKeptChunks : 1;
+  ChunkParts parts = {nullptr, p.causal, p.causal && !plan.whole_heads};
+  for (int64_t n = 0; n < count; ++n) {
+    if (n % sharing == 0) {
+      parts.queries = LayOutQueries(sizes, p.causal ? p.group() : 1, workspace);
+    }
+    LayOutChunk(sizes, parts, workspace, chunks == nullptr ? nullptr : chunks + n);
+  }
+  return chunks;
 }
 
 void LayOutBackwardScratch(const Sizes& sizes, Workspace& workspace, BackwardScratch* scratch) {
@@ -64,6 +89,13 @@ BackwardPlan::BackwardPlan(const Problem& p, const Sizes& sizes, int threads)
       matrices(sizes.matrices),
       matrix_floats(sizes.projections * sizes.input_row) {
   const int64_t most_heads = std::max<int64_t>(heads, 1);
+  whole_heads = p.causal && !TakesStepsOfHeads(heads, threads);
+  if (whole_heads) {
+    const int64_t part_bytes = matrix_floats * static_cast<int64_t>(sizeof(float));
+    const int64_t wanted = std::max<int64_t>(kHeldBytes / part_bytes / threads, 1) * threads;
+    held_heads = std::min(wanted, most_heads);
+    return;
+  }
   if (p.causal) {
     // The chunks of a block and head are tasks, two for each thread at least; more heads would only
     // take more of the caches.
@@ -85,14 +117,9 @@ BackwardMemory LayOutBackward(const Problem& p, const Sizes& sizes, const Backwa
   memory.w_gradient = workspace.Take<float>(plan.matrices * plan.matrix_floats);
   memory.w_parts = workspace.Take<float>(plan.held_heads * plan.groups * plan.matrix_floats);
   memory.gate_gradient = workspace.Take<float>(p.kv_heads * (p.head_dim + 1));
-  memory.states =
-      workspace.Take<float>(plan.held_heads * (p.causal ? 2 : plan.groups) * sizes.state);
-  const int64_t chunks = p.causal ? plan.held_heads * kKeptChunks : threads;
-  memory.chunks = workspace.Take<Chunk>(chunks);
-  for (int64_t n = 0; n < chunks; ++n) {
-    LayOutChunk(sizes, p.causal ? p.group() : 1, p.causal, workspace,
-                memory.chunks == nullptr ? nullptr : memory.chunks + n);
-  }
+  const int64_t slots = plan.whole_heads ? threads : plan.held_heads;
+  memory.states = workspace.Take<float>(slots * (p.causal ? 2 : plan.groups) * sizes.state);
+  memory.chunks = LayOutChunks(p, sizes, plan, p.causal ? slots * kKeptChunks : threads, workspace);
   memory.chains = workspace.Take<HeadChain>(p.causal ? plan.held_heads : 0);
   for (int64_t n = 0; p.causal && n < plan.held_heads; ++n) {
     float* gate = workspace.Take<float>(p.head_dim + 1);

@@ -86,18 +86,23 @@ struct BackwardPlan {
 
   int64_t heads;          // key-value heads of all batch rows
   int64_t held_heads;     // heads that are differentiated at a time
+  bool whole_heads;       // causal: a task is a whole head
   int64_t groups = 1;     // not causal: groups of queries, and of keys, each one task
   int64_t matrices;       // of W
   int64_t matrix_floats;  // [projections][input_row]
 };
 
 struct BackwardMemory {
-  float* w;                   // W with rows of input_row
-  float* w_gradient;          // [matrices][matrix_floats]
-  float* w_parts;             // [held_heads][groups][matrix_floats]
-  float* gate_gradient;       // [kv_heads][head_dim + 1]
-  float* states;              // causal: [held_heads][2]; not causal: [held_heads][groups]
-  Chunk* chunks;              // causal: [held_heads][kKeptChunks]; not causal: [threads]
+  float* w;              // W with rows of input_row
+  float* w_gradient;     // [matrices][matrix_floats]
+  float* w_parts;        // [held_heads][groups][matrix_floats]
+  float* gate_gradient;  // [kv_heads][head_dim + 1]
+  // Causal: [threads][2] where heads are whole, else [held_heads][2]; not causal:
+  // [held_heads][groups].
+  float* states;
+  // Causal: [threads][kKeptChunks] where heads are whole, else [held_heads][kKeptChunks]; not
+  // causal: [threads].
+  Chunk* chunks;
   HeadChain* chains;          // causal: [held_heads]
   double* maximum_gradients;  // not causal: [held_heads][groups]
   BackwardScratch* scratch;   // [threads]

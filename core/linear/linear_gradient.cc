@@ -113,48 +113,33 @@ void LinearGradient::AddQueries(const QueryChunk& queries, const Sums& from, con
              from, to, first, last, scratch);
 }
 
-Sums::Header LinearGradient::AdvanceHeaders(int64_t head, Chunk* chunks, int64_t count,
-                                            const Sums::Header& before,
-                                            const Sums::Header& after) const {
-  Sums::Header header = before;
-  for (int64_t n = 0; n < count; ++n) {
-    Chunk& chunk = chunks[n];
-    if (n > 0) StateAt(chunk.before).header() = header;
-    RunMaxima(header, is_sequence_maximum_ ? kept_.maximum + head : nullptr, chunk.keys);
-    AdvanceHeader(header, 0, chunk.keys.count, chunk.keys);
-    for (int64_t g = 0; g < problem_.group(); ++g) {
-      SetVisible(chunk.keys, chunk.queries[g]);
-      ComputeRowFactors(chunk.queries[g]);
-    }
-  }
-  header = after;
-  for (int64_t n = count - 1; n >= 0; --n) {
-    // The reference becomes relative to the chunk's beginning.
-    header.reference -= DecayOf(chunks[n].keys);
-    StateAt(chunks[n].after).header() = header;
-    AdvanceQueryHeader(header, chunks[n].queries, problem_.group());
-  }
-  return header;
+void LinearGradient::AdvanceKeyHeader(int64_t head, Sums::Header& header, Chunk& chunk) const {
+  RunMaxima(header, is_sequence_maximum_ ? kept_.maximum + head : nullptr, chunk.keys);
+  AdvanceHeader(header, 0, chunk.keys.count, chunk.keys);
 }
 
-void LinearGradient::AdvanceKeySlice(const Chunk* chunks, int64_t count, int64_t slice,
-                                     BackwardScratch& scratch) const {
-  const int64_t first = SliceBegin(slice), last = SliceBegin(slice + 1);
-  for (int64_t n = 0; first < last && n + 1 < count; ++n) {
-    AddToSlice(AddendOf(chunks[n].keys, 0, chunks[n].keys.count), StateAt(chunks[n].before),
-               StateAt(chunks[n + 1].before), first, last, scratch);
+void LinearGradient::AdvanceChunkHeader(Sums::Header& header, Chunk& chunk) const {
+  for (int64_t g = 0; g < problem_.group(); ++g) {
+    SetVisible(chunk.keys, chunk.queries[g]);
+    ComputeRowFactors(chunk.queries[g]);
   }
+  // The reference becomes relative to the chunk's beginning.
+  header.reference -= DecayOf(chunk.keys);
+  StateAt(chunk.after).header() = header;
+  AdvanceQueryHeader(header, chunk.queries, problem_.group());
 }
 
-void LinearGradient::AdvanceQuerySlice(const Chunk* chunks, int64_t count, int64_t slice,
-                                       const Sums& next, BackwardScratch& scratch) const {
-  const int64_t first = SliceBegin(slice), last = SliceBegin(slice + 1);
-  for (int64_t n = count - 1; first < last && n >= 0; --n) {
-    const Sums to = n > 0 ? StateAt(chunks[n - 1].after) : next;
-    AddQueries(chunks[n].queries[0], StateAt(chunks[n].after), to, first, last, scratch);
-    for (int64_t g = 1; g < problem_.group(); ++g) {
-      AddQueries(chunks[n].queries[g], to, to, first, last, scratch);
-    }
+void LinearGradient::AddChunkKeys(const Chunk& chunk, const Sums& to, int64_t first, int64_t last,
+                                  BackwardScratch& scratch) const {
+  AddToSlice(AddendOf(chunk.keys, 0, chunk.keys.count), StateAt(chunk.before), to, first, last,
+             scratch);
+}
+
+void LinearGradient::AddChunkQueries(const Chunk& chunk, const Sums& to, int64_t first,
+                                     int64_t last, BackwardScratch& scratch) const {
+  AddQueries(chunk.queries[0], StateAt(chunk.after), to, first, last, scratch);
+  for (int64_t g = 1; g < problem_.group(); ++g) {
+    AddQueries(chunk.queries[g], to, to, first, last, scratch);
   }
 }
 
@@ -261,6 +246,14 @@ void LinearGradient::AddToW(const Tokens& tokens, int64_t count, int64_t first, 
   float* to = w_gradient + first * sizes_.input_row;
   kernels_.gemm(last - first, sizes_.input_row, count, tokens.features + first * kChunk, kChunk, 1,
                 tokens.inputs, sizes_.input_row, to, sizes_.input_row, true);
+}
+
+void LinearGradient::AddChunkToW(const Chunk& chunk, int64_t first, int64_t last,
+                                 float* w_gradient) const {
+  for (int64_t g = 0; g < problem_.group(); ++g) {
+    AddToW(chunk.queries[g].tokens, chunk.queries[g].count, first, last, w_gradient);
+  }
+  AddToW(chunk.keys.tokens, chunk.keys.count, first, last, w_gradient);
 }
 
 void LinearGradient::AddParts(int64_t first, int64_t heads, const BackwardPlan& plan,

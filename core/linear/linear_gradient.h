@@ -113,20 +113,23 @@ class LinearGradient : public Pass {
 
   // ---- The chunks of a block ----
 
-  // Computes the headers of the sums before and after each chunk of a block, which lie at the
-  // chunks but for the sums before the first, with `before`, and after the last, with `after`.
-  // Returns the header of the sums after the block before.
-  Sums::Header AdvanceHeaders(int64_t head, Chunk* chunks, int64_t count,
-                              const Sums::Header& before, const Sums::Header& after) const;
+  // Updates the header of the sums over keys with those of a chunk, whose scales it finds.
+  void AdvanceKeyHeader(int64_t head, Sums::Header& header, Chunk& chunk) const;
 
-  // Computes slice `slice` of the sums over keys before each chunk of a block but the first.
-  void AdvanceKeySlice(const Chunk* chunks, int64_t count, int64_t slice,
+  // Finds what the queries of a chunk see, writes the header of the sums over queries after the
+  // chunk to those sums, and updates it with the chunk's.
+  void AdvanceChunkHeader(Sums::Header& header, Chunk& chunk) const;
+
+  // Computes features [first, last) of `to`, the sums over the keys before a chunk and its own.
+  void AddChunkKeys(const Chunk& chunk, const Sums& to, int64_t first, int64_t last,
+                    BackwardScratch& scratch) const;
+
+  // Computes features [first, last) of `to`, the sums over the queries after a chunk and its own.
+  void AddChunkQueries(const Chunk& chunk, const Sums& to, int64_t first, int64_t last,
                        BackwardScratch& scratch) const;
 
-  // Computes slice `slice` of the sums over queries after each chunk of a block but the last, and
-  // of those after the block before, in `next`.
-  void AdvanceQuerySlice(const Chunk* chunks, int64_t count, int64_t slice, const Sums& next,
-                         BackwardScratch& scratch) const;
+  // Returns the first feature of a slice of the sums.
+  using Pass::SliceBegin;
 
   // Differentiates a chunk of a causal problem: its values, its queries and the projections of its
   // keys.
@@ -180,6 +183,9 @@ class LinearGradient : public Pass {
   // Adds tokens to rows [first, last) of a gradient of W.
   void AddToW(const Tokens& tokens, int64_t count, int64_t first, int64_t last,
               float* w_gradient) const;
+
+  // Does the same with the queries and the keys of a chunk.
+  void AddChunkToW(const Chunk& chunk, int64_t first, int64_t last, float* w_gradient) const;
   // Returns the first row of a slice of W.
   int64_t RowSliceBegin(int64_t slice) const {
     return std::min(RoundUp(CeilDivide(sizes_.projections, kSumSlices), kTileRows) * slice,

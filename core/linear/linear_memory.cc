@@ -60,11 +60,15 @@ void LayOutScratch(const Sizes& sizes, Workspace& workspace, Scratch* scratch) {
 
 }  // namespace
 
+bool TakesStepsOfHeads(int64_t heads, int threads) {
+  return heads % threads != 0 && heads < kEnoughRounds * threads;
+}
+
 Plan::Plan(const Problem& p, const Sizes& sizes, int threads)
     : heads(p.batch * p.kv_heads), chunks(CeilDivide(p.kv_tokens, kChunk)) {
   const int64_t tasks_of_head = CeilDivide(kWantedTasks, std::max<int64_t>(heads, 1));
   if (p.causal) {
-    stepped = heads % threads != 0 && heads < kEnoughRounds * threads && chunks > 1;
+    stepped = TakesStepsOfHeads(heads, threads) && chunks > 1;
     step_chunks = stepped ? std::min(chunks, tasks_of_head) : 1;
     return;
   }

@@ -172,6 +172,10 @@ struct Plan {
   int64_t step_chunks = 1;  // chunks of each head at a time
 };
 
+// Tells whether the chunks of causal heads are taken in steps, each by all threads, because tasks of
+// whole heads would leave threads without work.
+bool TakesStepsOfHeads(int64_t heads, int threads);
+
 struct Memory {
   float* states;  // not causal: [held_heads][groups]; causal: [heads] if stepped, else [threads]
   float* chunk_states;      // [heads][step_chunks][kParts]
