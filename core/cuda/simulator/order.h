@@ -91,8 +91,8 @@ class Order {
   };
   // Returns what comes before the running thread now.
   Horizon HorizonNow() const;
-  // Returns the number of the block of this launch, in the order in which they ran, to which a stamp
-  // of this launch belongs.
+  // Returns the number of the block to which a stamp of this launch belongs, in the order in which
+  // blocks ran.
   size_t BlockAt(Stamp then) const {
     return std::upper_bound(block_starts_.begin(), block_starts_.end(), then) -
            block_starts_.begin() - 1;

@@ -15,8 +15,8 @@ namespace cuda_simulator {
 // __threadfence and later changes a place of device memory atomically, and then another thread
 // changes that place atomically. All accesses that came before the fence come before those of the
 // other thread's block from then on (the PTX memory model's fences and release sequences). The
-// order is transitive. The fence that the model asks of the other thread is not checked, as NVIDIA's
-// own samples have none, nor that the block's other threads learn of it by a barrier.
+// order is transitive. The fence that the model asks of the other thread is not checked, since
+// NVIDIA's own samples have none, nor that the block's other threads learn of it by a barrier.
 class Releases {
  public:
   explicit Releases(const Order* order) : order_(*order), fences_(kMaxThreads) {}
