@@ -61,15 +61,21 @@ const char* ElapsedMs(float* ms, void* from_event, void* to_event) {
 #ifdef __CUDACC__
 void RegisterBuffer(const void*, size_t, bool) {}
 void UnregisterBuffer(const void*) {}
+SimulatedGpu GetSimulatedGpu() { return {}; }
 #else
 using cuda_simulator::RegisterBuffer;
 using cuda_simulator::UnregisterBuffer;
+SimulatedGpu GetSimulatedGpu() {
+  const cuda_simulator::Gpu gpu = cuda_simulator::CurrentSettings().gpu;
+  return {gpu.compute_capability_major, gpu.compute_capability_minor,
+          gpu.max_shared_bytes_per_block};
+}
 #endif
 
 }  // namespace
 
-TFB_KERNEL_TABLE(CudaApi,
-                 {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory, &CreateEvent,
-                  &DestroyEvent, &RecordEvent, &ElapsedMs, &RegisterBuffer, &UnregisterBuffer});
+TFB_KERNEL_TABLE(CudaApi, {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory,
+                           &CreateEvent, &DestroyEvent, &RecordEvent, &ElapsedMs, &RegisterBuffer,
+                           &UnregisterBuffer, &GetSimulatedGpu});
 
 }  // namespace tfb

@@ -11,6 +11,13 @@ namespace tfb {
 
 enum class CopyDirection : unsigned char { kToDevice, kToHost, kWithinDevice };
 
+// The GPU that the simulator stands for, see its Settings.
+struct SimulatedGpu {
+  int compute_capability_major;
+  int compute_capability_minor;
+  size_t shared_memory_bytes_per_block;
+};
+
 struct CudaApi {
   // *memory becomes null, with no error, where there is not enough memory.
   const char* (*allocate)(void** memory, size_t bytes);
@@ -29,6 +36,7 @@ struct CudaApi {
   // again. For the simulator; a GPU ignores it.
   void (*register_buffer)(const void* begin, size_t bytes, bool written);
   void (*unregister_buffer)(const void* begin);
+  SimulatedGpu (*simulated_gpu)();  // zeros on a GPU
 };
 
 }  // namespace tfb

@@ -11,6 +11,9 @@
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
+
+#include <mutex>
+#include <unordered_map>
 #else
 #include "core/cuda/simulator/cuda_runtime.h"
 #endif
@@ -71,6 +74,26 @@ constexpr int64_t BlocksInTurns(int64_t tasks, int64_t most = 65535) {
   return tasks < most ? tasks : most;
 }
 
+// Admits launches of the kernel with `bytes` bytes of dynamic shared memory, of which more than 48
+// KiB need an opt-in. A GPU's kernel is opted in once, and again only for more.
+template <class... Parameters>
+cudaError_t OptInToShared(void (*kernel)(Parameters...), size_t bytes) {
+  if (bytes <= 48 << 10) return cudaSuccess;
+#ifdef __CUDACC__
+  static std::mutex mutex;
+  static std::unordered_map<const void*, size_t> opted_in;
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& most = opted_in[reinterpret_cast<const void*>(kernel)];
+  if (bytes <= most) return cudaSuccess;
+#endif
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+#ifdef __CUDACC__
+  if (error == cudaSuccess) most = bytes;
+#endif
+  return error;
+}
+
 // Enqueues kernel(arguments...). Returns null, or a text that says why the launch failed, which is
 // valid until the next launch. An empty grid is no work.
 template <class... Parameters, class... Arguments>
@@ -78,13 +101,9 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
                    void* stream, const Arguments&... arguments) {
   if (!shape.fits_grid) return "more tasks than a grid has blocks for, which are 2^31 - 1";
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return nullptr;
+  cudaError_t error = OptInToShared(kernel, shape.shared_bytes);
 #ifdef __CUDACC__
   (void)name;
-  cudaError_t error = cudaSuccess;
-  if (shape.shared_bytes > 48 << 10) {  // more than 48 KiB, which every GPU has, needs an opt-in
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(shape.shared_bytes));
-  }
   if (error == cudaSuccess) {
     kernel<<<shape.grid, shape.block, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
         arguments...);
@@ -92,8 +111,10 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
   }
 #else
   (void)stream;
-  const cudaError_t error = cuda_simulator::LaunchKernel(
-      name, kernel, {shape.grid, shape.block, shape.shared_bytes}, arguments...);
+  if (error == cudaSuccess) {
+    error = cuda_simulator::LaunchKernel(
+        name, kernel, {shape.grid, shape.block, shape.shared_bytes}, arguments...);
+  }
 #endif
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // clears the error, so that the next launch does not return it again

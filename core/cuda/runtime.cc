@@ -1,6 +1,8 @@
 #include "core/cuda/runtime.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -10,13 +12,14 @@
 namespace tfb {
 namespace {
 
-CudaDevice SimulatedDevice() {
+CudaDevice SimulatedDevice(const SimulatedGpu& gpu) {
   CudaDevice device;
   device.name = "host simulator";
-  device.compute_capability_major = 9;
+  device.compute_capability_major = gpu.compute_capability_major;
+  device.compute_capability_minor = gpu.compute_capability_minor;
   device.memory_bytes = int64_t{8} << 30;
   device.l2_cache_bytes = int64_t{1} << 20;
-  device.shared_memory_bytes_per_block = 227 << 10;
+  device.shared_memory_bytes_per_block = static_cast<int64_t>(gpu.shared_memory_bytes_per_block);
   device.multiprocessors = 4;
   return device;
 }
@@ -69,16 +72,24 @@ void DeviceBuffer::Release() {
   data_ = nullptr;
 }
 
-absl::StatusOr<CudaRuntime*> CudaRuntime::For(Device device) {
-  if (device == Device::kSimulator) {
-    if (FindKernels<CudaApi>(CudaTarget::kSimulator) == nullptr) {
-      return absl::UnimplementedError(
-          "this program was built without the simulator of GPUs; `bazel run --config=simulator` "
-          "adds it");
-    }
-    static CudaRuntime* simulator = new CudaRuntime(CudaTarget::kSimulator, SimulatedDevice());
-    return simulator;
+absl::StatusOr<CudaRuntime*> CudaRuntime::ForSimulator() {
+  const CudaApi* api = FindKernels<CudaApi>(CudaTarget::kSimulator);
+  if (api == nullptr) {
+    return absl::UnimplementedError(
+        "this program was built without the simulator of GPUs; `bazel run --config=simulator` "
+        "adds it");
   }
+  const SimulatedGpu gpu = api->simulated_gpu();
+  static auto* runtimes = new std::map<std::pair<int, int>, CudaRuntime*>;  // by capability
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  CudaRuntime*& runtime = (*runtimes)[{gpu.compute_capability_major, gpu.compute_capability_minor}];
+  if (runtime == nullptr) runtime = new CudaRuntime(CudaTarget::kSimulator, SimulatedDevice(gpu));
+  return runtime;
+}
+
+absl::StatusOr<CudaRuntime*> CudaRuntime::For(Device device) {
+  if (device == Device::kSimulator) return ForSimulator();
   if (device != Device::kCuda) {
     return absl::InvalidArgumentError(
         absl::StrCat("device ", Name(device), " does not run CUDA code"));

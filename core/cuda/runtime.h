@@ -79,7 +79,8 @@ class CudaRuntime {
   Device device() const { return target_ == CudaTarget::kGpu ? Device::kCuda : Device::kSimulator; }
   CudaTarget target() const { return target_; }
   // The simulator calls itself "host simulator"; it has 4 multiprocessors, so that code that
-  // depends on their number can be tested on small problems, and the shared memory of sm_90.
+  // depends on their number can be tested on small problems, and the compute capability and shared
+  // memory of the GPU that it stands for. For returns another runtime where that has changed.
   const CudaDevice& properties() const { return properties_; }
 
   // Allocates memory with unspecified contents. Returns ResourceExhausted where there is not enough
@@ -112,6 +113,7 @@ class CudaRuntime {
 
  private:
   friend class DeviceBuffer;
+  static absl::StatusOr<CudaRuntime*> ForSimulator();
   CudaRuntime(CudaTarget target, CudaDevice properties)
       : target_(target), properties_(std::move(properties)) {}
 

@@ -189,6 +189,7 @@ __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
       if (c.exact != nullptr) exact = c.exact[i];
     }
     const unsigned all = __ballot_sync(~0u, mine);
+    __syncwarp();  // all lanes have read what is overwritten now; a vote alone orders no memory
     if (mine) {
       const int to = kept + __popc(all & ((1u << Lane()) - 1));
       c.scores[to] = score;
@@ -233,6 +234,7 @@ __device__ void Resolve(const SearchArguments& a, const Task& task, Block& block
   const Candidates c = CandidatesOf(a, q);
   const int count = block.counts[q], hits = static_cast<int>(a.hits);
   const int64_t query = QueryOffset(a, task.head, task.first_query + q);
+  __syncwarp();  // all lanes have read the warp's last query in c.exact
   for (int first = 0; first < count; first += 2) {
     const int i = first + Lane() / 16;
     const int64_t slot = SlotOf(a, c.ages[i < count ? i : first]);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/cuda/simulator/machine.h"
+#include "core/cuda/simulator/source_line.h"
 #include "core/denormals.h"
 
 namespace cuda_simulator {
@@ -41,6 +42,7 @@ bool Block::Run(const Index3& index) {
   index_ = index;
   current_block = {index.x, index.y, index.z};
   at_barrier_ = 0;
+  barriers_differ_ = false;
   finished_ = 0;
   ready_.clear();
   for (int t = 0; t < count_; ++t) {
@@ -123,10 +125,12 @@ void Block::OnOverflow(const void* site) {
   block.Abandon();
 }
 
-void Block::WaitAtBarrier(const void* site) {
+void Block::WaitAtBarrier(const void* site, const char* file, int line) {
   Thread& self = threads_[running_];
   self.state = State::kAtBarrier;
-  self.site = site;
+  self.barrier = {site, file, line};
+  barriers_differ_ |= at_barrier_ > 0 && (site != barrier_.site || line != barrier_.line);
+  barrier_ = self.barrier;
   ++at_barrier_;
   SwitchAway();
 }
@@ -144,11 +148,15 @@ bool Block::ReleaseBarrier() {
     int waiting = 0, missing = 0;
     while (threads_[waiting].state != State::kAtBarrier) ++waiting;
     while (threads_[missing].state != State::kFinished) ++missing;
-    machine_->ReportOf(waiting, FindingKind::kDivergentBarrier, threads_[waiting].site, [&] {
-      return Format("waits at __syncthreads, which %d of %d threads reach; thread %s has finished",
-                    at_barrier_, count_, Text(index_of(missing)).c_str());
-    });
+    machine_->ReportOf(
+        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.site, [&] {
+          return Format(
+              "waits at __syncthreads, which %d of %d threads reach; thread %s has finished",
+              at_barrier_, count_, Text(index_of(missing)).c_str());
+        });
   }
+  if (barriers_differ_) ReportDifferentBarriers();
+  barriers_differ_ = false;
   ++machine_->counts.barriers;
   machine_->checker.order.PassBarrier();
   at_barrier_ = 0;
@@ -156,6 +164,45 @@ bool Block::ReleaseBarrier() {
     if (threads_[t].state == State::kAtBarrier) MakeReady(t);
   }
   return true;
+}
+
+namespace {
+
+std::string PlaceOf(const BarrierSite& barrier) {
+  const char* slash = std::strrchr(barrier.file, '/');
+  return Format("%s:%d", slash == nullptr ? barrier.file : slash + 1, barrier.line);
+}
+
+}  // namespace
+
+// Reports a thread that waits at another barrier than the first waiting thread. Two addresses may be
+// one barrier of the source, since the compiler unrolls loops, for example; they are two where
+// inlined calls differ.
+void Block::ReportDifferentBarriers() {
+  int first = 0;
+  while (threads_[first].state != State::kAtBarrier) ++first;
+  const BarrierSite& expected = threads_[first].barrier;
+  const std::string expected_place = PlaceOf(expected);
+  BarrierSite same = expected;
+  for (int t = first; t < count_; ++t) {
+    if (threads_[t].state != State::kAtBarrier) continue;
+    const BarrierSite& barrier = threads_[t].barrier;
+    if (barrier.site == same.site && barrier.line == same.line) continue;
+    std::string place = PlaceOf(barrier), other_place = expected_place;
+    if (place == other_place) {
+      place = CallChain(barrier.site);
+      other_place = CallChain(expected.site);
+    }
+    if (place == other_place || place.empty() || other_place.empty()) {
+      same = barrier;
+      continue;
+    }
+    machine_->ReportOf(t, FindingKind::kDivergentBarrier, barrier.site, [&] {
+      return "waits at the __syncthreads of " + place + ", while thread " + Text(index_of(first)) +
+             " waits at that of " + other_place;
+    });
+    return;
+  }
 }
 
 void Block::MeetInWarp(const Meeting& meeting) {

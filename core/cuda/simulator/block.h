@@ -47,6 +47,14 @@ struct Meeting {
   bool needs_whole_warp = false;
 };
 
+// A call of __syncthreads. The compiler may make several code addresses of one call, and one of
+// several calls.
+struct BarrierSite {
+  const void* site;  // a return address
+  const char* file;
+  int line;
+};
+
 struct PendingCopy {
   void* to;
   const void* from;
@@ -80,7 +88,7 @@ class Block {
   PendingCopies& running_copies() { return threads_[running_].copies; }
   // Returns the lanes of the running thread's warp that have not finished.
   unsigned live_lanes() const { return warps_[running_ / kWarp].live; }
-  void WaitAtBarrier(const void* site);
+  void WaitAtBarrier(const void* site, const char* file, int line);
   void MeetInWarp(const Meeting& meeting);
   [[noreturn]] void Abandon();  // Ends the thread, and with it the block and the launch.
   // Handles a stack overflow of the calling thread.
@@ -93,7 +101,7 @@ class Block {
     State state = State::kFinished;
     bool has_fibre = false;
     Index3 index;
-    const void* site = nullptr;        // code address of the barrier where it waits
+    BarrierSite barrier = {};          // the barrier where it waits
     const Meeting* meeting = nullptr;  // the meeting where it waits
     PendingCopies copies;
   };
@@ -108,6 +116,7 @@ class Block {
   // Makes the next thread the running one; returns -1 where there is none, or it was abandoned.
   int PickNext();
   bool ReleaseBarrier();
+  void ReportDifferentBarriers();
   void MakeReady(int thread);
   bool IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const;
   void Complete(int warp, const Meeting& meeting, unsigned lanes);
@@ -124,6 +133,9 @@ class Block {
   int count_ = 0;  // of threads
   int running_ = -1;
   int at_barrier_ = 0;
+  // The barrier of the thread that came last, and whether another thread waits at another one.
+  BarrierSite barrier_ = {};
+  bool barriers_differ_ = false;
   int finished_ = 0;
   bool abandoned_ = false;
   bool overflowed_ = false;

@@ -206,6 +206,60 @@ __global__ void WriteBytes(float* values, int) {
   values[threadIdx.x] = static_cast<float>(word);
 }
 
+// ---- Races in device memory ----
+
+__global__ void ReadWhatOtherBlockWrote(float* values, int) {
+  const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
+  if (blockIdx.x == 0) values[n] = 1;
+  if (blockIdx.x == 1) values[n] = values[n - blockDim.x];
+}
+
+__global__ void ShiftFromBlockToBlock(float* values, int) {
+  const unsigned n = blockIdx.x * blockDim.x + threadIdx.x;
+  if (n > 0) values[n - 1] = values[n] + 1;
+}
+
+__global__ void ExchangeInDeviceMemory(float* values, int) {
+  values[threadIdx.x] = static_cast<float>(threadIdx.x);
+  values[32 + threadIdx.x] = values[threadIdx.x ^ 1];
+}
+
+__global__ void WriteWhatOthersReadFromDevice(float* values, int) {
+  const unsigned t = threadIdx.x;
+  const float first = values[0];
+  if (t > 4) values[t == 5 ? 0 : t] = first + 1;
+}
+
+__global__ void ReadBesideAtomicsOfBlocks(float* values, int) {
+  atomicAdd(&values[0], 1.0f);
+  if (blockIdx.x == 3) values[1] = values[0];
+}
+
+// Bytes of one word: every block writes the last byte of its neighbour's.
+__global__ void WriteBytesOfOtherBlock(float* values, int) {
+  unsigned char* bytes = reinterpret_cast<unsigned char*>(values) + 3 * blockIdx.x;
+  for (int i = 0; i < 4; ++i) bytes[i] = static_cast<unsigned char>(blockIdx.x);
+}
+
+// The last block sums the results of all, as in sound_kernels.cu: but `number` 0 has no fence, 1 a
+// fence before the result is written, 2 a counter that is no atomic's.
+__global__ void LastBlockSumsTooEarly(float* values, int number) {
+  __shared__ bool is_last;
+  const unsigned t = threadIdx.x;
+  unsigned* finished = reinterpret_cast<unsigned*>(values);
+  if (t == 0) {
+    if (number == 1) __threadfence();
+    values[1 + blockIdx.x] = 1;
+    if (number == 2) __threadfence();
+    is_last = number == 2 ? ++*finished == gridDim.x : atomicAdd(finished, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (t != 1 || !is_last) return;
+  float sum = 0;
+  for (unsigned block = 0; block < gridDim.x; ++block) sum += values[1 + block];
+  values[32] = sum;
+}
+
 // ---- Barriers and meetings that are not reached ----
 
 __global__ void ReturnBeforeBarrier(float* values, int) {
@@ -221,6 +275,30 @@ __global__ void BarrierInBranch(float* values, int) {
     __syncwarp();
   }
   values[threadIdx.x] = 1;
+}
+
+__global__ void BarriersOfTwoBranches(float* values, int) {
+  if (threadIdx.x < 16) {
+    values[threadIdx.x] = 1;
+    __syncthreads();
+  } else {
+    values[threadIdx.x] = 2;
+    __syncthreads();
+  }
+}
+
+__device__ inline void WaitAndAdd(float* value) {
+  __syncthreads();
+  *value += 1;
+}
+
+// The barrier is one in the source; its calls are two.
+__global__ void BarrierOfTwoCalls(float* values, int) {
+  if (threadIdx.x % 2 == 0) {
+    WaitAndAdd(values + threadIdx.x);
+  } else {
+    WaitAndAdd(values + 64 - threadIdx.x);
+  }
 }
 
 __global__ void DifferentMasks(float* values, int) {
@@ -270,8 +348,8 @@ __global__ void ShuffleFromFinished(float* values, int) {
 #endif
 
 __device__ TFB_NOT_INLINED float Descend(float* values, int depth) {
-  if (depth == 0) return values[0];
-  return Descend(values, depth - 1) * values[depth % 64] + 1;
+  if (depth == 0) return values[32];
+  return Descend(values, depth - 1) * values[32 + depth % 32] + 1;
 }
 
 __global__ void Recurse(float* values, int depth) {
@@ -292,6 +370,13 @@ __global__ void TooManyThreads(float* values, int) { values[0] = 1; }
 
 __global__ void TooMuchShared(float* values, int) { values[0] = 1; }
 
+__global__ void StaticAndDynamicShared(float* values, int) {
+  __shared__ float row[64];
+  row[threadIdx.x] = values[threadIdx.x];
+  __syncthreads();
+  values[threadIdx.x] = row[63 - threadIdx.x];
+}
+
 // ---- Results that depend on the order ----
 
 __global__ void LastWriterWins(float* values, int) {
@@ -305,6 +390,13 @@ using Kernel = void (*)(float* values, int number);
 template <Kernel kKernel, unsigned kBlocks, unsigned kThreads, size_t kSharedBytes = 0>
 const char* LaunchOf(const char* name, float* values, int number) {
   return Launch(name, kKernel, KernelShape{dim3(kBlocks), dim3(kThreads), kSharedBytes}, nullptr,
+                values, number);
+}
+
+// `number` is the dynamic shared memory.
+template <Kernel kKernel>
+const char* LaunchWithShared(const char* name, float* values, int number) {
+  return Launch(name, kKernel, KernelShape{dim3(1), dim3(64), static_cast<size_t>(number)}, nullptr,
                 values, number);
 }
 
@@ -342,8 +434,17 @@ const struct {
     {"OverwriteStage", &LaunchOf<&OverwriteStage, 1, 64>},
     {"WriteWhereCopyGoes", &LaunchOf<&WriteWhereCopyGoes, 1, 1>},
     {"WriteBytes", &LaunchOf<&WriteBytes, 1, 2>},
+    {"ReadWhatOtherBlockWrote", &LaunchOf<&ReadWhatOtherBlockWrote, 2, 32>},
+    {"ShiftFromBlockToBlock", &LaunchOf<&ShiftFromBlockToBlock, 64, 1>},
+    {"ExchangeInDeviceMemory", &LaunchOf<&ExchangeInDeviceMemory, 1, 32>},
+    {"WriteWhatOthersReadFromDevice", &LaunchOf<&WriteWhatOthersReadFromDevice, 1, 64>},
+    {"ReadBesideAtomicsOfBlocks", &LaunchOf<&ReadBesideAtomicsOfBlocks, 4, 1>},
+    {"WriteBytesOfOtherBlock", &LaunchOf<&WriteBytesOfOtherBlock, 4, 1>},
+    {"LastBlockSumsTooEarly", &LaunchOf<&LastBlockSumsTooEarly, 8, 32>},
     {"ReturnBeforeBarrier", &LaunchOf<&ReturnBeforeBarrier, 1, 64>},
     {"BarrierInBranch", &LaunchOf<&BarrierInBranch, 1, 32>},
+    {"BarriersOfTwoBranches", &LaunchOf<&BarriersOfTwoBranches, 1, 64>},
+    {"BarrierOfTwoCalls", &LaunchOf<&BarrierOfTwoCalls, 1, 32>},
     {"DifferentMasks", &LaunchOf<&DifferentMasks, 1, 8>},
     {"MultiplyInHalfWarp", &LaunchOf<&MultiplyInHalfWarp, 1, 16>},
     {"MultiplyAfterReturn", &LaunchOf<&MultiplyAfterReturn, 1, 32>},
@@ -354,6 +455,7 @@ const struct {
     {"BigArray", &LaunchOf<&BigArray, 1, 1>},
     {"TooManyThreads", &LaunchOf<&TooManyThreads, 1, 1025>},
     {"TooMuchShared", &LaunchOf<&TooMuchShared, 1, 1, (227 << 10) + 1>},
+    {"StaticAndDynamicShared", &LaunchWithShared<&StaticAndDynamicShared>},
     {"LastWriterWins", &LaunchOf<&LastWriterWins, 16, 64>},
 };
 

@@ -44,7 +44,11 @@ void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
     order.Reset();
     dynamic_.Reset();
     for (const auto& shadow : static_) shadow->Reset();
+    device_memory.ForgetAccesses();
   }
+  order.StartLaunch();
+  releases.StartLaunch();
+  blocks_.clear();
   dynamic_.StartLaunch(dynamic_shared_bytes);
   for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes());
   parameters_ = reinterpret_cast<uintptr_t>(parameters);
@@ -137,6 +141,25 @@ void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access
     Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
   }
   if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
+  if (access.kind == AccessKind::kAtomic) releases.Atomic(access.address);
+  const DeviceShadow::Conflict conflict =
+      buffer->Access(order, releases, access.address, access.bytes, access.kind);
+  if (conflict.found) ReportDeviceConflict(conflict, access);
+}
+
+void Checker::ReportDeviceConflict(const DeviceShadow::Conflict& conflict,
+                                   const MemoryAccess& access) {
+  machine_->Report(FindingKind::kRace, access.site, [&] {
+    const Index3& block = blocks_[order.BlockAt(conflict.when)];
+    const bool is_this_block = conflict.when >= order.block_start();
+    const bool several = conflict.thread == DeviceShadow::kSeveral;
+    std::string who = "another thread";
+    if (!several) who = "thread " + Text(machine_->block.index_of(conflict.thread));
+    if (!is_this_block) who = (several ? "a thread" : who) + " of block " + Text(block);
+    return Doing(access) + " " + Describe(access.address) + ", which " + who +
+           (conflict.with_write ? " wrote" : " read") +
+           (is_this_block ? " with no barrier between" : " in the same launch");
+  });
 }
 
 void Checker::CheckElsewhere(const MemoryAccess& access) {

@@ -11,6 +11,7 @@
 #include "core/cuda/simulator/device_memory.h"
 #include "core/cuda/simulator/images.h"
 #include "core/cuda/simulator/order.h"
+#include "core/cuda/simulator/releases.h"
 #include "core/cuda/simulator/shared_shadow.h"
 #include "core/cuda/simulator/simulator.h"
 
@@ -35,21 +36,29 @@ class Checker {
 
   // Prepares for a launch. Kernels may read their parameters' bytes.
   void StartLaunch(size_t dynamic_shared_bytes, const void* parameters, size_t parameter_bytes);
-  void StartBlock() { order.StartBlock(); }
+  void StartBlock(const Index3& index) {
+    order.StartBlock();
+    releases.StartBlock();
+    blocks_.push_back(index);
+  }
   // Checks an access of the running thread outside its stack. Returns if the kernel may continue.
   void Check(const MemoryAccess& access);
-  // Returns true if the access is in order, as most are. Otherwise Check reports the error.
+  // Return true if the access is in order, as most are: one of shared memory, and one of device
+  // memory. Otherwise the next of the two, and at last Check, decides.
   template <AccessKind kKind, size_t kBytes>
-  bool CheckQuickly(uintptr_t address) {
+  bool CheckSharedQuickly(uintptr_t address) {
     SharedShadow* shared = dynamic_.Contains(address) ? &dynamic_ : recent_static_;
-    if (shared->Contains(address)) {
-      if (!shared->AccessQuickly<kKind, kBytes>(address)) return false;
-    } else {
-      DeviceBufferShadow* buffer = device_memory.FindRecent(address);
-      if (buffer == nullptr || !buffer->ContainsAll(address, kBytes)) return false;
-      if (kKind == AccessKind::kWrite) buffer->SetWritten(address, kBytes);
-      if (kKind == AccessKind::kRead && !buffer->IsWritten(address, kBytes)) return false;
-    }
+    if (!shared->Contains(address) || !shared->AccessQuickly<kKind, kBytes>(address)) return false;
+    ++accesses_;
+    return true;
+  }
+  template <AccessKind kKind, size_t kBytes>
+  bool CheckDeviceQuickly(uintptr_t address) {
+    DeviceBufferShadow* buffer = device_memory.FindRecent(address);
+    if (buffer == nullptr || !buffer->ContainsAll(address, kBytes)) return false;
+    if (kKind == AccessKind::kWrite) buffer->SetWritten(address, kBytes);
+    if (kKind == AccessKind::kRead && !buffer->IsWritten(address, kBytes)) return false;
+    if (!buffer->AccessQuickly<kKind, kBytes>(order, address)) return false;
     ++accesses_;
     return true;
   }
@@ -60,12 +69,20 @@ class Checker {
   void* dynamic_shared() { return dynamic_shared_; }
   bool IsShared(const void* address);
 
+  // Does what __threadfence does for the running thread.
+  void Fence() {
+    releases.Fence();
+    order.Fence();
+  }
+
   Order order;
+  Releases releases{&order};
   DeviceMemory device_memory;
 
  private:
   void CheckShared(SharedShadow* shadow, const MemoryAccess& access);
   void CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access);
+  void ReportDeviceConflict(const DeviceShadow::Conflict& conflict, const MemoryAccess& access);
   void CheckElsewhere(const MemoryAccess& access);
   [[noreturn]] void Leave(const MemoryAccess& access);
   void Report(FindingKind kind, const MemoryAccess& access, const char* rest);
@@ -85,6 +102,7 @@ class Checker {
   uintptr_t parameters_ = 0;
   size_t parameter_bytes_ = 0;
   std::vector<Segment> segments_;
+  std::vector<Index3> blocks_;  // of this launch, in the order in which they run
 };
 
 }  // namespace cuda_simulator

@@ -78,7 +78,8 @@ constexpr int warpSize = 32;
 
 // ---- Barriers and warps ----
 
-void __syncthreads();
+// The arguments are the place of the call in the source.
+void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE());
 void __syncwarp(unsigned mask = ~0u);
 
 // The operation of a meeting. One of the lanes that met calls it with the arguments of all of
@@ -129,7 +130,8 @@ inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == mask;
 }
 
-inline void __threadfence() {}
+// Orders what comes before it for those other blocks that see a later atomic operation of the thread.
+void __threadfence();
 inline void __threadfence_block() {}
 
 // ---- Asynchronous copies: <cuda_pipeline.h> ----
@@ -328,6 +330,7 @@ struct LaunchShape {
   dim3 grid;
   dim3 block;
   size_t shared_bytes = 0;  // dynamic
+  const void* kernel = nullptr;
 };
 // Runs `body(context)` once for every thread of the grid. Kernels may read the context's bytes.
 cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
@@ -347,7 +350,17 @@ cudaError_t LaunchKernel(const char* name, void (*kernel)(Parameters...), const 
     }
   };
   Call call{kernel, std::tuple<Parameters...>(arguments...)};
-  return LaunchBody(name, shape, &Call::Run, &call, sizeof(call));
+  LaunchShape shape_of_kernel = shape;
+  shape_of_kernel.kernel = reinterpret_cast<const void*>(kernel);
+  return LaunchBody(name, shape_of_kernel, &Call::Run, &call, sizeof(call));
+}
+
+cudaError_t SetMaxDynamicShared(const void* kernel, int bytes);
+// Admits launches of the kernel with that much dynamic shared memory. Whether a GPU has it, the
+// launch says.
+template <class... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribute, int value) {
+  return SetMaxDynamicShared(reinterpret_cast<const void*>(kernel), value);
 }
 
 // Returns the block's dynamic shared memory, aligned to 128 bytes.

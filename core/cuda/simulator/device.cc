@@ -13,7 +13,11 @@ int LaneId() { return running_machine->block.running() % kWarp; }
 
 void* DynamicSharedBytes() { return running_machine->checker.dynamic_shared(); }
 
-void __syncthreads() { running_machine->block.WaitAtBarrier(__builtin_return_address(0)); }
+void __syncthreads(const char* file, int line) {
+  running_machine->block.WaitAtBarrier(__builtin_return_address(0), file, line);
+}
+
+void __threadfence() { running_machine->checker.Fence(); }
 
 void MeetInWarp(const char* name, unsigned mask, void* argument, Collective complete) {
   running_machine->block.MeetInWarp({name, mask, argument, complete, __builtin_return_address(0)});

@@ -22,6 +22,10 @@ bool DeviceMemory::Remove(uintptr_t begin) {
   return buffers_.erase(begin) > 0;
 }
 
+void DeviceMemory::ForgetAccesses() {
+  for (auto& [begin, buffer] : buffers_) buffer.ForgetAccesses();
+}
+
 DeviceBufferShadow* DeviceMemory::Find(uintptr_t address) {
   auto next = buffers_.upper_bound(address);
   if (next == buffers_.begin()) return nullptr;

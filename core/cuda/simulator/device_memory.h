@@ -1,4 +1,5 @@
-// Records the buffers of device memory by address, and which of their bytes have been written.
+// Records the buffers of device memory by address, which of their bytes have been written, and the
+// accesses of the running launch.
 #ifndef TFB_CORE_CUDA_SIMULATOR_DEVICE_MEMORY_H_
 #define TFB_CORE_CUDA_SIMULATOR_DEVICE_MEMORY_H_
 
@@ -9,6 +10,10 @@
 #include <map>
 #include <string>
 #include <vector>
+
+#include "core/cuda/simulator/device_shadow.h"
+#include "core/cuda/simulator/order.h"
+#include "core/cuda/simulator/releases.h"
 
 namespace cuda_simulator {
 
@@ -36,6 +41,16 @@ class DeviceBufferShadow {
   void SetWritten(uintptr_t address, size_t bytes) {
     if (!written_.empty()) MarkWritten(address - begin_, bytes);
   }
+  // Check and record an access of the running thread, see DeviceShadow.
+  DeviceShadow::Conflict Access(const Order& order, const Releases& releases, uintptr_t address,
+                                size_t bytes, AccessKind kind) {
+    return accesses_.Access(order, releases, address - begin_, bytes, bytes_, kind);
+  }
+  template <AccessKind kKind, size_t kBytes>
+  bool AccessQuickly(const Order& order, uintptr_t address) {
+    return accesses_.AccessQuickly<kKind, kBytes>(order, address - begin_);
+  }
+  void ForgetAccesses() { accesses_.Reset(); }
 
  private:
   void MarkWritten(size_t offset, size_t bytes);
@@ -43,12 +58,14 @@ class DeviceBufferShadow {
   uintptr_t begin_ = 0;
   size_t bytes_ = 0;
   std::vector<uint8_t> written_;  // one per byte; empty where all are written
+  DeviceShadow accesses_;
 };
 
 class DeviceMemory {
  public:
   void Add(uintptr_t begin, size_t bytes, bool written);
   bool Remove(uintptr_t begin);  // returns false where there is no such buffer
+  void ForgetAccesses();         // after a reset of the order
 
   // Returns the buffer that contains the address if it was found recently, else null.
   DeviceBufferShadow* FindRecent(uintptr_t address) const {

@@ -5,10 +5,12 @@
 namespace cuda_simulator {
 namespace {
 
-// It is not inlined, so that the usual path needs no more registers than a caller leaves.
-__attribute__((noinline)) void NoteUnusual(AccessKind kind, uintptr_t address, size_t bytes,
-                                           const void* site) {
-  running_machine->checker.Check({address, bytes, kind, site});
+// It is not inlined, so that the path of shared memory needs no more registers than a caller leaves.
+template <AccessKind kKind, size_t kBytes>
+__attribute__((noinline)) void NoteElsewhere(uintptr_t address, const void* site) {
+  Checker& checker = running_machine->checker;
+  if (checker.CheckDeviceQuickly<kKind, kBytes>(address)) return;
+  checker.Check({address, kBytes, kKind, site});
 }
 
 template <AccessKind kKind, size_t kBytes>
@@ -16,8 +18,8 @@ inline void NoteQuickly(void* address, const void* site) {
   Machine* machine = running_machine;
   const uintptr_t place = reinterpret_cast<uintptr_t>(address);
   if (machine == nullptr || machine->block.stacks().Contains(place)) return;
-  if (machine->checker.CheckQuickly<kKind, kBytes>(place)) return;
-  NoteUnusual(kKind, place, kBytes, site);
+  if (machine->checker.CheckSharedQuickly<kKind, kBytes>(place)) return;
+  NoteElsewhere<kKind, kBytes>(place, site);
 }
 
 }  // namespace

@@ -113,11 +113,21 @@ Image ImageOf(uintptr_t address) {
   return image;
 }
 
-Variable StaticVariableAt(uintptr_t address) {
-  const Image image = ImageOf(address);
+namespace {
+
+struct Symbol {
+  const char* name;  // in the program's form
+  uintptr_t begin;
+  size_t bytes;
+  int type;
+};
+
+// Calls visit(symbol) for the symbols of an image until it returns true.
+template <class VisitSymbol>
+void VisitSymbols(const Image& image, const VisitSymbol& visit) {
   const MappedFile file(image.path);
   const auto* header = file.At<ElfW(Ehdr)>(0, 1);
-  if (header == nullptr || std::memcmp(header->e_ident, ELFMAG, SELFMAG) != 0) return {};
+  if (header == nullptr || std::memcmp(header->e_ident, ELFMAG, SELFMAG) != 0) return;
   const auto* sections = file.At<ElfW(Shdr)>(header->e_shoff, header->e_shnum);
   for (int s = 0; sections != nullptr && s < header->e_shnum; ++s) {
     const auto& section = sections[s];
@@ -128,14 +138,45 @@ Variable StaticVariableAt(uintptr_t address) {
     const char* text = file.At<char>(names.sh_offset, names.sh_size);
     for (size_t i = 0; symbols != nullptr && text != nullptr && i < count; ++i) {
       const auto& symbol = symbols[i];
-      const uintptr_t begin = image.base + symbol.st_value;
-      const bool is_variable = (symbol.st_info & 0xf) == STT_OBJECT;
-      if (!is_variable || address - begin >= symbol.st_size) continue;
-      if (symbol.st_name < names.sh_size)
-        return {NameInSource(text + symbol.st_name), begin, symbol.st_size};
+      if (symbol.st_name >= names.sh_size) continue;
+      if (visit(Symbol{text + symbol.st_name, image.base + symbol.st_value, symbol.st_size,
+                       symbol.st_info & 0xf})) {
+        return;
+      }
     }
   }
-  return {};
+}
+
+}  // namespace
+
+Variable StaticVariableAt(uintptr_t address) {
+  Variable variable;
+  VisitSymbols(ImageOf(address), [&](const Symbol& symbol) {
+    if (symbol.type != STT_OBJECT || address - symbol.begin >= symbol.bytes) return false;
+    variable = {NameInSource(symbol.name), symbol.begin, symbol.bytes};
+    return true;
+  });
+  return variable;
+}
+
+size_t BytesOfStaticVariablesIn(uintptr_t function) {
+  const Image image = ImageOf(function);
+  std::string prefix;  // "_ZZN3tfb6ReduceEPKfE" for the function "_ZN3tfb6ReduceEPKf"
+  VisitSymbols(image, [&](const Symbol& symbol) {
+    const bool is_it = symbol.type == STT_FUNC && symbol.begin == function &&
+                       std::strncmp(symbol.name, "_Z", 2) == 0;
+    if (is_it) prefix = "_ZZ" + std::string(symbol.name + 2) + "E";
+    return is_it;
+  });
+  size_t bytes = 0;
+  if (prefix.empty()) return bytes;
+  VisitSymbols(image, [&](const Symbol& symbol) {
+    const bool is_one =
+        symbol.type == STT_OBJECT && std::strncmp(symbol.name, prefix.c_str(), prefix.size()) == 0;
+    if (is_one) bytes += symbol.bytes;
+    return false;
+  });
+  return bytes;
 }
 
 }  // namespace cuda_simulator

@@ -34,6 +34,11 @@ struct Variable {
 };
 Variable StaticVariableAt(uintptr_t address);
 
+// Returns the bytes of the static variables of the function at an address, in which a kernel's
+// __shared__ variables are; not of those of functions that it calls. It is 0 where the program has
+// no symbols.
+size_t BytesOfStaticVariablesIn(uintptr_t function);
+
 }  // namespace cuda_simulator
 
 #endif  // TFB_CORE_CUDA_SIMULATOR_IMAGES_H_

@@ -1,9 +1,11 @@
 // Implements launches, and the functions that simulator.h declares.
-#include <algorithm>
+#include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <utility>
 
 #include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/images.h"
 #include "core/cuda/simulator/machine.h"
 #include "core/cuda/simulator/runtime_error.h"
 
@@ -36,10 +38,38 @@ std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
                   static_cast<unsigned long long>(limit.value),
                   static_cast<unsigned long long>(limit.most));
   }
-  const size_t most = std::min(settings.max_shared_bytes_per_block, Checker::kDynamicCapacity);
-  if (shape.shared_bytes <= most) return "";
-  return Format("dynamic shared memory is %zu bytes a block; allowed are %zu", shape.shared_bytes,
-                most);
+  return "";
+}
+
+// Returns the bytes of the kernel's own __shared__ variables.
+size_t StaticSharedBytes(const void* kernel) {
+  static auto* known = new std::map<const void*, size_t>;  // guarded by the machine's mutex
+  const auto [place, is_new] = known->emplace(kernel, 0);
+  if (is_new) place->second = BytesOfStaticVariablesIn(reinterpret_cast<uintptr_t>(kernel));
+  return place->second;
+}
+
+// Returns why a GPU refuses a block's shared memory; empty where it does not.
+std::string CheckShared(const LaunchShape& shape, const Machine& machine) {
+  const Gpu& gpu = machine.settings.gpu;
+  const size_t without_opt_in = 48 << 10;
+  const size_t dynamic_bytes = shape.shared_bytes;
+  // The compiler admits no more static memory than that.
+  if (dynamic_bytes == 0) return "";
+  const size_t static_bytes = StaticSharedBytes(shape.kernel);
+  const size_t bytes = dynamic_bytes + static_bytes;
+  const auto opted_in = machine.max_dynamic_shared.find(shape.kernel);
+  const bool is_opted_in =
+      opted_in != machine.max_dynamic_shared.end() && dynamic_bytes <= opted_in->second;
+  const size_t most = is_opted_in || dynamic_bytes > gpu.max_shared_bytes_per_block
+                          ? gpu.max_shared_bytes_per_block
+                          : without_opt_in;
+  if (bytes <= most && bytes <= Checker::kDynamicCapacity) return "";
+  return Format("shared memory is %zu bytes a block, of which %zu are dynamic; %s allows %zu%s",
+                bytes, dynamic_bytes, gpu.name, most,
+                most == without_opt_in
+                    ? " without cudaFuncAttributeMaxDynamicSharedMemorySize of as many"
+                    : "");
 }
 
 // The blocks of a grid in the order n -> (n * step + first) mod count, step coprime to count: any
@@ -81,8 +111,9 @@ void RunBlocks(Machine* machine, const LaunchShape& shape) {
   for (uint64_t n = 0; n < order.count() && !machine->findings.is_full(); ++n) {
     ++machine->counts.blocks;
     machine->counts.threads += uint64_t{shape.block.x} * shape.block.y * shape.block.z;
-    machine->checker.StartBlock();
-    if (!machine->block.Run(order.At(n))) break;
+    const Index3 index = order.At(n);
+    machine->checker.StartBlock(index);
+    if (!machine->block.Run(index)) break;
   }
   running_machine = nullptr;
 }
@@ -105,7 +136,8 @@ cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const Launch
   FindingLog& findings = machine->findings;
   findings.StartLaunch(kernel_name, machine->settings.max_findings);
   ++machine->counts.launches;
-  const std::string wrong = CheckShape(shape, machine->settings);
+  std::string wrong = CheckShape(shape, machine->settings);
+  if (wrong.empty()) wrong = CheckShared(shape, *machine);
   if (wrong.empty()) {
     current_grid_shape = {shape.grid.x, shape.grid.y, shape.grid.z};
     machine->checker.StartLaunch(shape.shared_bytes, context, context_bytes);
@@ -138,6 +170,30 @@ cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (
   }
   if (on_launch != nullptr) on_launch(false);
   return error;
+}
+
+cudaError_t SetMaxDynamicShared(const void* kernel, int bytes) {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  TheMachine().max_dynamic_shared[kernel] = static_cast<size_t>(bytes);
+  return cudaSuccess;
+}
+
+const Gpu* FindGpu(const std::string& name) {
+  for (const Gpu& gpu : kGpus) {
+    if (name == gpu.name) return &gpu;
+  }
+  return nullptr;
+}
+
+Gpu GpuOfEnvironment() {
+  const char* name = std::getenv("CUDA_SIMULATOR_GPU");
+  const Gpu* gpu = FindGpu(name == nullptr ? "sm_90" : name);
+  if (gpu == nullptr) {
+    std::fprintf(stderr, "CUDA_SIMULATOR_GPU: unknown GPU \"%s\"; known are sm_80, sm_89, sm_90\n",
+                 name);
+    std::exit(EXIT_FAILURE);
+  }
+  return *gpu;
 }
 
 uint64_t SeedOfEnvironment() {

@@ -2,6 +2,7 @@
 #ifndef TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 #define TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 
+#include <map>
 #include <mutex>
 #include <string>
 
@@ -32,6 +33,8 @@ struct Machine {
   FindingLog findings;
   Checker checker;
   Block block;
+  // The most dynamic shared memory of kernels that cudaFuncSetAttribute was called for.
+  std::map<const void*, size_t> max_dynamic_shared;
   std::string failure;  // a kernel's error where errors are deferred: every later call returns it
 };
 

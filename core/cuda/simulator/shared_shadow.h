@@ -14,10 +14,6 @@
 
 namespace cuda_simulator {
 
-// The kind of an access. An asynchronous copy writes its destination at any time between its begin
-// and its end.
-enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopyBegin, kCopyEnd };
-
 // A cell stands for 4 aligned bytes until an access touches only some of them; from then on, until
 // the next launch, each byte has a cell. So threads may use neighbouring bytes independently.
 //

@@ -45,6 +45,27 @@ struct Finding {
   std::string message;  // "Reduce, block (0, 0, 0), thread (3, 0, 0), reduce.cu:17: reads 4 ..."
 };
 
+// What distinguishes the GPUs for which kernels are compiled, as far as a launch can exceed it.
+struct Gpu {
+  const char* name;  // "sm_90"
+  int compute_capability_major;
+  int compute_capability_minor;
+  // Static and dynamic shared memory of a block, of which more than 48 KiB need
+  // cudaFuncAttributeMaxDynamicSharedMemorySize.
+  size_t max_shared_bytes_per_block;
+};
+// CUDA C++ programming guide, "Technical Specifications per Compute Capability".
+constexpr Gpu kGpus[] = {
+    {"sm_80", 8, 0, 163 << 10},  // A100
+    {"sm_89", 8, 9, 99 << 10},   // L40, RTX 4090
+    {"sm_90", 9, 0, 227 << 10},  // H100, H200
+};
+// Returns the GPU of that name; null where there is none.
+const Gpu* FindGpu(const std::string& name);
+// Returns the GPU that $CUDA_SIMULATOR_GPU names, otherwise sm_90. Ends the program where it names
+// an unknown one.
+Gpu GpuOfEnvironment();
+
 // Returns $CUDA_SIMULATOR_SEED where that is a number, otherwise 1.
 uint64_t SeedOfEnvironment();
 
@@ -56,8 +77,7 @@ struct Settings {
   // where continuing would access memory that is not the kernel's.
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;  // stack of one CUDA thread
-  // Limit of dynamic shared memory; Hopper's by default.
-  size_t max_shared_bytes_per_block = 227 << 10;
+  Gpu gpu = GpuOfEnvironment();
   // Limit on blocks; tests lower it to find kernels that would exceed it.
   unsigned max_grid_yz = 65535;
   // Whether errors are reported as on a GPU: not by the launch of the failing kernel but by the

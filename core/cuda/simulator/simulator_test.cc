@@ -261,6 +261,59 @@ TEST(Race, MisusedAsynchronousCopiesAreFound) {
 
 TEST(Race, OverlappingBytesAreFound) { Find("WriteBytes", FindingKind::kRace); }
 
+TEST(RaceInDeviceMemory, BlocksThatWriteOrReadWhatAnotherWritesAreFoundWhateverTheOrder) {
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    ConfigureSeed(seed);
+    Finding finding = Find("ReadWhatOtherBlockWrote", FindingKind::kRace);
+    const bool reads = finding.block.x == 1;  // or the other block ran last, and writes
+    const std::string other = "of block (" + std::to_string(reads ? 0 : 1) + ", 0, 0)";
+    EXPECT_THAT(finding.message,
+                AllOf(HasSubstr(reads ? "reads 4 bytes" : "writes 4 bytes"), HasSubstr(other),
+                      HasSubstr(reads ? "wrote in the same launch" : "read in the same launch")));
+    EXPECT_THAT(finding.message, HasSubstr("which thread (" + std::to_string(finding.thread.x) +
+                                           ", 0, 0) " + other));
+    Find("ShiftFromBlockToBlock", FindingKind::kRace);
+    Find("LastWriterWins", FindingKind::kRace);
+    Find("ReadBesideAtomicsOfBlocks", FindingKind::kRace);
+    finding = Find("WriteBytesOfOtherBlock", FindingKind::kRace);
+    EXPECT_THAT(finding.message, HasSubstr("writes 1 bytes"));
+  }
+  Configure({});
+}
+
+TEST(RaceInDeviceMemory, ThreadsOfABlockWithNoBarrierBetweenAreFoundWhateverTheOrder) {
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    ConfigureSeed(seed);
+    EXPECT_THAT(Find("ExchangeInDeviceMemory", FindingKind::kRace).message,
+                HasSubstr("with no barrier between"));
+    const Finding finding = Find("WriteWhatOthersReadFromDevice", FindingKind::kRace);
+    EXPECT_THAT(finding.message,
+                AllOf(HasSubstr("at byte 0 of a buffer of 256 bytes, which thread "),
+                      HasSubstr("with no barrier between")));
+  }
+  Configure({});
+}
+
+TEST(RaceInDeviceMemory, ALastBlockWithoutItsFenceOrAtomicIsFound) {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    ConfigureSeed(seed);
+    for (const int wrong : {0, 1, 2}) {
+      Values values(false);
+      values.Upload(std::vector<float>(kValues));
+      ASSERT_NE(KernelsOn<BrokenKernels>(CudaTarget::kSimulator)
+                    .run("LastBlockSumsTooEarly", values.data(), wrong),
+                nullptr);
+      EXPECT_THAT(FindingsOf(FindingKind::kRace), SizeIs(Findings().size()));
+      if (wrong == 2) continue;  // the counter races, too
+      ASSERT_THAT(Findings(), SizeIs(1));
+      ExpectAt(Findings()[0], Findings()[0].block, {1, 0, 0});
+      EXPECT_THAT(Findings()[0].message,
+                  AllOf(HasSubstr("reads 4 bytes"), HasSubstr("which thread (0, 0, 0) of block ")));
+    }
+  }
+  Configure({});
+}
+
 TEST(DivergentBarrier, AThreadThatHasReturnedIsNamed) {
   const Finding finding = Find("ReturnBeforeBarrier", FindingKind::kDivergentBarrier);
   EXPECT_THAT(finding.message, AllOf(HasSubstr("waits at __syncthreads, which 63 of 64 threads "),
@@ -273,6 +326,49 @@ TEST(DivergentBarrier, MeetingsThatCannotBeCompleteAreNamed) {
                     HasSubstr("which waits at __syncthreads")));
   EXPECT_THAT(Find("DifferentMasks", FindingKind::kDivergentBarrier).message,
               AllOf(HasSubstr("(mask 000000ff)"), HasSubstr("(mask 0000000f)")));
+}
+
+// Returns "broken_kernels.cu:12" and "broken_kernels.cu:15" of a text with two such places.
+std::vector<std::string> PlacesIn(const std::string& text) {
+  std::vector<std::string> places;
+  const std::string file = "broken_kernels.cu:";
+  for (size_t at = text.find(file); at != std::string::npos; at = text.find(file, at + 1)) {
+    const size_t end = text.find_first_not_of("0123456789", at + file.size());
+    places.push_back(text.substr(at, end - at));
+  }
+  return places;
+}
+
+TEST(DivergentBarrier, BothBarriersAtWhichThreadsWaitAreNamed) {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    ConfigureSeed(seed);
+    const Finding finding = Find("BarriersOfTwoBranches", FindingKind::kDivergentBarrier);
+    ExpectAt(finding, {0, 0, 0}, {16, 0, 0});
+    const size_t what = finding.message.find("waits at the __syncthreads of ");
+    ASSERT_NE(what, std::string::npos) << finding.message;
+    EXPECT_THAT(finding.message, HasSubstr("while thread (0, 0, 0) waits at that of "));
+    const std::vector<std::string> places = PlacesIn(finding.message.substr(what));
+    ASSERT_THAT(places, SizeIs(2)) << finding.message;
+    const auto line = [](const std::string& place) {
+      return std::stoi(place.substr(place.find(':') + 1));
+    };
+    EXPECT_EQ(line(places[0]) - line(places[1]), 3) << finding.message;
+    EXPECT_THAT(Findings(), SizeIs(1));
+  }
+  Configure({});
+}
+
+TEST(DivergentBarrier, TwoInlinedCallsOfAFunctionWithABarrierAreTwoBarriers) {
+  if (std::system("addr2line --version > /dev/null 2>&1") != 0) {
+    GTEST_SKIP() << "no addr2line: binutils is not installed";
+  }
+  const Finding finding = Find("BarrierOfTwoCalls", FindingKind::kDivergentBarrier);
+  ExpectAt(finding, {0, 0, 0}, {1, 0, 0});
+  const std::vector<std::string> places =
+      PlacesIn(finding.message.substr(finding.message.find("waits at the __syncthreads of ")));
+  ASSERT_THAT(places, SizeIs(4)) << finding.message;  // the barrier and its call, twice
+  EXPECT_EQ(places[0], places[2]);
+  EXPECT_NE(places[1], places[3]);
 }
 
 TEST(DivergentBarrier, MatrixInstructionsNeedAWholeWarp) {
@@ -298,8 +394,10 @@ TEST(LaneOutsideMask, ShufflesFromAndByOutsidersAreFound) {
 TEST(BadLaunch, LimitsAreThoseOfAGpu) {
   EXPECT_THAT(Find("TooManyThreads", FindingKind::kBadLaunch).message,
               HasSubstr("blockDim.x is 1025; allowed is 1 to 1024"));
-  EXPECT_THAT(Find("TooMuchShared", FindingKind::kBadLaunch).message,
-              HasSubstr("dynamic shared memory is 232449 bytes a block; allowed are 232448"));
+  EXPECT_THAT(
+      Find("TooMuchShared", FindingKind::kBadLaunch).message,
+      HasSubstr("shared memory is 232449 bytes a block, of which 232449 are dynamic; sm_90 allows "
+                "232448"));
   const auto launch = [](const dim3& grid, const dim3& block) {
     return cuda_simulator::LaunchBody(
         "Nothing", {grid, block, 0}, [](void*) {}, nullptr, 0);
@@ -310,6 +408,64 @@ TEST(BadLaunch, LimitsAreThoseOfAGpu) {
   EXPECT_EQ(launch(dim3(1), dim3(32, 33)), cudaErrorInvalidConfiguration);
   EXPECT_EQ(launch(dim3(1), dim3(1, 1, 65)), cudaErrorInvalidConfiguration);
   EXPECT_EQ(launch(dim3(0), dim3(1)), cudaErrorInvalidConfiguration);
+}
+
+void ConfigureGpu(const char* name) {
+  Settings settings;
+  settings.gpu = *cuda_simulator::FindGpu(name);
+  Configure(settings);
+}
+
+TEST(BadLaunch, ABlockHasTheSharedMemoryOfTheGpu) {
+  const std::pair<const char*, int> limits[] = {
+      {"sm_80", 163 << 10}, {"sm_89", 99 << 10}, {"sm_90", 227 << 10}};
+  for (const auto& [gpu, limit] : limits) {
+    ConfigureGpu(gpu);
+    EXPECT_EQ(
+        CudaRuntime::For(Device::kSimulator).value()->properties().shared_memory_bytes_per_block,
+        limit);
+    // The kernel has 256 bytes of static memory, too.
+    EXPECT_EQ(RunBroken("StaticAndDynamicShared", limit - 256), nullptr) << gpu;
+    EXPECT_THAT(Find("StaticAndDynamicShared", FindingKind::kBadLaunch, limit - 255).message,
+                HasSubstr("shared memory is " + std::to_string(limit + 1) +
+                          " bytes a block, of which " + std::to_string(limit - 255) +
+                          " are dynamic; " + gpu + " allows " + std::to_string(limit)));
+    // Launch opts in for more than 48 KiB of dynamic memory, and so leaves out the static.
+    EXPECT_EQ(RunBroken("StaticAndDynamicShared", (48 << 10) - 256), nullptr);
+  }
+  Configure({});
+  EXPECT_EQ(cuda_simulator::FindGpu("sm_70"), nullptr);
+}
+
+TEST(BadLaunch, MoreThan48KiBOfSharedMemoryNeedAnOptIn) {
+  using Kernel = void (*)(int);
+  const Kernel nothing = [](int) {};
+  const auto launch = [&](size_t bytes) {
+    return cuda_simulator::LaunchKernel("Nothing", nothing, {dim3(1), dim3(1), bytes}, 0);
+  };
+  EXPECT_EQ(launch(48 << 10), cudaSuccess);
+  EXPECT_EQ(launch((48 << 10) + 1), cudaErrorInvalidConfiguration);
+  EXPECT_THAT(Findings()[0].message,
+              HasSubstr("sm_90 allows 49152 without cudaFuncAttributeMaxDynamicSharedMemorySize"));
+  EXPECT_EQ(cuda_simulator::cudaFuncSetAttribute(
+                nothing, cuda_simulator::cudaFuncAttributeMaxDynamicSharedMemorySize, 64 << 10),
+            cudaSuccess);
+  EXPECT_EQ(launch(64 << 10), cudaSuccess);
+  EXPECT_EQ(launch((64 << 10) + 1), cudaErrorInvalidConfiguration);
+}
+
+TEST(BadLaunch, TheEnvironmentChoosesTheGpu) {
+  const char* before = std::getenv("CUDA_SIMULATOR_GPU");
+  const std::string kept = before == nullptr ? "" : before;
+  unsetenv("CUDA_SIMULATOR_GPU");
+  EXPECT_STREQ(Settings().gpu.name, "sm_90");
+  setenv("CUDA_SIMULATOR_GPU", "sm_89", 1);
+  EXPECT_EQ(Settings().gpu.max_shared_bytes_per_block, 99u << 10);
+  setenv("CUDA_SIMULATOR_GPU", "sm_75", 1);
+  EXPECT_EXIT(Settings(), testing::ExitedWithCode(EXIT_FAILURE),
+              "CUDA_SIMULATOR_GPU: unknown GPU \"sm_75\"; known are sm_80, sm_89, sm_90");
+  unsetenv("CUDA_SIMULATOR_GPU");
+  if (before != nullptr) setenv("CUDA_SIMULATOR_GPU", kept.c_str(), 1);
 }
 
 TEST(StackOverflow, IsFoundInItsThread) {
@@ -402,9 +558,8 @@ TEST(Order, AResultThatDependsOnItShows) {
   const Values values(true);
   for (uint64_t seed = 1; seed <= 32; ++seed) {
     ConfigureSeed(seed);
-    ASSERT_EQ(
-        KernelsOn<BrokenKernels>(CudaTarget::kSimulator).run("LastWriterWins", values.data(), 0),
-        nullptr);
+    const auto& kernels = KernelsOn<BrokenKernels>(CudaTarget::kSimulator);
+    ASSERT_THAT(kernels.run("LastWriterWins", values.data(), 0), HasSubstr(" wrote "));
     results.insert(values.Download()[0]);
   }
   Configure({});
@@ -486,6 +641,8 @@ TEST(Sound, LanesAndWarpsThatReturnOrAreNotThere) {
 TEST(Sound, SharedMemory) {
   ExpectSound("StaticAndDynamicShared", 64, [](int i) { return In(63 - i) - 2 * In(i); });
   ExpectSound("ReadByAllThenWrite", 64, [](int) { return 10.0f; });
+  ExpectSound("BarrierBetweenBranches", 64,
+              [](int i) { return i < 10 ? In(i) + In(63 - i) : 0.0f; });
   ExpectSound("NeighbouringBytes", 64,
               [](int i) { return In(i ^ 1) + 3 * In(i ^ 2) + 3 * In(i / 4 * 4); });
 }
@@ -494,18 +651,37 @@ TEST(Sound, Atomics) {
   ExpectSound("Atomics", 64, [](int i) { return 64 + 1 + 64 + 2080.0f + (i < 32 ? 64.0f : 0.0f); });
 }
 
-TEST(Sound, TheLastBlockMaySumUp) {
+// The same with outputs that are 0 before.
+void ExpectSoundOnZeros(const char* kernel, int outputs, const std::function<float(int)>& expected,
+                        int first = 0) {
   const Values input(true);
   for (uint64_t seed = 1; seed <= 12; ++seed) {
     ConfigureSeed(seed);
     Values output(false);
     output.Upload(std::vector<float>(kValues));
-    ASSERT_EQ(KernelsOn<SoundKernels>(CudaTarget::kSimulator)
-                  .run("LastBlockSums", input.data(), output.data()),
-              nullptr);
-    EXPECT_EQ(output.Download()[0], 36);
+    const char* error =
+        KernelsOn<SoundKernels>(CudaTarget::kSimulator).run(kernel, input.data(), output.data());
+    ASSERT_EQ(error, nullptr) << error;
+    const std::vector<float> result = output.Download();
+    for (int i = first; i < first + outputs; ++i) ASSERT_EQ(result[i], expected(i)) << "at " << i;
   }
   Configure({});
+}
+
+TEST(Sound, TheLastBlockMaySumUp) {
+  ExpectSoundOnZeros("LastBlockSums", 1, [](int) { return 36.0f; });
+  ExpectSoundOnZeros(
+      "LastBlockSumsInTwoSteps", 4,
+      [](int i) { return i == 3   ? 528.0f
+                         : i == 4 ? 136.0f
+                         : i == 5 ? 392.0f
+                                  : 33.0f; }, 3);
+}
+
+TEST(Sound, DeviceMemory) {
+  ExpectSound("ExchangeInDeviceMemory", 64, [](int i) { return In(i ^ 14); });
+  ExpectSound("WriteNeighbouringBytes", 64, In);
+  ExpectSoundOnZeros("AddAtomicallyFromAllBlocks", 1, [](int) { return 144.0f; });
 }
 
 TEST(Sound, AsynchronousCopies) {

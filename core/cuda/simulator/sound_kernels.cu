@@ -144,6 +144,20 @@ __global__ void ReadByAllThenWrite(const float* input, float* output) {
   output[t] = sum;
 }
 
+// The compiler may copy a barrier between two branches on one condition, so that threads wait at
+// different addresses.
+__global__ void BarrierBetweenBranches(const float* input, float* output) {
+  __shared__ float shared[64];
+  const unsigned t = threadIdx.x;
+  const bool first = t < 10;
+  float sum = 0;
+  if (first) sum = input[t];
+  shared[t] = input[t] + sum;
+  __syncthreads();
+  if (first) sum += shared[63 - t];
+  output[t] = sum;
+}
+
 // Different threads write, read and write again neighbours of 1 and 2 bytes.
 __global__ void NeighbouringBytes(const float* input, float* output) {
   __shared__ unsigned char bytes[64];
@@ -202,6 +216,68 @@ __global__ void LastBlockSums(const float* input, float* output) {
   float sum = 0;
   for (unsigned block = 0; block < gridDim.x; ++block) sum += output[1 + block];
   output[0] = sum;
+}
+
+// The same with more threads: all of a block write, one passes their results on, and another sums.
+// The last block of each half sums the half, and the last of these two sums the halves: the order
+// goes through two counters.
+__global__ void LastBlockSumsInTwoSteps(const float* input, float* output) {
+  __shared__ bool is_last;
+  const unsigned t = threadIdx.x, half = blockIdx.x / 4;
+  unsigned* finished = reinterpret_cast<unsigned*>(output);
+  float* sums = output + 8;
+  if (t < 4) sums[blockIdx.x * 4 + t] = input[blockIdx.x * 4 + t];
+  __syncthreads();
+  const auto is_last_of = [&](unsigned counter, unsigned count) {
+    if (t == 31) {
+      __threadfence();
+      is_last = atomicAdd(finished + counter, 1u) == count - 1;
+    }
+    __syncthreads();
+    return is_last;
+  };
+  if (!is_last_of(half, 4)) return;
+  if (t == 0) {
+    output[4 + half] = 0;
+    for (unsigned i = 0; i < 16; ++i) output[4 + half] += sums[half * 16 + i];
+  }
+  __syncthreads();
+  if (!is_last_of(2, 2) || t != 7) return;
+  output[3] = output[4] + output[5];
+  output[6] = sums[0] + sums[31];  // through both counters
+}
+
+// ---- Device memory ----
+
+// Threads exchange values through device memory, in the block and in a warp; blocks use
+// neighbouring bytes.
+__global__ void ExchangeInDeviceMemory(const float* input, float* output) {
+  const unsigned t = threadIdx.x, n = blockIdx.x * blockDim.x + t;
+  output[n] = input[n];
+  __syncthreads();
+  const float other = output[n ^ 15];
+  __syncthreads();
+  output[n] = other;
+  __syncwarp();
+  const float next = output[n ^ 1];
+  __syncwarp();
+  output[n] = next;
+}
+
+__global__ void WriteNeighbouringBytes(const float* input, float* output) {
+  const unsigned t = threadIdx.x, block = blockIdx.x;
+  for (unsigned i = 2 * t; i < 2 * t + 2; ++i) {
+    reinterpret_cast<unsigned char*>(output)[block * 4 + i] =
+        static_cast<unsigned char>(__float_as_uint(input[block]) >> 8 * i);
+  }
+  reinterpret_cast<unsigned short*>(output)[64 + block * 2 + t] =
+      static_cast<unsigned short>(__float_as_uint(input[32 + block]) >> 16 * t);
+}
+
+// All blocks add to one number, after each has read it atomically.
+__global__ void AddAtomicallyFromAllBlocks(const float* input, float* output) {
+  const float before = atomicAdd(output, 0.0f);
+  atomicAdd(output, input[threadIdx.x] + before * 0);
 }
 
 // ---- Asynchronous copies ----
@@ -371,7 +447,7 @@ const char* LaunchSyncOften(float* output, int count) {
 __global__ void ShuffleOften(float* output, int count) {
   float sum = static_cast<float>(threadIdx.x);
   for (int i = 0; i < count; ++i) sum = 1 - __shfl_xor_sync(~0u, sum, 1);
-  output[threadIdx.x % 64] = sum;
+  if (threadIdx.x < 64) output[threadIdx.x] = sum;
 }
 const char* LaunchShuffleOften(float* output, int count) {
   return Launch("ShuffleOften", &ShuffleOften, KernelShape{dim3(1), dim3(256)}, nullptr, output,
@@ -407,9 +483,14 @@ const struct {
     {"WarpsReturnEarly", &LaunchOf<&WarpsReturnEarly, 1, 64>},
     {"StaticAndDynamicShared", &LaunchOf<&StaticAndDynamicShared, 1, 64, 64 * sizeof(float)>},
     {"ReadByAllThenWrite", &LaunchOf<&ReadByAllThenWrite, 1, 64>},
+    {"BarrierBetweenBranches", &LaunchOf<&BarrierBetweenBranches, 1, 64>},
     {"NeighbouringBytes", &LaunchOf<&NeighbouringBytes, 1, 64>},
     {"Atomics", &LaunchOf<&Atomics, 1, 64>},
     {"LastBlockSums", &LaunchOf<&LastBlockSums, 8, 32>},
+    {"LastBlockSumsInTwoSteps", &LaunchOf<&LastBlockSumsInTwoSteps, 8, 32>},
+    {"ExchangeInDeviceMemory", &LaunchOf<&ExchangeInDeviceMemory, 4, 16>},
+    {"WriteNeighbouringBytes", &LaunchOf<&WriteNeighbouringBytes, 32, 2>},
+    {"AddAtomicallyFromAllBlocks", &LaunchOf<&AddAtomicallyFromAllBlocks, 4, 8>},
     {"DoubleBuffered", &LaunchOf<&DoubleBuffered, 1, 64>},
     {"CopyWithZeros", &LaunchOf<&CopyWithZeros, 1, 64>},
     {"ThreeDimensions", &LaunchThreeDimensions},

@@ -50,10 +50,13 @@ std::string ShortLine(const std::string& line) {
   return text.rfind("cuda_runtime.h:", 0) == 0 ? "" : text;
 }
 
+// The lines of a call and of the inlined calls around it, innermost first.
+using Chain = std::vector<std::string>;
+
 // Parses addr2line's output: "0x00001234", followed by a line for each function inlined there,
 // innermost first.
-std::vector<std::string> ParseLines(const std::string& output, size_t count) {
-  std::vector<std::string> innermost(count), outermost(count);
+std::vector<Chain> ParseChains(const std::string& output, size_t count) {
+  std::vector<Chain> chains(count);
   size_t address = 0;  // counted from 1
   for (size_t begin = 0, end; begin < output.size(); begin = end + 1) {
     end = output.find('\n', begin);
@@ -64,25 +67,19 @@ std::vector<std::string> ParseLines(const std::string& output, size_t count) {
       continue;
     }
     const std::string text = ShortLine(line);
-    if (address == 0 || text.empty()) continue;
-    if (innermost[address - 1].empty()) innermost[address - 1] = text;
-    outermost[address - 1] = text;
+    if (address > 0 && !text.empty()) chains[address - 1].push_back(text);
   }
-  const auto file = [](const std::string& line) { return line.substr(0, line.find(':')); };
-  for (size_t i = 0; i < count; ++i) {
-    if (file(innermost[i]) != file(outermost[i])) innermost[i] += " from " + outermost[i];
-  }
-  return innermost;
+  return chains;
 }
 
-}  // namespace
-
-std::vector<std::string> SourceLines(const std::vector<const void*>& return_addresses) {
-  static auto* known = new std::map<uintptr_t, std::string>;
+// Returns the chain of each return address; it is empty where it is not known. A chain is looked up
+// once.
+std::vector<Chain> ChainsOf(const std::vector<const void*>& return_addresses) {
+  static auto* known = new std::map<uintptr_t, Chain>;
   std::map<std::string, std::vector<uintptr_t>> unknown;  // addresses by image
   for (const void* place : return_addresses) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(place);
-    if (address == 0 || !known->emplace(address, "").second) continue;
+    if (address == 0 || !known->emplace(address, Chain()).second) continue;
     unknown[ImageOf(address).path].push_back(address);
   }
   for (const auto& [path, addresses] : unknown) {
@@ -94,15 +91,37 @@ std::vector<std::string> SourceLines(const std::vector<const void*>& return_addr
       std::snprintf(text, sizeof(text), "0x%zx", address - ImageOf(address).base - 1);
       arguments.push_back(text);
     }
-    const std::vector<std::string> lines = ParseLines(OutputOf(arguments), addresses.size());
-    for (size_t i = 0; i < addresses.size(); ++i) (*known)[addresses[i]] = lines[i];
+    const std::vector<Chain> chains = ParseChains(OutputOf(arguments), addresses.size());
+    for (size_t i = 0; i < addresses.size(); ++i) (*known)[addresses[i]] = chains[i];
   }
-  std::vector<std::string> result;
+  std::vector<Chain> result;
   for (const void* place : return_addresses) {
-    const auto line = known->find(reinterpret_cast<uintptr_t>(place));
-    result.push_back(line == known->end() ? "" : line->second);
+    const auto chain = known->find(reinterpret_cast<uintptr_t>(place));
+    result.push_back(chain == known->end() ? Chain() : chain->second);
   }
   return result;
+}
+
+}  // namespace
+
+std::vector<std::string> SourceLines(const std::vector<const void*>& return_addresses) {
+  const auto file = [](const std::string& line) { return line.substr(0, line.find(':')); };
+  std::vector<std::string> lines;
+  for (const Chain& chain : ChainsOf(return_addresses)) {
+    std::string line = chain.empty() ? "" : chain.front();
+    if (!chain.empty() && file(line) != file(chain.back())) line += " from " + chain.back();
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string CallChain(const void* return_address) {
+  std::string text;
+  const std::vector<Chain> chains = ChainsOf({return_address});
+  for (const std::string& line : chains[0]) {
+    text += (text.empty() ? "" : " from ") + line;
+  }
+  return text;
 }
 
 }  // namespace cuda_simulator

@@ -12,6 +12,10 @@ namespace cuda_simulator {
 // once for each address; a line is empty where that is not installed or does not know the address.
 std::vector<std::string> SourceLines(const std::vector<const void*>& return_addresses);
 
+// Returns the line of a call and those of all inlined calls around it: "warp.cuh:12 from
+// flash.cuh:70 from flash.cu:88". It is empty where that is not known.
+std::string CallChain(const void* return_address);
+
 }  // namespace cuda_simulator
 
 #endif  // TFB_CORE_CUDA_SIMULATOR_SOURCE_LINE_H_
