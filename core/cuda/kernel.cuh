@@ -12,8 +12,9 @@
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
+#include <map>
 #include <mutex>
-#include <unordered_map>
+#include <utility>
 #else
 #include "core/cuda/simulator/cuda_runtime.h"
 #endif
@@ -75,15 +76,17 @@ constexpr int64_t BlocksInTurns(int64_t tasks, int64_t most = 65535) {
 }
 
 // Admits launches of the kernel with `bytes` bytes of dynamic shared memory, of which more than 48
-// KiB need an opt-in. A GPU's kernel is opted in once, and again only for more.
+// KiB need an opt-in. A kernel is opted in once on each GPU, and again only for more.
 template <class... Parameters>
 cudaError_t OptInToShared(void (*kernel)(Parameters...), size_t bytes) {
   if (bytes <= 48 << 10) return cudaSuccess;
 #ifdef __CUDACC__
   static std::mutex mutex;
-  static std::unordered_map<const void*, size_t> opted_in;
+  static std::map<std::pair<int, const void*>, size_t> opted_in;  // by device
+  int device = 0;
+  if (const cudaError_t unknown = cudaGetDevice(&device); unknown != cudaSuccess) return unknown;
   const std::lock_guard<std::mutex> lock(mutex);
-  size_t& most = opted_in[reinterpret_cast<const void*>(kernel)];
+  size_t& most = opted_in[{device, reinterpret_cast<const void*>(kernel)}];
   if (bytes <= most) return cudaSuccess;
 #endif
   const cudaError_t error = cudaFuncSetAttribute(
