@@ -105,7 +105,7 @@ class DefinitionGradient {
     const NamedTensors* inputs = nullptr;
     const NamedTensors* parameters = nullptr;
     const NamedTensors* output_gradients = nullptr;
-    // What the layer wrote there, for a definition that chooses (DefinitionRequest::computed).
+    // The layer's outputs there, for a definition that chooses (DefinitionRequest::computed).
     const NamedTensors* computed = nullptr;
   };
   // Copies the point. The job and the pool, which may be null, must outlive the result.
