@@ -278,12 +278,12 @@ bool RunsOn(const TechniqueInfo& info, Device device);
 absl::Status CheckForm(const TechniqueInfo& info, const Problem& problem);
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);
 
-// What the derivatives of a definition hold constant, where a paper stops gradients: at a memory, say.
-// Differences of a definition see every path, so it passes such values through Hold, on its way and
-// on one thread. The first evaluation stores them, each in the place that it has in the order of
-// the calls; after Rewind another evaluation, near the first one's point, finds the stored values in
-// the places of its own. Its differences are then the derivatives of the function in which those
-// values are constants.
+// Values that the derivatives of a definition hold constant, where a paper stops gradients: at a
+// memory, say. Differences of a definition see every path, so it passes such values through Hold, on
+// its way and on one thread. The first evaluation stores them, each in the place that it has in the
+// order of the calls; after Rewind another evaluation, near the first one's point, finds the stored
+// values in the places of its own. Its differences are then the derivatives of the function in which
+// those values are constants.
 class StoppedValues {
  public:
   // Stores the values, or replaces them by those that are stored in this place.

@@ -113,7 +113,7 @@ class DefinitionGradient {
     const NamedTensors* inputs = nullptr;
     const NamedTensors* parameters = nullptr;
     const NamedTensors* output_gradients = nullptr;
-    // What the layer wrote there, for a definition that chooses (DefinitionRequest::computed).
+    // The layer's outputs there, for a definition that chooses (DefinitionRequest::computed).
     const NamedTensors* computed = nullptr;
     // The query tokens whose rows have output gradients that are not 0, ascending; empty for all.
     // The definition is then evaluated at these alone, where it can be.

@@ -21,7 +21,8 @@ TensorView Rerow(const TensorView& rows, int64_t count, int64_t channels) {
   return TensorView(rows.mutable_data(), rows.dtype, {rows.dim(0), count, channels});
 }
 
-// Packs the convolution's c matrices side by side, each transposed.
+}  // namespace
+
 absl::StatusOr<PackedMatrix> PackDecoder(Device device, const ConstTensorView& w) {
   const int64_t rate = w.dim(0), width = w.dim(1);
   std::vector<ConstTensorView> matrices;
@@ -31,8 +32,6 @@ absl::StatusOr<PackedMatrix> PackDecoder(Device device, const ConstTensorView& w
   }
   return PackedMatrix::Create(device, matrices);
 }
-
-}  // namespace
 
 absl::StatusOr<Compression> Compression::Create(Device device, const CompressiveOptions& options,
                                                 const NamedTensors& parameters, int64_t n) {

@@ -15,6 +15,9 @@
 
 namespace tfb::compressive {
 
+// Packs the matrices of a decoder: those of the convolution w [c, d, d] side by side, each transposed.
+absl::StatusOr<PackedMatrix> PackDecoder(Device device, const ConstTensorView& w);
+
 class Compression {
  public:
   Compression() = default;

@@ -97,7 +97,7 @@ class CompressiveState : public layers::StackState {
   void Begin(const layers::Segment& segment) override { segment_.Begin(segment.tokens); }
   CompressiveSegment& segment() { return segment_; }
 
-  // Counts the products of the definition, but for those of the losses.
+  // Count the products of the definition, but for those of the losses, and those of its gradients.
   std::optional<double> flops(const NamedTensors&) const override {
     const Walk walk = WalkSequence();
     const double batch = static_cast<double>(problem().batch);
@@ -111,6 +111,16 @@ class CompressiveState : public layers::StackState {
     flops += batch * layers * walk.rows * (4 * width * width + convolution);
     flops += batch * layers * walk.uses * 4 * width;
     return flops;
+  }
+
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  void SetUpBackward() override { segment_.SetUpBackward(); }
+  std::optional<double> backward_flops(const NamedTensors&) const override {
+    const Walk walk = WalkSequence();
+    const double batch = static_cast<double>(problem().batch);
+    return layers::StackBackwardFlops(CompressiveSizes(problem(), options()),
+                                      batch * static_cast<double>(problem().query_tokens),
+                                      batch * walk.pairs, batch * walk.earlier, options().pre_norm);
   }
 
   // compressed_rows: the rows that a layer has at the end. reach_tokens: the number of tokens
@@ -131,9 +141,10 @@ class CompressiveState : public layers::StackState {
 
   // Counts over one sequence and layer.
   struct Walk {
-    double pairs = 0;  // pairs of queries and keys, for one head
-    double rows = 0;   // pairs whose keys are compressed rows
-    double uses = 0;   // pairs whose weight is computed once more, with most_used
+    double pairs = 0;    // pairs of queries and keys, for one head
+    double rows = 0;     // pairs whose keys are compressed rows
+    double uses = 0;     // pairs whose weight is computed once more, with most_used
+    double earlier = 0;  // rows that the queues hold while segments are read
   };
   Walk WalkSequence() const {
     Walk walk;
@@ -143,6 +154,7 @@ class CompressiveState : public layers::StackState {
       const double tokens = static_cast<double>(next - s);
       const double kept = static_cast<double>(queues().MemoryRows(s) + queues().MemoryTokens(s));
       walk.pairs += tokens * kept + tokens * (tokens + 1) / 2;
+      walk.earlier += kept;
       walk.rows += static_cast<double>(queues().Rows(next) - queues().Rows(s));
       if (options().function != Function::kMostUsed || !queues().compresses()) continue;
       walk.uses += tokens * static_cast<double>(queues().Left(next) - queues().Left(s));
@@ -274,6 +286,9 @@ absl::StatusOr<std::unique_ptr<Layer>> Compressive::MakeLayer(const Problem& pro
   stack.depends_on_split = true;
   stack.outputs = WrittenTensors(problem, options);
   stack.more_inputs = GivenQueues(problem, options);
+  if (options.compressed_memory > 0 && options.convolves()) {
+    stack.more_differentiable = {"attention_loss", "autoencoding_loss"};
+  }
   TFB_RETURN_IF_ERROR(
       layers::DrawParameters(CompressiveParameters(problem, options), seed, &stack.parameters));
   TFB_ASSIGN_OR_RETURN(CompressiveSegment segment,

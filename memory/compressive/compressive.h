@@ -53,6 +53,12 @@
 // fill it: that is not followed, nor is its loss's comparison with the whole memory, which differs
 // from that with the evicted rows where `memory` is longer than a segment.
 //
+// Gradients stop at the queues, as in Transformer-XL. A compression gets those of its own losses
+// alone, which stop at the layer's state and parameters (section 3.2): so the losses have gradients
+// where it convolves, for w and b alone, which those of out do not reach. A Run keeps for its
+// backward pass the compressed rows, beside what Transformer-XL keeps; so which rows most_used keeps
+// is as the Run found.
+//
 // Cost of a token and layer: Transformer-XL's with compressed_memory + memory keys more than the
 // segment's, and 1/c of: 4 d^2 FLOPs for a compressed row's key and value, 2 c d^2 for a convolution
 // (d = model_dim). Keys and values of compressed rows are projected once. most_used adds 4 d for each
@@ -211,7 +217,7 @@ int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
 // The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
 // and autoencoding_loss [batch, segments, layers], kept with most_used, and what the queues hold at
 // the end, with the uses of waiting rows whatever the function, f64. Reads the inputs x and those
-// that are given, and `computed` and `pool` of the request.
+// that are given, and `computed`, `pool` and `stopped` of the request.
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
                                                const NamedTensors& parameters, const Inputs& inputs,

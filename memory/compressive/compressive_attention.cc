@@ -7,6 +7,7 @@
 
 #include "core/layers/attention/relative_attention.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/heads.h"
 #include "core/layers/stack/segmented_layer.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
@@ -14,10 +15,6 @@
 namespace tfb::compressive {
 namespace {
 
-// Returns [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
-TensorView Heads(const TensorView& view, int64_t heads) {
-  return Transpose(SplitAxis(view, 2, heads), 1, 2);
-}
 // Returns the n-th of several hidden states side by side.
 TensorView Part(const TensorView& view, int64_t n, int64_t width) {
   return Slice(view, 2, n * width, width);
@@ -97,6 +94,19 @@ absl::StatusOr<CompressiveSegment> CompressiveSegment::Create(Device device, con
                                                 queues.max_blocks() * options.compression));
   segment.content_.emplace(std::move(content));
   return segment;
+}
+
+void CompressiveSegment::AddLists() {
+  const int64_t last = last_token();
+  for (int64_t begin = queues_.first_token(); begin < last; begin += longest()) {
+    const Range range = {begin, std::min(begin + longest(), last)};
+    const int64_t tokens = range.end - range.begin;
+    lists_.Add(tokens, KeysOf(range));
+    const int64_t rows = queues_.Compressed(range.end) - queues_.Compressed(range.begin);
+    if (rows == 0 || !options_.convolves()) continue;
+    compared_.Add(tokens, rows);
+    compared_.Add(tokens, rows / queues_.rate());
+  }
 }
 
 void CompressiveSegment::Begin(int64_t tokens) {
@@ -451,6 +461,11 @@ absl::Status CompressiveAttention::Compress(const Call& call, const Scratch& scr
     TFB_RETURN_IF_ERROR(CopyRows(device_, copy, execution));
     TFB_RETURN_IF_ERROR(compression_.Compress(old, scratch.selected, fresh, execution));
     TFB_RETURN_IF_ERROR(KeepFresh(call, fresh, execution));
+    if (!call.kept.empty()) {
+      const int64_t place = queues_.Rows(segment_.begin()) - queues_.first_row();
+      TFB_RETURN_IF_ERROR(
+          CopyAllRows(device_, fresh, Slice(FreshIn(call.kept), 1, place, blocks), execution));
+    }
     TFB_RETURN_IF_ERROR(
         ProjectRows(call.norm, fresh, Sized(scratch.normalized, blocks), projected, execution));
     const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
@@ -541,6 +556,127 @@ absl::Status CompressiveAttention::ProjectRows(const LayerNorm* norm, const Cons
   if (norm == nullptr) return MatMul(keys_and_values_, {rows, {}, projected}, execution);
   TFB_RETURN_IF_ERROR(norm->Run(rows, normalized, execution));
   return MatMul(keys_and_values_, {normalized, {}, projected}, execution);
+}
+
+// ---- The backward pass ----
+
+TensorView CompressiveAttention::FreshIn(absl::Span<std::byte> kept) const {
+  Workspace workspace(kept);
+  const Shape shape = {problem_.batch, segment_.fresh_rows(), problem_.model_dim()};
+  return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+}
+
+size_t CompressiveAttention::kept_bytes() const {
+  return Workspace::Measure([this](Workspace& workspace) {
+    workspace.Take<float>(problem_.batch * segment_.fresh_rows() * problem_.model_dim());
+  });
+}
+
+absl::Status CompressiveAttention::SetUpBackward(const NamedTensors& parameters,
+                                                 const layers::Distances& distances) {
+  if (has_losses()) TFB_RETURN_IF_ERROR(losses_.SetUp(parameters));
+  return past_.SetUp(
+      layers::RelativeAttention::ParametersOf(parameters, CompressiveSizes(problem_, options_), n_),
+      engine_.NewCall().rule, positions_, distances.sinusoids);
+}
+
+size_t CompressiveAttention::backward_workspace_bytes(int threads) const {
+  const layers::ListSchedules& lists = segment_.lists();
+  return std::max({past_.workspace_bytes(lists, threads),
+                   past_.backward_workspace_bytes(lists, threads),
+                   has_losses() ? losses_.workspace_bytes(threads) : 0});
+}
+
+void CompressiveAttention::AddRows(const layers::PastSegment& segment, int64_t first, int64_t end,
+                                   Parts* parts) const {
+  const int64_t own = queues_.first_row(), count = std::min(end, own) - first;
+  if (count > 0) {
+    const ConstTensorView given = segment.inputs.Get(kCompressed);
+    parts->Add(given.empty() ? Zeros(count) : Slice(layers::OfLayer(given, n_), 1, first, count));
+  }
+  const int64_t begin = std::max(first, own);
+  if (begin < end) parts->Add(Slice(FreshIn(segment.kept), 1, begin - own, end - begin));
+}
+
+void CompressiveAttention::AddTokens(const layers::PastSegment& segment, int64_t first, int64_t end,
+                                     Parts* parts) const {
+  const int64_t own = queues_.first_token(), count = std::min(end, own) - first;
+  if (count > 0) {
+    const ConstTensorView given = segment.inputs.Get(layers::kMemories);
+    parts->Add(given.empty() ? Zeros(count) : Slice(layers::OfLayer(given, n_), 1, first, count));
+  }
+  const int64_t begin = std::max(first, own);
+  if (begin < end) parts->Add(Slice(segment.states, 1, begin - own, end - begin));
+}
+
+CompressiveAttention::Parts CompressiveAttention::QueuesBefore(
+    const layers::PastSegment& segment) const {
+  const int64_t begin = segment_.RangeOf(segment).begin, rows = queues_.Rows(begin);
+  Parts parts;
+  AddRows(segment, rows - queues_.MemoryRows(begin), rows, &parts);
+  AddTokens(segment, begin - queues_.MemoryTokens(begin), begin, &parts);
+  return parts;
+}
+
+layers::ListAttention::Call CompressiveAttention::ListOf(const layers::PastSegment& segment,
+                                                         const Parts& earlier,
+                                                         const LayerNorm* norm,
+                                                         const ConstTensorView& x) const {
+  return {segment_.lists().Of(segment.tokens, segment_.KeysOf(segment_.RangeOf(segment))),
+          earlier.span(), norm, x};
+}
+
+layers::ListAttention::Memory CompressiveAttention::MemoryOf(const layers::PastSegment& segment,
+                                                             absl::Span<std::byte> again) const {
+  Workspace memory(again);
+  return past_.LayOut(segment.tokens, segment_.KeysOf(segment_.RangeOf(segment)), memory);
+}
+
+absl::Status CompressiveAttention::RunAgain(const AgainCall& call, const Execution& execution) {
+  const layers::ListAttention::Memory memory = MemoryOf(call.segment, execution.kept);
+  const Parts earlier = QueuesBefore(call.segment);
+  TFB_RETURN_IF_ERROR(
+      past_.Attend(ListOf(call.segment, earlier, call.norm, call.x), memory, execution));
+  return past_.Project(memory.context, call.residual, call.y, execution);
+}
+
+absl::Status CompressiveAttention::Backward(const BackwardCall& call, const Execution& execution) {
+  const layers::ListAttention::Memory memory = MemoryOf(call.segment, execution.kept);
+  const Parts earlier = QueuesBefore(call.segment);
+  TFB_RETURN_IF_ERROR(past_.BackwardOfOutput(ListOf(call.segment, earlier, call.norm, call.x),
+                                             memory, {call.dy, call.added, call.dx},
+                                             {names_, call.segment.parameter_gradients, call.gamma,
+                                              call.beta, call.segment.sums, call.segment.is_last()},
+                                             execution));
+  return has_losses() ? LossesBackward(call, memory.q, execution) : absl::OkStatus();
+}
+
+absl::Status CompressiveAttention::LossesBackward(const BackwardCall& call,
+                                                  const ConstTensorView& q,
+                                                  const Execution& execution) const {
+  const CompressiveSegment::Range range = segment_.RangeOf(call.segment);
+  const int64_t first = queues_.Compressed(range.begin), end = queues_.Compressed(range.end);
+  if (end == first) return absl::OkStatus();
+  const auto of_loss = [&](absl::string_view name) {
+    ConstTensorView gradient = call.segment.output_gradients.Get(name);
+    if (gradient.empty()) return gradient;
+    gradient = Slice(Slice(gradient, 1, call.segment.begin / segment_.longest(), 1), 2, n_, 1);
+    gradient.rank = 1;
+    return gradient;
+  };
+  Parts old;
+  AddTokens(call.segment, first, end, &old);
+  const int64_t place = queues_.Rows(range.begin) - queues_.first_row();
+  const ConstTensorView fresh =
+      Slice(FreshIn(call.segment.kept), 1, place, (end - first) / queues_.rate());
+  return losses_.Add({q,
+                      {old.views[0], old.views[1]},
+                      fresh,
+                      call.norm,
+                      of_loss("attention_loss"),
+                      of_loss("autoencoding_loss"),
+                      call.segment.parameter_gradients},
+                     execution);
 }
 
 }  // namespace tfb::compressive

@@ -7,6 +7,7 @@
 #ifndef TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_ATTENTION_H_
 #define TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_ATTENTION_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -17,9 +18,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/cuda/device_array.h"
 #include "core/flash/flash_engine.h"
 #include "core/flash/key_value_cache.h"
+#include "core/layers/attention/list_attention.h"
 #include "core/layers/attention/relative_attention.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/matmul.h"
@@ -32,6 +35,7 @@
 #include "core/workspace.h"
 #include "memory/compressive/compression.h"
 #include "memory/compressive/compressive.h"
+#include "memory/compressive/loss_gradients.h"
 #include "memory/compressive/memory_queues.h"
 #include "memory/compressive/row_operations.h"
 
@@ -98,6 +102,9 @@ class CompressiveSegment {
   const Problem& problem() const { return problem_; }
   const CompressiveOptions& options() const { return options_; }
   const MemoryQueues& queues() const { return queues_; }
+  layers::DistanceRange distances() const {
+    return {0, queues_.max_distance(), options_.max_distance};
+  }
   int64_t longest() const { return layers::LongestSegment(problem_, options_.segment); }
 
   // Return the segment's first token, and the one behind its last, as MemoryQueues counts.
@@ -114,6 +121,31 @@ class CompressiveSegment {
   // The attention of content alone; null where no rows are compressed.
   ContentAttention* content() { return content_.has_value() ? &*content_ : nullptr; }
 
+  // ---- The backward pass ----
+
+  // A segment of a Run as MemoryQueues counts.
+  struct Range {
+    int64_t begin;
+    int64_t end;
+  };
+  Range RangeOf(const layers::PastSegment& segment) const {
+    const int64_t begin = queues_.first_token() + segment.begin;
+    return {begin, begin + segment.tokens};
+  }
+  int64_t KeysOf(const Range& range) const {
+    return queues_.MemoryRows(range.begin) + queues_.MemoryTokens(range.begin) + range.end -
+           range.begin;
+  }
+  // The lists of the queues' rows and segments, and those that the attention's loss compares.
+  const layers::ListSchedules& lists() const { return lists_; }
+  const layers::ListSchedules& compared() const { return compared_; }
+  void SetUpBackward() {
+    lists_.Build();
+    compared_.Build();
+  }
+  // Returns the number of rows that a Run compresses.
+  int64_t fresh_rows() const { return queues_.Rows(last_token()) - queues_.first_row(); }
+
  private:
   CompressiveSegment(Device device, const Problem& problem, const CompressiveOptions& options)
       : device_(device),
@@ -121,7 +153,10 @@ class CompressiveSegment {
         options_(options),
         queues_(options, longest()),
         own_(device, {options.memory, false, longest()}),
-        rows_(device, longest()) {}
+        rows_(device, longest()) {
+    AddLists();
+  }
+  void AddLists();
 
   Device device_;
   Problem problem_;
@@ -130,6 +165,8 @@ class CompressiveSegment {
   int64_t end_ = 0;
   layers::SegmentView own_;
   RunView rows_;
+  layers::ListSchedules lists_;
+  layers::ListSchedules compared_ = layers::ListSchedules::OfOthers();
   std::optional<ContentAttention> content_;
 };
 
@@ -155,6 +192,16 @@ class CompressiveAttention : public layers::SegmentAttention {
         {"cache_bytes", static_cast<double>(tokens_.bytes() + rows_.bytes() + hidden_.bytes())}};
   }
 
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status SetUpBackward(const NamedTensors& parameters,
+                             const layers::Distances& distances) override;
+  size_t kept_bytes() const override;
+  size_t sums_bytes() const override { return past_.sums_bytes(); }
+  size_t again_bytes() const override { return past_.memory_bytes(segment_.lists()); }
+  size_t backward_workspace_bytes(int threads) const override;
+  absl::Status RunAgain(const AgainCall& call, const Execution& execution) override;
+  absl::Status Backward(const BackwardCall& call, const Execution& execution) override;
+
  private:
   CompressiveAttention(CompressiveSegment* segment, int64_t n)
       : segment_(*segment),
@@ -162,7 +209,11 @@ class CompressiveAttention : public layers::SegmentAttention {
         device_(segment->device()),
         problem_(segment->problem()),
         options_(segment->options()),
-        queues_(segment->queues()) {}
+        queues_(segment->queues()),
+        past_(problem_, segment->distances(), options_.pre_norm),
+        names_(CompressiveSizes(problem_, options_), n) {
+    if (has_losses()) losses_ = LossGradients(problem_, options_, n, segment->compared());
+  }
 
   struct Scratch {
     TensorView projections;      // [batch, tokens, 3 model_dim]: queries, keys, values
@@ -235,6 +286,38 @@ class CompressiveAttention : public layers::SegmentAttention {
   }
   TensorView use_rows() const { return SplitAxis(use_view(), 1, queues_.places()); }
 
+  // ---- The backward pass ----
+
+  // Returns the rows that a Run compresses, which it keeps: f32 [batch, fresh_rows, model_dim].
+  TensorView FreshIn(absl::Span<std::byte> kept) const;
+  // Parts of a list, in the order of its rows.
+  struct Parts {
+    std::array<ConstTensorView, 4> views;
+    size_t count = 0;
+
+    void Add(const ConstTensorView& view) {
+      if (view.dim(1) > 0) views[count++] = view;
+    }
+    absl::Span<const ConstTensorView> span() const {
+      return absl::MakeConstSpan(views).subspan(0, count);
+    }
+  };
+  // Adds the compressed rows, or the tokens, from `first` to `end` - 1, as MemoryQueues counts:
+  // given ones or zeros, and those of the Run.
+  void AddRows(const layers::PastSegment& segment, int64_t first, int64_t end, Parts* parts) const;
+  void AddTokens(const layers::PastSegment& segment, int64_t first, int64_t end,
+                 Parts* parts) const;
+  // Returns what the queues hold while the segment is read.
+  Parts QueuesBefore(const layers::PastSegment& segment) const;
+  layers::ListAttention::Call ListOf(const layers::PastSegment& segment, const Parts& earlier,
+                                     const LayerNorm* norm, const ConstTensorView& x) const;
+  layers::ListAttention::Memory MemoryOf(const layers::PastSegment& segment,
+                                         absl::Span<std::byte> again) const;
+  // Adds the gradients of the losses.
+  absl::Status LossesBackward(const BackwardCall& call, const ConstTensorView& q,
+                              const Execution& execution) const;
+  bool has_losses() const { return queues_.compresses() && options_.convolves(); }
+
   CompressiveSegment& segment_;
   int64_t n_;  // the layer
   Device device_;
@@ -256,6 +339,10 @@ class CompressiveAttention : public layers::SegmentAttention {
   // Used with most_used: the vectors r of all distances, v . r of each head, u.
   DeviceArray<float> distances_, distance_biases_, u_;
   layers::DistanceRange range_;
+  // The backward pass uses these.
+  layers::ListAttention past_;
+  layers::ListAttention::Names names_;
+  LossGradients losses_;
 };
 
 }  // namespace tfb::compressive

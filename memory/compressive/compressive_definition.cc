@@ -88,11 +88,12 @@ Queues FirstQueues(const CompressiveOptions& options, const Inputs& inputs, int6
 class LayerMemory {
  public:
   LayerMemory(const layers::StackDefinition& stack, const CompressiveOptions& options, int64_t n,
-              double tolerance, Queues queues)
+              double tolerance, const DefinitionRequest& request, Queues queues)
       : stack_(stack),
         options_(options),
         n_(n),
         tolerance_(tolerance),
+        request_(request),
         queues_(std::move(queues)) {}
 
   const Queues& queues() const { return queues_; }
@@ -116,7 +117,7 @@ class LayerMemory {
       if (std::isnan(weight)) weight = std::numeric_limits<double>::infinity();
     }
     received.erase(received.begin(), received.begin() + queues_.compressed.rows());
-    queues_.memory.Append(segment);
+    queues_.memory.Append(layers::Held(request_, segment));
     Evict(received, queries, kept, report);
     return stack_.Project(n_, "w_o", context);
   }
@@ -124,6 +125,22 @@ class LayerMemory {
  private:
   Rows Normalized(const Rows& rows) const {
     return options_.pre_norm ? stack_.AttentionNorm(n_, rows) : rows;
+  }
+  // Does the same for the losses, whose gradients stop at the layer's parameters.
+  Rows NormalizedWithHeld(const Rows& rows) const {
+    if (!options_.pre_norm) return rows;
+    const std::string norm = layers::LayerPrefix(n_) + "attention_norm.";
+    const auto held = [&](const std::string& name) {
+      std::vector<double> values = stack_.Vector(norm + name);
+      if (request_.stopped != nullptr) request_.stopped->Hold(absl::MakeSpan(values));
+      return values;
+    };
+    const std::vector<double> gamma = held("gamma");
+    return rows.Normalized(gamma, held("beta"));
+  }
+  Rows ProjectWithHeld(const std::string& matrix, const Rows& rows) const {
+    const Rows w = layers::Held(request_, stack_.Matrix(layers::LayerPrefix(n_) + matrix));
+    return rows.Times(w, stack_.pool());
   }
 
   void Evict(const std::vector<double>& received, const Rows& queries,
@@ -141,14 +158,14 @@ class LayerMemory {
     if (blocks == 0) return;
     const Rows old = queues_.waiting.Sub(0, blocks * options_.compression);
     const Rows compressed = Compress(old, kept, report);
-    const Rows q = stack_.Project(n_, "w_q", queries);
-    const Rows of_old = ContentAttention(q, Normalized(old));
-    const Rows of_compressed = ContentAttention(q, Normalized(compressed));
+    const Rows q = layers::Held(request_, stack_.Project(n_, "w_q", queries));
+    const Rows of_old = ContentAttention(q, NormalizedWithHeld(old));
+    const Rows of_compressed = ContentAttention(q, NormalizedWithHeld(compressed));
     report->attention = LossOf(of_old, of_compressed, options_.mean_square());
     report->autoencoding = LossOf(old, Decode(compressed), options_.mean_square());
     queues_.waiting = queues_.waiting.Sub(old.rows(), queues_.waiting.rows() - old.rows());
     queues_.use.erase(queues_.use.begin(), queues_.use.begin() + old.rows());
-    queues_.compressed.Append(compressed);
+    queues_.compressed.Append(layers::Held(request_, compressed));
     const int64_t dropped =
         std::max<int64_t>(queues_.compressed.rows() - options_.compressed_memory, 0);
     queues_.compressed = queues_.compressed.Sub(dropped, queues_.compressed.rows() - dropped);
@@ -159,6 +176,11 @@ class LayerMemory {
     Rows y(old.rows() / c, old.channels());
     if (options_.function == Function::kMostUsed) {
       report->kept = Choose(y.rows(), old.rows(), kept);
+      if (request_.stopped != nullptr) {
+        std::vector<double> choice(report->kept.begin(), report->kept.end());
+        request_.stopped->Choose(absl::MakeSpan(choice));
+        std::copy(choice.begin(), choice.end(), report->kept.begin());
+      }
       for (int64_t t = 0; t < y.rows(); ++t) {
         std::copy_n(old[report->kept[t]], old.channels(), y[t]);
       }
@@ -244,7 +266,7 @@ class LayerMemory {
   }
 
   Rows ContentAttention(const Rows& q, const Rows& m) const {
-    const Rows k = stack_.Project(n_, "w_k", m), v = stack_.Project(n_, "w_v", m);
+    const Rows k = ProjectWithHeld("w_k", m), v = ProjectWithHeld("w_v", m);
     const int64_t e = stack_.sizes().head_dim;
     Rows context(q.rows(), q.channels());
     ForEachRow(stack_.pool(), 1, stack_.sizes().heads, q.rows(),
@@ -269,6 +291,7 @@ class LayerMemory {
   const CompressiveOptions& options_;
   int64_t n_;
   double tolerance_;
+  const DefinitionRequest& request_;
   Queues queues_;
 };
 
@@ -364,7 +387,7 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
     // The loop goes layer by layer: a memory holds the output of the layer below in earlier
     // segments.
     const auto attention = [&](int64_t n, const Rows& h, const Rows&) {
-      LayerMemory memory(stack, options, n, UseTolerance(problem.dtype),
+      LayerMemory memory(stack, options, n, UseTolerance(problem.dtype), request,
                          FirstQueues(options, inputs, b, n, h.channels()));
       Rows result(0, h.channels());
       int64_t begin = 0;

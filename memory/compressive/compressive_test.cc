@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "core/backward_testing.h"
 #include "core/flash/key_value_cache.h"
 #include "core/layers/attention/relative_positions.h"
 #include "core/random.h"
@@ -873,6 +874,48 @@ TEST(Compressive, MoreThanTheQueuesHoldCannotBeGiven) {
             "option given_memory is 6; allowed with memory=5 are 0 to 5");
   EXPECT_EQ(message({{"compressed_memory", "5"}, {"given_compressed", "6"}}),
             "option given_compressed is 6; allowed with compressed_memory=5 are 0 to 5");
+}
+
+// ---- The backward pass ----
+
+TEST(Compressive, GradientsStopAtTheQueues) {
+  const auto expect = [&](Options options) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "7"}});
+    options.insert({{"compressed_memory", "5"}, {"compression", "3"}});
+    transformer_xl::ExpectGradientsStopAtTheMemory(
+        Compressive(), transformer_xl::CausalProblem(2, 2, 2 * 20, 8), options);
+  };
+  for (const char* function : {"mean", "max", "most_used", "convolution", "dilated_convolution"}) {
+    expect({{"function", function}});
+    expect({{"function", function}, {"pre_norm", "true"}, {"loss", "mean_square"}});
+  }
+  expect({{"eviction", "whole_blocks"}, {"learned_positions", "true"}, {"max_distance", "12"}});
+  expect({{"memory", "30"}, {"share_biases", "false"}, {"final_norm", "true"}});
+}
+
+// The losses train the compression alone, and nothing else trains it.
+TEST(Compressive, EachLossHasItsGradientsAndTheOthersHaveNone) {
+  const Problem problem = transformer_xl::CausalProblem(2, 2, 60, 8);
+  const Options options = {
+      {"segment", "20"}, {"memory", "20"}, {"function", "convolution"}, {"pre_norm", "true"}};
+  const auto layer = Compressive().Create(problem, options, Device::kCpu, 1).value();
+  const Tensor x = transformer_xl::RandomHidden(problem);
+  for (const std::string& loss : layer->differentiable_outputs()) {
+    SCOPED_TRACE(loss);
+    NamedTensors drawn = RandomOutputGradients(*layer, 5), of_loss;
+    of_loss[loss] = std::move(drawn.at(loss));
+    const auto gradients = RunBackward(*layer, {{"x", x.view()}}, of_loss, 2);
+    ASSERT_TRUE(gradients.ok()) << gradients.status();
+    const bool is_of_compression = loss == "attention_loss" || loss == "autoencoding_loss";
+    EXPECT_EQ(MaxAbs(gradients->inputs.at("x").view()) == 0, is_of_compression);
+    for (const auto& [name, gradient] : gradients->parameters) {
+      // The context is read before the last layer's network.
+      if (loss == "context" && name.find("layer1.ff") == 0) continue;
+      const bool is_compression = name.find("convolution") != std::string::npos;
+      EXPECT_EQ(MaxAbs(gradient.view()) > 0, is_compression == is_of_compression) << name;
+    }
+  }
+  EXPECT_EQ(layer->differentiable_outputs().size(), 4u);
 }
 
 // ---- Golden files ----

@@ -854,7 +854,7 @@ TEST(Memorizing, RetrievedCountsTokensFromTheFirstOfEarlierRuns) {
 
 // ---- The backward pass ----
 
-// What the store holds is that of an earlier run, too, for the second segment.
+// The second segment finds the first one's tokens in the store, or those of an earlier run.
 TEST(Memorizing, GradientsStopAtTheMemoryAndTheStore) {
   const auto expect = [&](Options options) {
     options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "13"}, {"store", "16"}});

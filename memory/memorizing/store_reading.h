@@ -1,4 +1,4 @@
-// What a memorizing layer reads of its store, once more and with its gradients, on the CPU.
+// A memorizing layer's reading of its store, once more and with its gradients, on the CPU.
 //
 // A Run keeps which tokens each query read, and of its tokens the keys, of unit length, and the
 // values. With a query's unit vector a = q / |q|, scale s, weights p_j over what it reads (the null
@@ -38,7 +38,7 @@ class StoreReading {
   StoreReading(const Problem& problem, const StoreShape& shape, int64_t given_store)
       : problem_(problem), shape_(shape), given_store_(given_store) {}
 
-  // What a Run keeps.
+  // Tensors that a Run keeps.
   struct Kept {
     TensorView retrieved;  // i64 [batch, heads, query_tokens, k], as MemoryStore::Read writes it
     TensorView keys;       // f32 [batch, kv_heads, query_tokens, head_dim], of unit length
@@ -108,7 +108,7 @@ class StoreReading {
   };
   Memory LayOut(int threads, Workspace& workspace) const;
 
-  // What a query reads.
+  // The numbers of what a query reads.
   struct Read {
     int64_t count;  // of tokens
     double query_length;

@@ -147,7 +147,7 @@ absl::Status ListAttention::Project(const ConstTensorView& context, const ConstT
 // ---- The backward pass ----
 
 ListAttention::Sums ListAttention::LayOutSums(Workspace& workspace) const {
-  // Of so many offsets the engine has sums.
+  // The engine has sums of so many offsets.
   const Problem of_distances = ProblemOf(1, range_.last - range_.first + 1);
   Sums sums;
   sums.positions.LayOut(of_distances, range_, problem_.model_dim(), &workspace);

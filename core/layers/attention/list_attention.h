@@ -105,7 +105,7 @@ class ListAttention {
   absl::Status SetUp(const RelativeAttention::Parameters& parameters, const ScoreRule& rule,
                      const RelativePositions& positions, const ConstTensorView& sinusoids);
 
-  // What Attend leaves for Backward, f32.
+  // Tensors that Attend leaves for Backward, f32.
   struct Memory {
     TensorView list;         // [batch, keys, model_dim]
     TensorView q;            // [batch, tokens, model_dim]

@@ -137,7 +137,8 @@ class RelativeAttention {
                      const ConstTensorView& sinusoids, const Execution& execution);
 
   const Problem& problem() const { return problem_; }
-  // What the engine adds to scores, after Setup; it points to tables of this object.
+  // Returns the terms that the engine adds to scores, after Setup; the rule points to tables of this
+  // object.
   const RelativePositions& positions() const { return positions_; }
   ScoreRule rule() const { return engine_.NewCall().rule; }
 

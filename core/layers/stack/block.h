@@ -101,7 +101,7 @@ class SegmentAttention {
     TensorView y;
     const LayerNorm* norm;   // of the residual, which gave x; null where x is the residual
     const SomeTokens& some;  // see Block::Call
-    // In a Run that a Backward follows, kept_bytes() for what that needs of all segments.
+    // Memory of kept_bytes() for all segments of a Run that a Backward follows; else empty.
     absl::Span<std::byte> kept = {};
   };
   // Computes y. It allocates nothing; on CUDA it enqueues on the stream.
@@ -206,9 +206,9 @@ class Block {
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
   struct BackwardCall {
     const PastSegment& segment;
-    // That of the output, f32 [batch, tokens, model_dim], which becomes that of the input.
+    // The output's gradient, f32 [batch, tokens, model_dim], which becomes the input's.
     TensorView gradient;
-    ConstTensorView context_gradient;  // of the context, or empty
+    ConstTensorView context_gradient;  // or empty
   };
   // Computes the segment again, and from that the gradients. It allocates nothing.
   virtual absl::Status Backward(const BackwardCall& /*call*/, const Execution& /*execution*/) {

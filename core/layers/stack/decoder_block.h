@@ -53,7 +53,7 @@ struct Sublayers {
   // Returns the workspace of the one that needs most.
   static size_t workspace_bytes(const LayerOfStack& layer, int threads);
 
-  // For the backward pass: the same as those of FeedForward and LayerNorm.
+  // The backward pass has these; they are as those of FeedForward and LayerNorm.
   absl::Status SetUpBackward(const LayerOfStack& layer, const NamedTensors& parameters);
   static size_t kept_bytes(const LayerOfStack& layer, Activation output = Activation::kNone);
   static size_t backward_workspace_bytes(const LayerOfStack& layer, int threads,

@@ -117,20 +117,14 @@ std::optional<double> RelativeState::flops(const NamedTensors& parameters) const
 
 std::optional<double> RelativeState::backward_flops(const NamedTensors& parameters) const {
   const double batch = static_cast<double>(problem_.batch);
-  const double layers = static_cast<double>(sizes().layers);
-  const double width = static_cast<double>(sizes().width());
-  double earlier = 0;  // tokens that segments see before them
+  double earlier = 0;
   for (int64_t begin = 0; begin < problem_.query_tokens; begin += reach_.max_segment) {
     earlier += static_cast<double>(reach_.given + begin - reach_.FirstSeen(reach_.given + begin));
   }
-  const double pairs = batch * ContextOfSequence(parameters).pairs;
-  const double rows = batch * static_cast<double>(problem_.query_tokens);
-  // The products of matrices again, and two for the gradients of each. The pairs' three products
-  // again, two of them twice, and six for gradients.
-  constexpr double kOfMatrix = 3, kOfPair = (3.0 + 2 + 6) / 3;
-  const double of_earlier = shape_.pre_norm ? kOfMatrix : kOfMatrix - 1;
-  return kOfMatrix * StackFlops(sizes(), rows, 0) + kOfPair * StackFlops(sizes(), 0, pairs) +
-         of_earlier * 2 * layers * batch * earlier * 2 * width * width + more_flops_.of_backward;
+  return StackBackwardFlops(sizes(), batch * static_cast<double>(problem_.query_tokens),
+                            batch * ContextOfSequence(parameters).pairs, batch * earlier,
+                            shape_.pre_norm) +
+         more_flops_.of_backward;
 }
 
 std::map<std::string, double> RelativeState::statistics(const NamedTensors& parameters) const {

@@ -59,7 +59,7 @@ std::vector<TensorSpec> RelativeStackOutputs(const Problem& problem,
 // The segment of such a stack, and the numbers of all layers together.
 class RelativeState : public StackState {
  public:
-  // What StackFlops does not count: the FLOPs of a Run, and of a Backward.
+  // Counts FLOPs of a Run, and of a Backward, that the stack's own numbers do not have.
   struct MoreFlops {
     double of_run = 0;
     double of_backward = 0;
@@ -155,7 +155,7 @@ class TransformerXlAttention : public SegmentAttention {
   const RelativeAttention& own() const { return own_; }
   const SegmentView& segment() const { return state_->segment(); }
 
-  // What the tokens that a segment sees before it went into the layer as: given ones, and those of
+  // The layer's inputs for the tokens that a segment sees before its own: given ones, and those of
   // the Run.
   class EarlierTokens {
    public:
@@ -168,7 +168,7 @@ class TransformerXlAttention : public SegmentAttention {
     std::array<ConstTensorView, 2> parts_;
     size_t count_ = 0;
   };
-  // For those that do more: the list of a segment, and where its gradients go.
+  // Attentions that do more get the list of a segment, and the places of its gradients.
   ListAttention& past() { return past_; }
   const ListAttention& past() const { return past_; }
   EarlierTokens EarlierThan(const PastSegment& segment) const { return {*state_, n_, segment}; }

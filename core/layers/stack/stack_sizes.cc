@@ -68,4 +68,15 @@ double StackFlops(const StackSizes& sizes, double rows, double pairs) {
          (rows * width * (4 * width + 2 * inner) + pairs * 3 * width);
 }
 
+double StackBackwardFlops(const StackSizes& sizes, double rows, double pairs, double earlier,
+                          bool normalizes_earlier) {
+  // The products of matrices again, and two for the gradients of each. The pairs' three products
+  // again, two of them twice, and six for gradients.
+  constexpr double kOfMatrix = 3, kOfPair = (3.0 + 2 + 6) / 3;
+  const double width = static_cast<double>(sizes.width());
+  const double of_earlier = (normalizes_earlier ? kOfMatrix : kOfMatrix - 1) * 2 * width * width;
+  return kOfMatrix * StackFlops(sizes, rows, 0) + kOfPair * StackFlops(sizes, 0, pairs) +
+         2 * static_cast<double>(sizes.layers) * earlier * of_earlier;
+}
+
 }  // namespace tfb::layers

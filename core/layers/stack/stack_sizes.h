@@ -51,6 +51,12 @@ absl::Status CheckSelfAttention(absl::string_view technique, const Problem& prob
 // one head in one layer and all batch rows.
 double StackFlops(const StackSizes& sizes, double rows, double pairs);
 
+// Returns the FLOPs of a backward pass that computes all of that once more. Segments read `earlier`
+// rows before their own, of all batch rows, of which it makes keys and values again, and gradients
+// of the matrices; and of the rows themselves where these are normalised.
+double StackBackwardFlops(const StackSizes& sizes, double rows, double pairs, double earlier,
+                          bool normalizes_earlier);
+
 }  // namespace tfb::layers
 
 #endif  // TFB_CORE_LAYERS_STACK_STACK_SIZES_H_
