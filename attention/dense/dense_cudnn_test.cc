@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
+#include "core/cuda/cudnn.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -195,6 +196,14 @@ TEST(DenseCudnn, AnotherGraphIsNotAccepted) {
                     memory(mismatched, 3));
   status = PlanFor(kGpus[0], std::move(mismatched));
   EXPECT_FALSE(LacksOnlyTheGpu(status)) << status;
+}
+
+TEST(DenseCudnn, AnErrorHasTheReasonOfTheInnermostCall) {
+  EXPECT_EQ(CudnnReason("Warning: CUDNN_STATUS_NOT_SUPPORTED; Reason: head_dim > 256\n"
+                        "Error: CUDNN_STATUS_BAD_PARAM; Reason: no engine\n"),
+            "head_dim > 256");
+  EXPECT_EQ(CudnnReason("CUDNN_STATUS_INTERNAL_ERROR\nat line 7"), "CUDNN_STATUS_INTERNAL_ERROR");
+  EXPECT_EQ(CudnnReason(""), "");
 }
 
 // ---- On a GPU ----

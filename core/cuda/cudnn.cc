@@ -52,13 +52,14 @@ std::string Cudnn::name() const {
 std::string Cudnn::LastReason() const {
   char text[4096] = "";
   functions_.last_error_string(text, sizeof(text));
-  absl::string_view reason = text;
-  // cuDNN reports a chain of calls with the innermost first, in lines such as "Warning: STATUS;
-  // Reason: ...".
+  return CudnnReason(text);
+}
+
+std::string CudnnReason(absl::string_view message) {
   constexpr absl::string_view kMark = "Reason: ";
-  const size_t mark = reason.find(kMark);
-  if (mark != absl::string_view::npos) reason.remove_prefix(mark + kMark.size());
-  return std::string(reason.substr(0, reason.find('\n')));
+  const size_t mark = message.find(kMark);
+  if (mark != absl::string_view::npos) message.remove_prefix(mark + kMark.size());
+  return std::string(message.substr(0, message.find('\n')));
 }
 
 absl::Status Cudnn::ToStatus(absl::string_view doing, int status) const {

@@ -46,6 +46,10 @@ class Cudnn {
   int version_;
 };
 
+// Returns the innermost reason of cuDNN's message about an error: a chain of calls with the innermost
+// first, in lines such as "Warning: STATUS; Reason: ...". Without a reason it is the first line.
+std::string CudnnReason(absl::string_view message);
+
 // A descriptor and its ownership. It is movable.
 class CudnnDescriptor {
  public:

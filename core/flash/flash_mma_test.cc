@@ -455,6 +455,45 @@ TEST_P(FlashMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
             UnitRoundoff(GetParam()) * MaxAbs(wide_out.view()) * 1.01);
 }
 
+// Returns the elements as [batch, heads, tokens, channels] in `memory`, where one stride is one more
+// than a multiple of 8 and those outside of it are multiples, so that it alone keeps rows apart from
+// the addresses of 16 bytes.
+TensorView WithOddStride(const TensorView& view, int odd_axis, Tensor* memory) {
+  std::array<int64_t, 4> strides;
+  int64_t stride = 1;
+  for (int axis = 3; axis >= 0; --axis) {
+    strides[axis] = stride + (axis == odd_axis ? 1 : 0);
+    stride = (strides[axis] * view.dim(axis) + 7) / 8 * 8;
+  }
+  *memory = Tensor(view.dtype, {stride});
+  const TensorView strided(memory->raw(), view.dtype, view.shape(),
+                           {strides[0], strides[1], strides[2], strides[3]});
+  CopyElements(view, strided);
+  return strided;
+}
+
+TEST_P(FlashMma, RowsThatBeginAtAnyElementGiveTheSameBits) {
+  const Problem problem = Make(GetParam(), {20, 70, 16, 16, 2, 1, 2});
+  Subject plain(problem);
+  plain.Run();
+  for (int axis : {0, 1, 2}) {
+    Subject strided(problem);
+    Tensor q, k, v, out;
+    strided.call.q = WithOddStride(strided.input("q").view(), axis, &q);
+    strided.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << "q " << axis;
+    strided.call.k = WithOddStride(strided.input("k").view(), axis, &k);
+    strided.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << "k " << axis;
+    strided.call.v = WithOddStride(strided.input("v").view(), axis, &v);
+    strided.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << "v " << axis;
+    strided.call.out = WithOddStride(strided.out().view(), axis, &out);
+    strided.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << "out " << axis;
+  }
+}
+
 TEST_P(FlashMma, TokenOrdersGatherAndScatter) {
   // Reversed queries over every third key give the same as attention over those keys with the
   // result reversed.

@@ -12,6 +12,7 @@
 #include "core/cuda/simulator/simulator.h"
 #include "core/linear/linear_testing.h"
 #include "core/status.h"
+#include "core/workspace.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -535,6 +536,20 @@ TEST(LinearCuda, ResetForgetsAndTheStateDoesNotGrow) {
   longer.problem.query_tokens = longer.problem.kv_tokens = 1000000;
   EXPECT_EQ(LinearCuda::StateBytes(c.problem, c.map),
             LinearCuda::StateBytes(longer.problem, longer.map));
+}
+
+// The walks are as many as the simulated device has multiprocessors, so that no head is cut into
+// groups. Those of an Append read the sums so far of each head.
+TEST(LinearCuda, AWalkNeedsMemoryForItsSumsOnlyWhereTheyDoNotFitOnChip) {
+  const auto bytes = [](const LinearCase& c) {
+    return LinearCuda::WorkspaceBytes(*Simulator(), c.problem, c.map);
+  };
+  LinearCase c{LinearProblem(300, 300, true, 4, 8), LinearMap(Feature::kExp, 16, 8, 1e-4)};
+  const size_t sums = LinearCuda::StateBytes(c.problem, c.map);
+  EXPECT_LT(bytes(c), sums + Workspace::kAlignment);
+  c.map = LinearMap(Feature::kExp, 700, 8, 1e-4);
+  c.problem.value_dim = 61;
+  EXPECT_GE(bytes(c), 2 * LinearCuda::StateBytes(c.problem, c.map));
 }
 
 TEST(LinearCuda, AppendRefusesAMaximumOverTheWholeSequence) {
