@@ -23,7 +23,7 @@ QueryChunk* LayOutQueries(const Sizes& sizes, int64_t group, Workspace& workspac
   return queries;
 }
 
-// What a chunk has beside its keys: its queries, and memory of its own for either kind of sums.
+// A chunk has, beside its keys, queries and perhaps memory of its own for either kind of sums.
 struct ChunkParts {
   QueryChunk* queries;
   bool has_before;

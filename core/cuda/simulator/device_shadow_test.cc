@@ -49,7 +49,7 @@ class Oracle {
     knows_[thread][{block_, thread}] = now_;
     fences_[thread] = knows_[thread];
   }
-  // What the thread learns from the others, all threads of its block do.
+  // All threads of a block learn what one of them learns from the others.
   void Atomic(int thread, int counter) {
     for (Knowledge& knowledge : knows_) Join(counters_[counter], &knowledge);
     if (fences_.count(thread) == 0) return;
