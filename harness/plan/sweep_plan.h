@@ -85,8 +85,8 @@ class SweepPlan {
     double tokens;
     double preparation_seconds;  // without the start
     double call_seconds;
-    // Of somebody else's code: starting its process and compiling it, which comes before its first
-    // call and takes about as long for every length.
+    // Somebody else's code starts a process and may compile before its first call, which takes
+    // about as long for every length; 0 for the suite's own.
     double start_seconds;
   };
   struct State {

@@ -45,7 +45,7 @@ struct Finding {
   std::string message;  // "Reduce, block (0, 0, 0), thread (3, 0, 0), reduce.cu:17: reads 4 ..."
 };
 
-// What distinguishes the GPUs for which kernels are compiled, as far as a launch can exceed it.
+// A GPU for which kernels are compiled, with those of its limits that a launch can exceed.
 struct Gpu {
   const char* name;  // "sm_90"
   int compute_capability_major;
