@@ -277,14 +277,17 @@ class Tests(unittest.TestCase):
             self.write(path, 'sound')
         bazel = FakeBazel(self.root, {path: [path[0]] for path in ('a/a.cc', 'b/b.cc', 'c/c.cc')})
         next(test for test in bazel.tests if test.label == '//b:b_test').files.add('//a:a.cc')
-        trials = [
-            mutate.Trial(bazel, mutate.Edit(path, 'constant', 0, 1, 'S'), 'sound')
-            for path in ('a/a.cc', 'b/b.cc', 'c/c.cc', 'c/c.cc')
-        ]
-        first = lambda order, most: [trial.edit.path for trial, _ in mutate.apart([trials[n] for n in order], set(), most)]
-        self.assertEqual(first([0, 1, 2, 3], 8), ['a/a.cc', 'c/c.cc'])
-        self.assertEqual(first([1, 0, 2], 8), ['b/b.cc', 'c/c.cc'])
-        self.assertEqual(first([0, 2], 1), ['a/a.cc'])
+
+        def first(order, most):
+            trials = [mutate.Trial(bazel, mutate.Edit('%s/%s.cc' % (name, name), 'constant', 0, 1, 'S'), 'sound') for name in order]
+            return ''.join(trial.edit.path[0] for trial, _ in mutate.apart(trials, set(), most))
+
+        self.assertEqual(first('abcc', 8), 'ac')
+        self.assertEqual(first('bac', 8), 'cb')
+        self.assertEqual(first('ac', 1), 'a')
+        # Two go together rather than the one that excludes both.
+        next(test for test in bazel.tests if test.label == '//c:c_test').files.add('//b:b.cc')
+        self.assertEqual(first('bac', 8), 'ac')
 
     def test_a_test_that_fails_without_an_edit_is_left_out(self):
         self.write('a/a.cc', 'FAIL b_test')

@@ -51,10 +51,12 @@ class ContestantLayer : public Layer {
   // Tells whether the code runs in another process. Such a layer times its own calls, so that
   // nothing that is said between the processes is in a time.
   virtual bool times_itself() const { return false; }
-  // Return the seconds of `calls` runs, one after the other; of one run after `flush_bytes` of
-  // other memory were written; and of Setup. Runs are on the inputs of the last Run, and the result
-  // of the last of them is written to its outputs.
-  virtual absl::StatusOr<double> RunSeconds(int64_t /*calls*/) { return NoClock(); }
+  // Return the seconds of `calls` runs, one after the other, right behind `warm_calls` that are not
+  // timed; of one run after `flush_bytes` of other memory were written; and of Setup. Runs are on
+  // the inputs of the last Run, and the result of the last of them is written to its outputs.
+  virtual absl::StatusOr<double> RunSeconds(int64_t /*calls*/, int64_t /*warm_calls*/) {
+    return NoClock();
+  }
   virtual absl::StatusOr<double> ColdRunSeconds(int64_t /*flush_bytes*/) { return NoClock(); }
   virtual absl::StatusOr<double> SetupSeconds() { return NoClock(); }
   // Returns the seconds of the last Setup: a compiler may take many, too many to repeat it.

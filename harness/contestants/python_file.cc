@@ -131,9 +131,11 @@ class PythonLayer : public ContestantLayer {
   std::map<std::string, std::string> about() const override { return about_; }
 
   bool times_itself() const override { return true; }
-  absl::StatusOr<double> RunSeconds(int64_t calls) override { return Seconds(calls, 0); }
+  absl::StatusOr<double> RunSeconds(int64_t calls, int64_t warm_calls) override {
+    return Seconds(calls, warm_calls, 0);
+  }
   absl::StatusOr<double> ColdRunSeconds(int64_t flush_bytes) override {
-    return Seconds(1, flush_bytes);
+    return Seconds(1, 0, flush_bytes);
   }
   absl::StatusOr<double> SetupSeconds() override {
     TFB_RETURN_IF_ERROR(Revive());
@@ -231,12 +233,13 @@ class PythonLayer : public ContestantLayer {
     TFB_ASSIGN_OR_RETURN(const Json answer, Ask(request));
     return answer.at("seconds").get<double>();
   }
-  absl::StatusOr<double> Seconds(int64_t calls, int64_t flush_bytes) {
+  absl::StatusOr<double> Seconds(int64_t calls, int64_t warm_calls, int64_t flush_bytes) {
     TFB_RETURN_IF_ERROR(Revive());
-    TFB_ASSIGN_OR_RETURN(
-        const double seconds,
-        AskForSeconds(
-            {{"do", "seconds"}, {"id", id_}, {"calls", calls}, {"flush_bytes", flush_bytes}}));
+    TFB_ASSIGN_OR_RETURN(const double seconds, AskForSeconds({{"do", "seconds"},
+                                                              {"id", id_},
+                                                              {"calls", calls},
+                                                              {"warm_calls", warm_calls},
+                                                              {"flush_bytes", flush_bytes}}));
     TFB_RETURN_IF_ERROR(TakeOutputs());
     return seconds;
   }

@@ -158,7 +158,7 @@ TEST(PythonFile, ALayerOutlivesAProcessThatAnotherOneEnded) {
   const Tensor before = out.Clone();
   EXPECT_FALSE(Judged("crashes", problem).ok());
   Fill(out.view(), 0);
-  const auto seconds = contestant->RunSeconds(2);
+  const auto seconds = contestant->RunSeconds(2, 1);
   ASSERT_TRUE(seconds.ok()) << seconds.status();
   EXPECT_EQ(std::memcmp(out.raw(), before.raw(), out.bytes()), 0);
   Fill(out.view(), 0);

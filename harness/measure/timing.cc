@@ -227,7 +227,8 @@ class Measurement {
   }
   // Returns the seconds of so many calls, by the host's clock.
   absl::StatusOr<double> Seconds(int64_t calls) {
-    if (remote_ != nullptr) return remote_->RunSeconds(calls);
+    // What came between Warm and this, such as messages, took the caches from the other process.
+    if (remote_ != nullptr) return remote_->RunSeconds(calls, IsWarmed() ? 0 : 1);
     const double begin = clock_.Seconds();
     TFB_RETURN_IF_ERROR(RunTimes(calls));
     TFB_RETURN_IF_ERROR(Synchronize());
@@ -235,8 +236,10 @@ class Measurement {
   }
   absl::Status Warm() {
     if (timed_.trial != nullptr) return BeginTrial();
-    return call_seconds_ >= kWarmedSeconds ? absl::OkStatus() : RunAndWait();
+    return IsWarmed() ? absl::OkStatus() : RunAndWait();
   }
+  // Tells whether a call is so long that one before it changes nothing.
+  bool IsWarmed() const { return call_seconds_ >= kWarmedSeconds; }
   absl::Status BeginTrial() {
     // A layer that times itself does so on the inputs and outputs of its last Run.
     if (timed_.trial == nullptr) return remote_ == nullptr ? absl::OkStatus() : Run();
@@ -288,7 +291,7 @@ class Measurement {
   void RemoteSetupSample() {
     const absl::StatusOr<double> setup = remote_->SetupSeconds();
     if (!Keep(setup.status())) return;
-    const absl::StatusOr<double> run = remote_->RunSeconds(1);
+    const absl::StatusOr<double> run = remote_->RunSeconds(1, 0);
     if (!Keep(run.status())) return;
     timed_.timing.add_setup_ns(*setup * 1e9);
     timed_.timing.add_end_to_end_ns((*setup + *run) * 1e9);

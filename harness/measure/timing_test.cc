@@ -256,10 +256,11 @@ class RemoteToy : public ContestantLayer {
   size_t workspace_bytes(int) const override { return 0; }
   Cost cost() const override { return {}; }
   bool times_itself() const override { return true; }
-  absl::StatusOr<double> RunSeconds(int64_t calls) override {
+  absl::StatusOr<double> RunSeconds(int64_t calls, int64_t warm_calls) override {
+    most_warm_calls = std::max(most_warm_calls, warm_calls);
     EXPECT_GT(runs, 0) << "there is nothing yet that it could be timed on";
     most_calls = std::max(most_calls, calls);
-    return kRoundSeconds * static_cast<double>(calls);
+    return call_seconds * static_cast<double>(calls);
   }
   absl::StatusOr<double> ColdRunSeconds(int64_t flush_bytes) override {
     EXPECT_EQ(flush_bytes, CpuCacheFlusher::Bytes());
@@ -271,8 +272,8 @@ class RemoteToy : public ContestantLayer {
   }
 
   int runs = 0, setups = 0;
-  double last_setup = 0;
-  int64_t most_calls = 0;
+  double last_setup = 0, call_seconds = kRoundSeconds;
+  int64_t most_calls = 0, most_warm_calls = 0;
   absl::StatusOr<double> broken = 5 * kRoundSeconds;
 
  protected:
@@ -529,6 +530,17 @@ TEST_F(TimingTest, ALongCallIsNotWarmedAndAShortOneIsOncePerSample) {
     EXPECT_EQ(cases[0].timing.run_ns_size(), 7);
     EXPECT_NEAR(cases[0].spent_seconds,
                 (pilots + samples + warmings) * call + samples * 2 * kProbeSeconds, 1e-6);
+
+    RemoteToy toy(Problem::SelfAttention(1, 2, 16, 8));
+    toy.call_seconds = call;
+    NamedTensors host;
+    host["x"] = Tensor(DType::kF32, {1, 16, 16});
+    std::vector<TimedCase> remote(1);
+    remote[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
+    ASSERT_TRUE(remote[0].bound.Setup().ok());
+    MeasureSideBySide(options, &remote);
+    EXPECT_EQ(remote[0].timing.run_ns_size(), 7);
+    EXPECT_EQ(toy.most_warm_calls, is_long ? 0 : 1);
   }
 }
 
