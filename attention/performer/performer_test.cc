@@ -832,11 +832,11 @@ TEST(Performer, CostCountsTheMultiplyAddsOfTheFormula) {
 
 TEST(Performer, StatisticsCountRowsWhoseFeaturesMeetNone) {
   // With relu and no epsilon a query and keys of opposite signs share no feature.
-  const Problem problem = Problem::SelfAttention(1, 1, 4, 1);
+  const Problem problem = Problem::SelfAttention(2, 3, 4, 1);
   NamedTensors inputs = Random(problem);
   Fill(inputs["k"].view(), 1);
-  const float queries[] = {1, -1, 1, -1};
-  std::memcpy(inputs["q"].raw(), queries, sizeof(queries));
+  const absl::Span<float> queries = inputs["q"].span<float>();
+  for (size_t n = 0; n < queries.size(); ++n) queries[n] = n % 2 == 0 ? 1 : -1;
   const auto layer =
       Performer()
           .Create(problem, {{"kernel", "relu"}, {"relu_epsilon", "0"}, {"features", "8"}}, kCpu, 1)

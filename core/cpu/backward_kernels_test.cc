@@ -13,7 +13,7 @@
 namespace tfb {
 namespace {
 
-constexpr int64_t kStride = 96, kRows = 21;
+constexpr int64_t kStride = 96, kOtherStride = 103, kRows = 21;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
@@ -49,18 +49,19 @@ TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
     for (const bool is_masked : {false, true}) {
       for (const bool has_ramp : {false, true}) {
         std::vector<float> scores = Normal("scores", kRows * kStride),
-                           gradients = Normal("gradients", kRows * kStride), span(kRows, 1.0f);
+                           gradients = Normal("gradients", kRows * kOtherStride), span(kRows, 1.0f);
         const std::vector<float> s = scores, g = gradients;
         kernels_->softmax_backward({scores.data(), kStride, kRows, columns}, gradients.data(),
+                                   kOtherStride,
                                    {shift.data(), delta.data(), is_masked ? masks.data() : nullptr,
                                     16, has_ramp ? &ramp : nullptr, span.data()});
         for (int64_t r = 0; r < kRows; ++r) {
           double span_gradient = 1;
           for (int64_t c = 0; c < kStride; ++c) {
-            const int64_t n = r * kStride + c;
+            const int64_t n = r * kStride + c, other = r * kOtherStride + c;
             if (c >= columns) {
               EXPECT_EQ(scores[n], s[n]);
-              EXPECT_EQ(gradients[n], g[n]);
+              EXPECT_EQ(gradients[other], g[other]);
               continue;
             }
             const double e = std::exp(static_cast<double>(s[n]) - shift[r]);
@@ -68,12 +69,13 @@ TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
             double p = e;
             if (has_ramp) p *= std::min(1.0, std::max(0.0, slanted));
             if (has_ramp && slanted > 0 && slanted < 1) {
-              span_gradient += e * (g[n] - delta[r]) / 16;
+              span_gradient += e * (g[other] - delta[r]) / 16;
             }
             if (is_masked && (masks[r] >> (16 + c) & 1) == 0) p = 0;
-            const double gradient = p * (static_cast<double>(g[n]) - delta[r]);
+            const double gradient = p * (static_cast<double>(g[other]) - delta[r]);
             EXPECT_NEAR(scores[n], p, 1e-6 * p) << r << " " << c;
-            EXPECT_NEAR(gradients[n], gradient, 1e-6 * p * (std::abs(g[n]) + std::abs(delta[r])));
+            EXPECT_NEAR(gradients[other], gradient,
+                        1e-6 * p * (std::abs(g[other]) + std::abs(delta[r])));
           }
           EXPECT_NEAR(span[r], has_ramp ? span_gradient : 1, 2e-5) << r;
         }
@@ -93,7 +95,7 @@ TEST_P(BackwardKernels, WhatHasNoWeightHasNoGradientWhateverItHolds) {
   const float shift[3] = {0.25f, -kInfinity, 0};  // row 1 sees no key
   const float delta[3] = {0, kNaN, 0};
   gradients[2 * kStride] = kNaN;  // counts
-  kernels_->softmax_backward({scores.data(), kStride, 3, 16}, gradients.data(),
+  kernels_->softmax_backward({scores.data(), kStride, 3, 16}, gradients.data(), kStride,
                              {shift, delta, masks, 0, nullptr, nullptr});
   for (const int64_t c : {3, 4, 5}) {
     EXPECT_EQ(scores[c], 0) << c;
@@ -159,24 +161,25 @@ TEST_P(BackwardKernels, AReluPassesWhatIsAboveZero) {
   const std::vector<float> table = Normal("table", kStride + kRows);
   for (const int64_t table_row : {-1, 0}) {
     std::vector<float> gradients = Normal("gradients", kRows * kStride),
-                       products = Normal("products", kRows * kStride);
+                       products = Normal("products", kRows * kOtherStride);
     gradients[0] = 0;  // a hidden pair
     products[0] = kNaN;
     products[1] = 0;
     const std::vector<float> g = gradients, s = products;
     const float* first = table.data() + kRows;
-    kernels_->relu_multiply_backward({gradients.data(), kStride, kRows, 48}, products.data(), first,
-                                     table_row);
+    kernels_->relu_multiply_backward({gradients.data(), kStride, kRows, 48}, products.data(),
+                                     kOtherStride, first, table_row);
     for (int64_t r = 0; r < kRows; ++r) {
       for (int64_t c = 0; c < kStride; ++c) {
-        const int64_t n = r * kStride + c;
+        const int64_t n = r * kStride + c, other = r * kOtherStride + c;
         if (c >= 48) {
           EXPECT_EQ(gradients[n], g[n]);
+          EXPECT_EQ(products[other], s[other]);
           continue;
         }
-        const bool passes = s[n] > 0;
+        const bool passes = s[other] > 0;
         EXPECT_EQ(gradients[n], passes ? g[n] * first[r * table_row + c] : 0) << r << " " << c;
-        EXPECT_EQ(products[n], passes ? g[n] * s[n] : 0) << r << " " << c;
+        EXPECT_EQ(products[other], passes ? g[n] * s[other] : 0) << r << " " << c;
       }
     }
   }

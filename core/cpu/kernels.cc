@@ -450,14 +450,15 @@ void SoftmaxBackwardRow(float* scores, float* gradients, int64_t columns, int64_
   if (kRamp) softmax.span_gradient[r] += softmax.ramp->slope * HorizontalSum(span);
 }
 
-void SoftmaxBackward(const ScoreRows& rows, float* gradients, const SoftmaxGradient& softmax) {
+void SoftmaxBackward(const ScoreRows& rows, float* gradients, int64_t gradient_row,
+                     const SoftmaxGradient& softmax) {
   const auto row = softmax.ramp != nullptr
                        ? (softmax.masks != nullptr ? SoftmaxBackwardRow<true, true>
                                                    : SoftmaxBackwardRow<false, true>)
                        : (softmax.masks != nullptr ? SoftmaxBackwardRow<true, false>
                                                    : SoftmaxBackwardRow<false, false>);
   for (int64_t r = 0; r < rows.rows; ++r) {
-    row(rows.scores + r * rows.stride, gradients + r * rows.stride, rows.columns, r, softmax);
+    row(rows.scores + r * rows.stride, gradients + r * gradient_row, rows.columns, r, softmax);
   }
 }
 
@@ -514,11 +515,11 @@ void AddSumsByLabel(const ScoreRows& rows, const int32_t* row_ids, const int32_t
   }
 }
 
-void ReluMultiplyBackward(const ScoreRows& rows, float* products, const float* table,
-                          int64_t table_row) {
+void ReluMultiplyBackward(const ScoreRows& rows, float* products, int64_t product_row,
+                          const float* table, int64_t table_row) {
   for (int64_t r = 0; r < rows.rows; ++r) {
     float* row = rows.scores + r * rows.stride;
-    float* of_row = products + r * rows.stride;
+    float* of_row = products + r * product_row;
     for (int64_t c = 0; c < rows.columns; c += kLanes) {
       const Floats gradient = Load(row + c), product = Load(of_row + c);
       const Floats factor = Load(table + r * table_row + c);

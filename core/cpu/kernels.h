@@ -154,9 +154,10 @@ struct CpuKernels {
   // multiply the numerators and enter the sum.
   void (*softmax)(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp);
 
-  // Replaces scores by p, and in `gradients`, which has the scores' stride, the gradients of p by those
-  // of the scores: see SoftmaxGradient.
-  void (*softmax_backward)(const ScoreRows& rows, float* gradients, const SoftmaxGradient& softmax);
+  // Replaces scores by p, and in `gradients` the gradients of p by those of the scores: see
+  // SoftmaxGradient.
+  void (*softmax_backward)(const ScoreRows& rows, float* gradients, int64_t gradient_row,
+                           const SoftmaxGradient& softmax);
   // sums[rows - 1 + c - r] += scores[r][c].
   void (*add_diagonals)(const ScoreRows& rows, float* sums);
   // sums[c] += sum_r scores[r][c].
@@ -164,11 +165,11 @@ struct CpuKernels {
   // sums[r][row_ids[r] == column_ids[c]] += scores[r][c].
   void (*add_sums_by_label)(const ScoreRows& rows, const int32_t* row_ids,
                             const int32_t* column_ids, float (*sums)[2]);
-  // For relu_multiply, whose operands were `products`, of the scores' stride, and the table: scores
-  // are the gradients of its results and become those of the products; products[r][c] becomes the
-  // gradient of the factor, score times relu(product). Both are 0 where the score is 0.
-  void (*relu_multiply_backward)(const ScoreRows& rows, float* products, const float* table,
-                                 int64_t table_row);
+  // For relu_multiply, whose operands were `products` and the table: scores are the gradients of its
+  // results and become those of the products; products[r][c] becomes the gradient of the factor,
+  // score times relu(product). Both are 0 where the score is 0.
+  void (*relu_multiply_backward)(const ScoreRows& rows, float* products, int64_t product_row,
+                                 const float* table, int64_t table_row);
 
   // scores[r][c] += table[r * table_row + c].
   void (*add)(const ScoreRows& rows, const float* table, int64_t table_row);

@@ -51,14 +51,18 @@ struct Layout {
 
 // The scratch memory of one thread for one task.
 struct Scratch : FlashScores::Scratch {
-  float* products;          // [64][kScoreRow], the scores before a ReLU
-  float* score_gradients;   // [64][kScoreRow]
+  float* products;         // [64][kScoreRow], the scores before a ReLU
+  float* plain_gradients;  // [64][kScoreRow]
+  // The score gradients of a task: [64][gradient_row], plain or in `positions`.
+  float* score_gradients;
+  int64_t gradient_row;
   float* output_gradients;  // [64][value_row]
   float* label_query;       // [64][query_row]
   float* shift;             // [64]
   float* delta;             // [64]
   float* span_gradient;     // [64]
   float (*label_sums)[2];   // [64]
+  float* label_vectors;     // [2][query_row], the label keys, scaled
   float* q_gradient;        // [64][query_row]
   // Of the chunk:
   float* keys;         // [4][key_depth][64]
@@ -96,13 +100,14 @@ Memory LayOut(const Problem& p, const Layout& layout, int threads, Workspace& wo
     static_cast<FlashScores::Scratch&>(s) = FlashScores::LayOut(layout.scores(), workspace);
     const auto take = [&](int64_t floats) { return workspace.Take<float>(floats); };
     s.products = take(kTile * FlashScores::kScoreRow);
-    s.score_gradients = take(kTile * FlashScores::kScoreRow);
+    s.plain_gradients = take(kTile * FlashScores::kScoreRow);
     s.output_gradients = take(kTile * layout.value_row);
     s.label_query = take(kTile * layout.query_row);
     s.shift = take(kTile);
     s.delta = take(kTile);
     s.span_gradient = take(kTile);
     s.label_sums = workspace.Take<float[2]>(kTile);
+    s.label_vectors = take(2 * layout.query_row);
     s.q_gradient = take(kTile * layout.query_row);
     s.keys = take(kChunkKeys * layout.key_depth);
     s.values = take(kChunkKeys * layout.value_depth);
@@ -142,9 +147,8 @@ class BackwardRun : public FlashScores {
                    terms_.relative_keys != nullptr || terms_.label_keys != nullptr ||
                    terms_.label_biases != nullptr || terms_.relu_multiplier != nullptr ||
                    terms_.bias != nullptr;
-    adds_in_place_ = problem.head_dim == layout.query_row && !layout.has_positions &&
-                     !has_labels_ && call_.query_order.tokens == nullptr && wants_q_ &&
-                     q.stride(3) == 1;
+    adds_in_place_ = problem.head_dim == layout.query_row && call_.query_order.tokens == nullptr &&
+                     wants_q_ && q.stride(3) == 1;
   }
 
   int64_t tasks() const {
@@ -284,6 +288,7 @@ class BackwardRun : public FlashScores {
       return Pass(turn, run.rank);
     }
     LoadGradients(task, scratch);
+    PlaceScoreGradients(task, scratch);
     const float* packed = scratch.keys;
     ComputeScores(
         task, seen,
@@ -296,12 +301,36 @@ class BackwardRun : public FlashScores {
     AddValueGradients(chunk, task, seen, scratch);
     TermGradients(task, seen, scratch);
     if (!backward_.k_gradient.empty()) AddKeyGradients(chunk, task, seen, scratch);
-    if (!adds_in_place_ && wants_q_) QueryGradients(chunk, task, seen, scratch);
+    if (wants_q_ && !adds_in_place_) {
+      std::fill_n(scratch.q_gradient, task.rows * layout_.query_row, 0.0f);
+      AddQueryGradients(chunk, task, seen, scratch, scratch.q_gradient, layout_.query_row);
+    }
     Await(turn, run.rank);
-    if (wants_q_) AddQueryGradients(chunk, task, seen, scratch);
+    if (adds_in_place_) {
+      const TensorView& q = backward_.q_gradient;
+      AddQueryGradients(chunk, task, seen, scratch,
+                        q.MutableAt<float>(task.batch, task.head, task.first_query), q.stride(2));
+    } else if (wants_q_) {
+      TakeQueryGradients(task, scratch);
+    }
     if (terms_.span != nullptr) AddSpanGradients(task, scratch);
     Pass(turn, run.rank);
+    if (terms_.relative_keys == nullptr) return;
+    if (!wants_q_) AddRepeats(task, seen, scratch);
+    AddRelativeKeys(task, seen, scratch);
   }
+
+  // Score gradients against relative keys are also needed by offset. They are written such that
+  // those of an offset lie below each other: a column of `positions`, which ComputeScores needs no
+  // more. Rows that lie apart are copied there (Skew).
+  void PlaceScoreGradients(const Task& task, Scratch& scratch) const {
+    const bool by_offset = layout_.has_positions && !task.gaps;
+    scratch.score_gradients =
+        by_offset ? scratch.positions + FirstColumn(task, 0) : scratch.plain_gradients;
+    scratch.gradient_row = by_offset ? kPositionRow - 1 : kScoreRow;
+  }
+  // Returns the column of `positions` of row r and column 0 of a chunk.
+  static int64_t FirstColumn(const Task& task, int64_t r) { return kTile - 1 - task.Place(r); }
 
   // Returns the tiles from the first that the task sees to the last; those between that it does not
   // see have no extents.
@@ -371,10 +400,13 @@ class BackwardRun : public FlashScores {
         kernels_.gemm(rows, extent.end - extent.begin, layout_.value_depth,
                       scratch.output_gradients + row * layout_.value_row, layout_.value_row, 1,
                       values + extent.begin, kTile,
-                      scratch.score_gradients + row * kScoreRow + tile.column + extent.begin,
-                      kScoreRow, false);
+                      GradientsAt(scratch, row, tile.column + extent.begin), scratch.gradient_row,
+                      false);
       });
     }
+  }
+  static float* GradientsAt(const Scratch& scratch, int64_t row, int64_t column) {
+    return scratch.score_gradients + row * scratch.gradient_row + column;
   }
   // Returns the tile's first key, counted from the chunk's.
   static int64_t InChunk(const Chunk& chunk, const Tile& tile) {
@@ -406,13 +438,14 @@ class BackwardRun : public FlashScores {
     }
     kernels_.softmax_backward(
         {scratch.scores + column, kScoreRow, task.rows, columns.end - columns.begin},
-        scratch.score_gradients + column, softmax);
+        GradientsAt(scratch, 0, column), scratch.gradient_row, softmax);
   }
 
   // Queries first to end - 1 of a task.
   struct Rows {
     int64_t begin;
     int64_t end;
+    bool operator==(const Rows& other) const { return begin == other.begin && end == other.end; }
   };
   // Calls body(first key of the tile, keys, rows) for all keys of a whole tile, or for each 16 keys
   // that any row sees, with the rows from the first to the last that sees one of them.
@@ -450,9 +483,9 @@ class BackwardRun : public FlashScores {
   // Adds the product of the transposed pairs [keys][queries] with rows of the queries to sums of the
   // keys. Rows that are not finite must not meet the zeros of pairs that do not count.
   void AddTransposed(const Chunk& chunk, const Task& task, Tiles tiles, const float* pairs,
-                     const float* rows, int64_t row, float* sums) const {
+                     int64_t pair_row, const float* rows, int64_t row, float* sums) const {
     if (AllWhole(tiles)) {
-      kernels_.gemm(WholeExtent(tiles).end, row, task.rows, pairs, 1, kScoreRow, rows, row,
+      kernels_.gemm(WholeExtent(tiles).end, row, task.rows, pairs, 1, pair_row, rows, row,
                     sums + InChunk(chunk, tiles[0]) * row, row, true);
       return;
     }
@@ -463,77 +496,64 @@ class BackwardRun : public FlashScores {
       float* to = sums + InChunk(chunk, tile) * row;
       if (!finite && !tile.whole) {
         ForEachPair(task, tile, [&](int64_t r, int64_t key) {
-          AddScaled(of_tile[r * kScoreRow + key], rows + r * row, row, to + key * row);
+          AddScaled(of_tile[r * pair_row + key], rows + r * row, row, to + key * row);
         });
         continue;
       }
       ForEachKeys(task, tile, [&](int64_t first, int64_t keys, const Rows& seen) {
-        kernels_.gemm(keys, row, seen.end - seen.begin, of_tile + seen.begin * kScoreRow + first, 1,
-                      kScoreRow, rows + seen.begin * row, row, to + first * row, row, true);
+        kernels_.gemm(keys, row, seen.end - seen.begin, of_tile + seen.begin * pair_row + first, 1,
+                      pair_row, rows + seen.begin * row, row, to + first * row, row, true);
       });
     }
   }
   void AddValueGradients(const Chunk& chunk, const Task& task, Tiles tiles,
                          Scratch& scratch) const {
     if (backward_.v_gradient.empty()) return;
-    AddTransposed(chunk, task, tiles, scratch.scores, scratch.output_gradients, layout_.value_row,
-                  scratch.v_gradient);
+    AddTransposed(chunk, task, tiles, scratch.scores, kScoreRow, scratch.output_gradients,
+                  layout_.value_row, scratch.v_gradient);
   }
   void AddKeyGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch) const {
-    AddTransposed(chunk, task, tiles, scratch.score_gradients, scratch.content_query,
-                  layout_.query_row, scratch.k_gradient);
+    AddTransposed(chunk, task, tiles, scratch.score_gradients, scratch.gradient_row,
+                  scratch.content_query, layout_.query_row, scratch.k_gradient);
   }
 
   // Adds the product of the score gradients with the keys to rows that lie `stride` apart.
   void AddKeyProducts(const Chunk& chunk, const Task& task, Tiles tiles, const Scratch& scratch,
                       float* to, int64_t stride) const {
     const int64_t row = layout_.query_row;
-    if (AllWhole(tiles)) {
-      kernels_.gemm(task.rows, row, WholeExtent(tiles).end, scratch.score_gradients, kScoreRow, 1,
-                    scratch.key_rows + InChunk(chunk, tiles[0]) * row, row, to, stride, true);
-      return;
-    }
-    for (const Tile& tile : tiles) {
+    for (const Tile& tile : tiles) {  // whose keys stay in L1
       const float* pairs = scratch.score_gradients + tile.column;
       const float* keys = scratch.key_rows + InChunk(chunk, tile) * row;
       if (tile.seen.end > 0 && !tile.whole && !scratch.keys_finite[InChunk(chunk, tile) / kTile]) {
         ForEachPair(task, tile, [&](int64_t r, int64_t key) {
-          AddScaled(pairs[r * kScoreRow + key], keys + key * row, row, to + r * stride);
+          AddScaled(pairs[r * scratch.gradient_row + key], keys + key * row, row, to + r * stride);
         });
         continue;
       }
       ForEachPart(task, tile, [&](int64_t first, int64_t rows, const Extent& extent) {
         kernels_.gemm(rows, row, extent.end - extent.begin,
-                      pairs + first * kScoreRow + extent.begin, kScoreRow, 1,
+                      pairs + first * scratch.gradient_row + extent.begin, scratch.gradient_row, 1,
                       keys + extent.begin * row, row, to + first * stride, stride, true);
       });
     }
   }
 
-  // Computes the queries' gradients of the chunk.
-  void QueryGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch) const {
-    const int64_t row = layout_.query_row;
-    std::fill_n(scratch.q_gradient, task.rows * row, 0.0f);
-    AddKeyProducts(chunk, task, tiles, scratch, scratch.q_gradient, row);
-    if (layout_.has_positions) AddPositionProducts(task, tiles, scratch);
-    if (!has_labels_) return;
-    const LabelKeys& labels = call_.rule.label_keys;
-    for (int64_t r = 0; r < task.rows; ++r) {
-      for (int64_t label = 0; label < 2; ++label) {
-        const float* key = labels.keys + (task.head % labels.heads * 2 + label) * problem_.head_dim;
-        AddScaled(scale_ * scratch.label_sums[r][label], key, problem_.head_dim,
-                  scratch.q_gradient + r * row);
-      }
+  // Adds the queries' gradients of the chunk to rows that lie `stride` apart.
+  void AddQueryGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch,
+                         float* to, int64_t stride) const {
+    AddKeyProducts(chunk, task, tiles, scratch, to, stride);
+    if (layout_.has_positions) {
+      AddRepeats(task, tiles, scratch);
+      AddPositionProducts(task, tiles, scratch, to, stride);
+    }
+    if (has_labels_) {
+      kernels_.gemm(task.rows, layout_.query_row, 2, scratch.label_sums[0], 2, 1,
+                    scratch.label_vectors, layout_.query_row, to, stride, true);
     }
   }
-  void AddQueryGradients(const Chunk& chunk, const Task& task, Tiles tiles,
-                         Scratch& scratch) const {
+  // Adds the computed gradients of a task where they belong.
+  void TakeQueryGradients(const Task& task, const Scratch& scratch) const {
     const TensorView& q = backward_.q_gradient;
-    if (adds_in_place_) {
-      AddKeyProducts(chunk, task, tiles, scratch,
-                     q.MutableAt<float>(task.batch, task.head, task.first_query), q.stride(2));
-      return;
-    }
     for (int64_t r = 0; r < task.rows; ++r) {
       AddRow(scratch.q_gradient + r * layout_.query_row, problem_.head_dim,
              q.MutableAt<float>(task.batch, task.head, OutRow(task, r)), q.stride(3));
@@ -572,15 +592,16 @@ class BackwardRun : public FlashScores {
   // Calls body(scores, first offset) for the columns of a chunk that hold scores: whole rows, or row
   // by row where places lie apart; the first offset is that of row 0, column 0.
   template <class Body>
-  void ForEachOffsetRows(const Task& task, Tiles tiles, float* scores, const Body& body) const {
+  void ForEachOffsetRows(const Task& task, Tiles tiles, float* scores, int64_t row,
+                         const Body& body) const {
     const auto visit = [&](const Tile& tile, const Extent& columns) {
       float* first = scores + tile.column + columns.begin;
       const int64_t count = columns.end - columns.begin;
       const int64_t offset =
           tile.index * kTile + columns.begin - task.first_query - call_.rule.query_position;
-      if (!task.gaps) return body(ScoreRows{first, kScoreRow, task.rows, count}, offset);
+      if (!task.gaps) return body(ScoreRows{first, row, task.rows, count}, offset);
       for (int64_t r = 0; r < task.rows; ++r) {
-        body(ScoreRows{first + r * kScoreRow, kScoreRow, 1, count}, offset - task.Place(r));
+        body(ScoreRows{first + r * row, row, 1, count}, offset - task.Place(r));
       }
     };
     if (AllWhole(tiles)) return visit(tiles[0], WholeExtent(tiles));
@@ -588,8 +609,8 @@ class BackwardRun : public FlashScores {
       if (tile.seen.end > 0) visit(tile, tile.seen);
     }
   }
-  void AddDiagonals(const Task& task, Tiles tiles, float* scores, float* sums) const {
-    ForEachOffsetRows(task, tiles, scores, [&](const ScoreRows& rows, int64_t offset) {
+  void AddDiagonals(const Task& task, Tiles tiles, float* scores, int64_t row, float* sums) const {
+    ForEachOffsetRows(task, tiles, scores, row, [&](const ScoreRows& rows, int64_t offset) {
       kernels_.add_diagonals(rows, sums + offset - (rows.rows - 1) - least_offset_);
     });
   }
@@ -597,16 +618,21 @@ class BackwardRun : public FlashScores {
   // Sums the gradients of the terms, and takes the scores' gradients through the ReLU.
   void TermGradients(const Task& task, Tiles tiles, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
-    if (terms_.bias != nullptr) AddDiagonals(task, tiles, scratch.score_gradients, scratch.bias);
+    const auto add_diagonals = [&](float* sums) {
+      AddDiagonals(task, tiles, scratch.score_gradients, scratch.gradient_row, sums);
+    };
+    if (terms_.bias != nullptr) add_diagonals(scratch.bias);
     if (rule.relu_multiplier.values != nullptr) {
-      ForEachOffsetRows(task, tiles, scratch.score_gradients,
-                        [&](const ScoreRows& rows, int64_t offset) {
-                          kernels_.relu_multiply_backward(
-                              rows, scratch.products + (rows.scores - scratch.score_gradients),
-                              rule.relu_multiplier.Of(task.head) + offset, -1);
-                        });
+      ForEachOffsetRows(
+          task, tiles, scratch.products, kScoreRow, [&](const ScoreRows& products, int64_t offset) {
+            const int64_t at = products.scores - scratch.products;
+            kernels_.relu_multiply_backward({GradientsAt(scratch, at / kScoreRow, at % kScoreRow),
+                                             scratch.gradient_row, products.rows, products.columns},
+                                            products.scores, kScoreRow,
+                                            rule.relu_multiplier.Of(task.head) + offset, -1);
+          });
       if (terms_.relu_multiplier != nullptr) {
-        AddDiagonals(task, tiles, scratch.products, scratch.factor);
+        AddDiagonals(task, tiles, scratch.products, kScoreRow, scratch.factor);
       }
     }
     if (terms_.content_bias != nullptr) {
@@ -614,36 +640,106 @@ class BackwardRun : public FlashScores {
         if (tile.seen.end == 0) continue;
         const Extent columns = tile.seen;
         kernels_.add_columns(
-            {scratch.score_gradients + tile.column + columns.begin, kScoreRow, task.rows,
+            {GradientsAt(scratch, 0, tile.column + columns.begin), scratch.gradient_row, task.rows,
              columns.end - columns.begin},
             scratch.column_sums + tile.index % kChunkKeyTiles * kTile + columns.begin);
       }
     }
+    if (layout_.has_positions) Skew(task, tiles, scratch);
     if (sums_positions()) {
-      AddDiagonals(task, tiles, scratch.score_gradients, scratch.position_sums);
+      kernels_.add_columns(
+          {scratch.positions, kPositionRow, task.rows, WholeExtent(tiles).end + kTile},
+          scratch.position_sums + FirstSkewed(task, tiles) - least_offset_);
     }
-    if (layout_.has_positions) AddRelativeKeys(task, tiles, scratch);
     if (has_labels_) SumLabels(task, tiles, scratch);
   }
 
-  // Sets positions[r][u] to the score gradient of row r at the offset FirstSkewed() + u, where those
-  // of offsets that repeat a relative key are added to that key's, and sums the gradients of the
-  // relative keys.
-  void AddRelativeKeys(const Task& task, Tiles tiles, Scratch& scratch) const {
-    for (int64_t r = 0; r < task.rows; ++r) Skew(task, tiles, r, scratch);
+  // Makes positions[r][u] the score gradient of row r at the offset FirstSkewed() + u, 0 where the
+  // chunk has none.
+  void Skew(const Task& task, Tiles tiles, Scratch& scratch) const {
+    const int64_t columns = WholeExtent(tiles).end;
+    for (int64_t r = 0; r < task.rows; ++r) {
+      float* row = scratch.positions + r * kPositionRow;
+      float* first = row + FirstColumn(task, r);
+      std::fill(row, first, 0.0f);
+      for (const Tile& tile : tiles) {
+        float* to = first + tile.column;
+        if (tile.seen.end == 0) {
+          std::fill_n(to, kTile, 0.0f);
+        } else if (task.gaps) {
+          std::copy_n(GradientsAt(scratch, r, tile.column), kTile, to);
+        }
+      }
+      std::fill(first + columns, row + columns + kTile, 0.0f);
+    }
+  }
+  // Adds the score gradients of offsets that repeat a relative key to those of that key.
+  void AddRepeats(const Task& task, Tiles tiles, Scratch& scratch) const {
     const int64_t first = FirstSkewed(task, tiles);
     ForEachStretch(SkewedKeys(task, tiles), [&](const Offsets& keys, int64_t last) {
-      float* positions = scratch.positions + (keys.low - first);
-      for (int64_t r = 0; keys.high < last && r < task.rows; ++r) {
-        float* repeated = positions + r * kPositionRow + keys.count();
+      float* repeated = scratch.positions + (keys.high + 1 - first);
+      for (int64_t r = 0; keys.high < last && r < task.rows; ++r, repeated += kPositionRow) {
         repeated[-1] += SumOf(repeated, last - keys.high);
       }
-      if (terms_.relative_keys == nullptr) return;
-      kernels_.gemm(keys.count(), layout_.query_row, task.rows, positions, 1, kPositionRow,
-                    scratch.position_query, layout_.query_row, RelativeRow(keys.low, scratch),
-                    layout_.query_row, true);
     });
   }
+  // Sums the gradients of the relative keys: for the columns of `positions` at which the same groups
+  // of rows have pairs at once.
+  void AddRelativeKeys(const Task& task, Tiles tiles, Scratch& scratch) const {
+    const int64_t first = FirstSkewed(task, tiles), row = layout_.query_row;
+    const Groups groups(task, tiles);
+    ForEachStretch(SkewedKeys(task, tiles), [&](const Offsets& keys, int64_t last) {
+      const int64_t end = keys.high + 1 - first;
+      // Returns the rows with pairs at up to 16 columns; the last column also has what later ones
+      // repeat.
+      const auto rows_at = [&](int64_t u) {
+        const int64_t next = std::min(NextBlock(u), end);
+        return groups.RowsAt(u, next == end ? last + 1 - first : next);
+      };
+      for (int64_t u = keys.low - first, next; u < end; u = next) {
+        const Rows rows = rows_at(u);
+        for (next = NextBlock(u); next < end && rows_at(next) == rows;) next = NextBlock(next);
+        next = std::min(next, end);
+        if (rows.begin >= rows.end) continue;
+        kernels_.gemm(next - u, row, rows.end - rows.begin,
+                      scratch.positions + rows.begin * kPositionRow + u, 1, kPositionRow,
+                      scratch.position_query + rows.begin * row, row,
+                      RelativeRow(first + u, scratch), row, true);
+      }
+    });
+  }
+  static int64_t NextBlock(int64_t u) { return u / kGroupRows * kGroupRows + kGroupRows; }
+
+  // The columns of `positions` at which groups of 16 rows have pairs.
+  class Groups {
+   public:
+    Groups(const Task& task, Tiles tiles) : rows_(task.rows) {
+      for (int64_t r = 0; r < task.rows; r += kGroupRows) {
+        const Extent extent =
+            AllWhole(tiles) ? WholeExtent(tiles) : FlashScores::ExtentOf(tiles, r / kGroupRows);
+        const int64_t last = std::min(r + kGroupRows, task.rows) - 1;
+        Extent& columns = columns_[r / kGroupRows];
+        if (extent.end == extent.begin) continue;
+        columns = {FirstColumn(task, last) + extent.begin, FirstColumn(task, r) + extent.end};
+      }
+    }
+    const Extent& Columns(int64_t group) const { return columns_[group]; }
+    // Returns the rows of the groups from the first to the last that have pairs at columns u to
+    // end - 1.
+    Rows RowsAt(int64_t u, int64_t end) const {
+      Rows rows{rows_, 0};
+      for (int64_t r = 0; r < rows_; r += kGroupRows) {
+        const Extent& columns = columns_[r / kGroupRows];
+        if (columns.begin >= end || columns.end <= u) continue;
+        rows = {std::min(rows.begin, r), std::min(r + kGroupRows, rows_)};
+      }
+      return rows;
+    }
+
+   private:
+    const int64_t rows_;
+    Extent columns_[kTile / kGroupRows] = {};
+  };
   // Returns the sum, in lanes that the compiler makes a vector.
   static float SumOf(const float* from, int64_t count) {
     constexpr int64_t kLanes = RelativeKeyVectors::kBlock;
@@ -653,21 +749,6 @@ class BackwardRun : public FlashScores {
     }
     for (int64_t n = 0; n < count; ++n) lanes[n] += from[n];
     return std::accumulate(lanes, lanes + kLanes, 0.0f);
-  }
-  void Skew(const Task& task, Tiles tiles, int64_t r, Scratch& scratch) const {
-    float* row = scratch.positions + r * kPositionRow;
-    float* first = row + kTile - 1 - task.Place(r);  // of column 0
-    std::fill(row, first, 0.0f);
-    for (const Tile& tile : tiles) {
-      float* to = first + tile.column;
-      if (tile.seen.end == 0) {
-        std::fill_n(to, kTile, 0.0f);
-      } else {
-        std::copy_n(scratch.score_gradients + r * kScoreRow + tile.column, kTile, to);
-      }
-    }
-    const int64_t columns = WholeExtent(tiles).end;
-    std::fill(first + columns, row + columns + kTile, 0.0f);
   }
   // Calls body(keys, last) for stretches of offsets: `keys` and, to offset `last`, those that repeat
   // the last of them.
@@ -693,13 +774,30 @@ class BackwardRun : public FlashScores {
     const int64_t first = FirstSkewed(task, tiles);
     return OfKeys({first, first + WholeExtent(tiles).end + kTile - 2});
   }
-  void AddPositionProducts(const Task& task, Tiles tiles, Scratch& scratch) const {
+  // Adds the product of the score gradients with the relative keys to rows that lie `stride` apart,
+  // a group of rows at a time.
+  void AddPositionProducts(const Task& task, Tiles tiles, const Scratch& scratch, float* to,
+                           int64_t stride) const {
     const int64_t row = layout_.query_row, first = FirstSkewed(task, tiles);
     const float* vectors = backward_.relative_keys->Of(task.head);
-    ForEachStretch(SkewedKeys(task, tiles), [&](const Offsets& keys, int64_t) {
-      kernels_.gemm(task.rows, row, keys.count(), scratch.positions + (keys.low - first),
-                    kPositionRow, 1, vectors + (keys.low - call_.rule.relative_keys->low()) * row,
-                    row, scratch.q_gradient, row, true);
+    const Groups groups(task, tiles);
+    ForEachStretch(SkewedKeys(task, tiles), [&](const Offsets& keys, int64_t last) {
+      const int64_t end = keys.high + 1 - first;
+      for (int64_t u = keys.low - first, next; u < end; u = next) {
+        next = std::min(u / kTile * kTile + kTile, end);  // relative keys that stay in L1
+        // The last column also has what later ones repeat.
+        const int64_t until = next == end ? last + 1 - first : next;
+        for (int64_t r = 0; r < task.rows; r += kGroupRows) {
+          const Extent& columns = groups.Columns(r / kGroupRows);
+          if (columns.begin >= until || columns.end <= u) continue;
+          const int64_t begin = std::min(std::max(columns.begin, u), next - 1);
+          kernels_.gemm(std::min(kGroupRows, task.rows - r), row,
+                        std::min(columns.end, next) - begin,
+                        scratch.positions + r * kPositionRow + begin, kPositionRow, 1,
+                        vectors + (begin + first - call_.rule.relative_keys->low()) * row, row,
+                        to + r * stride, stride, true);
+        }
+      }
     });
   }
 
@@ -710,23 +808,36 @@ class BackwardRun : public FlashScores {
       if (tile.seen.end == 0) continue;
       int32_t ids[kTile] = {};
       LoadKeyIds(task, tile.index, ids);
-      kernels_.add_sums_by_label({scratch.score_gradients + tile.column + tile.seen.begin,
-                                  kScoreRow, task.rows, tile.seen.end - tile.seen.begin},
+      kernels_.add_sums_by_label({GradientsAt(scratch, 0, tile.column + tile.seen.begin),
+                                  scratch.gradient_row, task.rows, tile.seen.end - tile.seen.begin},
                                  scratch.query_ids, ids + tile.seen.begin, scratch.label_sums);
     }
-    if (!wants_terms_) return;
-    LoadQueryRows(task, call_.rule.position_bias, scratch.label_query);
+    const int64_t channels = problem_.head_dim, row = layout_.query_row;
     for (int64_t label = 0; label < 2; ++label) {
-      const float* key = labels.keys + (task.head % labels.heads * 2 + label) * problem_.head_dim;
-      for (int64_t r = 0; r < task.rows; ++r) {
-        const float sum = scratch.label_sums[r][label];
-        if (sum == 0) continue;  // a disregarded query may be NaN
-        AddScaled(sum, scratch.label_query + r * layout_.query_row, problem_.head_dim,
-                  scratch.label_keys + label * layout_.query_row);
-        AddScaled(scale_ * sum, key, problem_.head_dim, scratch.position_bias);
-        scratch.label_biases[label] += scale_ * sum;
-      }
+      const float* key = labels.keys + (task.head % labels.heads * 2 + label) * channels;
+      float* vector = scratch.label_vectors + label * row;
+      std::fill_n(vector, row, 0.0f);
+      AddScaled(scale_, key, channels, vector);
     }
+    if (!wants_terms_) return;
+    for (int64_t label = 0; label < 2; ++label) {
+      float sum = 0;
+      for (int64_t r = 0; r < task.rows; ++r) sum += scratch.label_sums[r][label];
+      AddScaled(sum, scratch.label_vectors + label * row, channels, scratch.position_bias);
+      scratch.label_biases[label] += scale_ * sum;
+    }
+    const float* queries = scratch.position_query;
+    if (!layout_.has_positions || !AllRowsFinite(task, queries, row)) {
+      LoadQueryRows(task, call_.rule.position_bias, scratch.label_query);
+      for (int64_t r = 0; r < task.rows; ++r) {
+        const float* sums = scratch.label_sums[r];
+        if (sums[0] != 0 || sums[1] != 0) continue;
+        std::fill_n(scratch.label_query + r * row, row, 0.0f);  // a disregarded query may be NaN
+      }
+      queries = scratch.label_query;
+    }
+    kernels_.gemm(2, row, task.rows, scratch.label_sums[0], 1, 2, queries, row, scratch.label_keys,
+                  row, true);
   }
 
   // Adds a head's sums to the gradients of the terms, in the order of batch rows and chunks.
@@ -793,7 +904,7 @@ class BackwardRun : public FlashScores {
   const int64_t least_offset_;  // the index of an offset in sums by offset is offset - this
   bool wants_q_;
   bool wants_terms_;
-  bool adds_in_place_;  // queries' gradients are products that are added where they lie
+  bool adds_in_place_;  // queries' gradients are added where they lie
 };
 
 }  // namespace

@@ -422,6 +422,18 @@ TEST(FlashBackward, OfEachTermAndOfAll) {
   }
 }
 
+TEST(FlashBackward, OfTermsWithMoreAndWithFewerKeysThanQueries) {
+  for (const std::vector<std::string>& terms :
+       {std::vector<std::string>{"span"}, {"bias", "r", "w"}, {"l", "c"}}) {
+    for (const int64_t queries : {70, 150}) {
+      Setting s{"other numbers of keys", Problem::SelfAttention(2, 2, queries, 8, false)};
+      s.problem.kv_tokens = 220 - queries;
+      s.terms = terms;
+      ExpectGradients(s);
+    }
+  }
+}
+
 TEST(FlashBackward, OfRelativeKeysThatAreTheSameBeyondADistance) {
   for (const int64_t clip : {0, 3, 16, 40}) {
     for (const bool causal : {false, true}) {
@@ -439,6 +451,8 @@ TEST(FlashBackward, HiddenKeysThatAreNotNumbersReachNothing) {
   s.hidden_key = 70;
   ExpectGradients(s);
   s.terms = {"u", "w", "r", "bias"};
+  ExpectGradients(s);
+  s.terms = {"r", "l", "w"};
   ExpectGradients(s);
 }
 

@@ -672,31 +672,36 @@ TEST_P(FlashMma, RelativeKeysAreFoundAgainBehindGapsOfTheSchedule) {
 }
 
 TEST_P(FlashMma, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
-  const int64_t tokens = 300;
-  Subject subject(Make(GetParam(), {tokens, tokens, 16, 16, 2, 2, 2}, /*causal=*/true));
-  std::vector<float> spans(2 * 2 * tokens);
-  for (size_t n = 0; n < spans.size(); ++n) spans[n] = static_cast<float>(n * 37 % 150);
-  const float ramp = 20;
-  SoftSpan& span = subject.call.rule.soft_span;
-  span.span = spans.data();
-  span.count = static_cast<int64_t>(spans.size());
-  span.batch_stride = 2 * tokens;
-  span.head_stride = tokens;
-  span.query_stride = 1;
-  span.ramp = ramp;
-  subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
-    const double z = spans[(b * 2 + h) * tokens + i];
-    const double weight = std::min(1.0, (ramp + z - static_cast<double>(i - j)) / ramp);
-    return weight <= 0 ? kNotSeen : s + std::log(weight);
-  };
-  subject.ExpectMatchesLoops();
-  // A key beyond every span may hold anything, and so may its score.
-  const Tensor before = subject.out().Clone();
-  *static_cast<uint16_t*>(subject.input("k").raw()) = 0x7fff;  // a NaN in both dtypes
-  *static_cast<uint16_t*>(subject.input("v").raw()) = 0x7fff;
-  subject.Run();
-  for (int64_t c = 0; c < 16; ++c) {
-    EXPECT_EQ(before.view().Get(before.view().Offset(0, 0, 299, c)), subject.Out(0, 0, 299, c));
+  for (const auto& [queries, keys] :
+       {std::pair<int64_t, int64_t>{300, 300}, {200, 300}, {300, 170}}) {
+    Subject subject(Make(GetParam(), {queries, keys, 16, 16, 2, 2, 2}, /*causal=*/true));
+    std::vector<float> spans(2 * 2 * queries);
+    for (size_t n = 0; n < spans.size(); ++n) spans[n] = static_cast<float>(n * 37 % 150);
+    const float ramp = 20;
+    SoftSpan& span = subject.call.rule.soft_span;
+    span.span = spans.data();
+    span.count = static_cast<int64_t>(spans.size());
+    span.batch_stride = 2 * queries;
+    span.head_stride = queries;
+    span.query_stride = 1;
+    span.ramp = ramp;
+    subject.change = [&, queries = queries, keys = keys](int64_t b, int64_t h, int64_t i, int64_t j,
+                                                         double s) {
+      const double z = spans[(b * 2 + h) * queries + i];
+      const auto distance = static_cast<double>(i + keys - queries - j);
+      const double weight = std::min(1.0, (ramp + z - distance) / ramp);
+      return weight <= 0 ? kNotSeen : s + std::log(weight);
+    };
+    subject.ExpectMatchesLoops();
+    // A key beyond every span may hold anything, and so may its score.
+    const Tensor before = subject.out().Clone();
+    *static_cast<uint16_t*>(subject.input("k").raw()) = 0x7fff;  // a NaN in both dtypes
+    *static_cast<uint16_t*>(subject.input("v").raw()) = 0x7fff;
+    subject.Run();
+    for (int64_t c = 0; c < 16; ++c) {
+      EXPECT_EQ(before.view().Get(before.view().Offset(0, 0, queries - 1, c)),
+                subject.Out(0, 0, queries - 1, c));
+    }
   }
 }
 
