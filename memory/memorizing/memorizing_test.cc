@@ -585,6 +585,35 @@ TEST(Memorizing, TheDefinitionTakesTheLayersWordForNearTiesAlone) {
   }
 }
 
+TEST(Memorizing, TheDefinitionLeavesOutNoTokenThatIsClearlyBetter) {
+  // Token 3 retrieves two of three, of which tokens 1 and 2 are a near tie; the layer claims them.
+  const Problem problem = CausalProblem(1, 1, 4, 16);
+  const Options options = {{"layers", "1"}, {"segment", "3"}, {"k", "2"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  int refused = 0;
+  for (const int64_t alone : {0, 1}) {
+    const Tensor random = RandomHidden(problem);
+    Tensor x = random.Clone();
+    CopyElements(Slice(random.view(), 1, alone, 1), Slice(x.view(), 1, 0, 1));
+    for (const int64_t t : {1, 2}) {
+      CopyElements(Slice(random.view(), 1, 1 - alone, 1), Slice(x.view(), 1, t, 1));
+    }
+    x.span<float>()[16] += 1e-7f;
+    const auto retrieves_0 = [&](const NamedTensors& defined) {
+      const absl::Span<const int64_t> tokens = defined.at("retrieved").span<int64_t>();
+      return tokens[6] == 0 || tokens[7] == 0;
+    };
+    if (!retrieves_0(Define(problem, options, parameters, x))) continue;  // 1 and 2 are better
+    NamedTensors computed;
+    computed["retrieved"] = Tensor(DType::kI64, {1, 1, 4, 2});
+    Fill(computed["retrieved"].view(), -1);
+    for (const int64_t n : {6, 7}) computed["retrieved"].span<int64_t>()[n] = n - 5;
+    EXPECT_TRUE(retrieves_0(Define(problem, options, parameters, x, &computed)));
+    ++refused;
+  }
+  EXPECT_EQ(refused, 1);
+}
+
 // Scores are proportional to small differences of the keys, and a tie in bfloat16 is as much wider
 // than one in float32 as its errors are larger: 5 unit roundoffs to 2e-5.
 TEST(Memorizing, NearTiesAreAsWideAsTheErrorsOfTheirType) {
