@@ -82,6 +82,13 @@ TEST(PythonFile, AreHeldAgainstTheDefinitionThatTheyName) {
   const auto wrong = Judged("wrong", problem);
   ASSERT_TRUE(wrong.ok()) << wrong.status();
   EXPECT_THAT(wrong->failure, HasSubstr("bound"));
+  // The sizes that a contestant is told are those of its inputs.
+  Problem grouped = Problem::SelfAttention(3, 4, 50, 16);
+  grouped.kv_heads = 2;
+  grouped.value_dim = 24;
+  const auto window = Judged("Window", grouped);
+  ASSERT_TRUE(window.ok()) << window.status();
+  EXPECT_TRUE(window->passed) << window->failure;
   // An option reaches both.
   const auto narrow = Judged("Window", problem, {{"window", "4"}});
   ASSERT_TRUE(narrow.ok()) << narrow.status();

@@ -36,6 +36,7 @@ class Window:
     def __init__(self, problem, options):
         if options['dilation'] != '1':
             raise NotImplementedError('no dilation')
+        self.problem = problem
         distance = numpy.arange(problem.query_tokens)[:, None] - numpy.arange(problem.kv_tokens)[None]
         reach = int(options['window']) // 2
         self.hidden = abs(distance) > reach
@@ -43,6 +44,11 @@ class Window:
             self.hidden |= distance < 0
 
     def __call__(self, q, k, v):
+        said = self.problem
+        assert q.shape == (said.batch, said.query_heads, said.query_tokens, said.head_dim), q.shape
+        assert k.shape == (said.batch, said.kv_heads, said.kv_tokens, said.head_dim), k.shape
+        assert v.shape == (said.batch, said.kv_heads, said.kv_tokens, said.value_dim), v.shape
+        k, v = (numpy.repeat(one, said.query_heads // said.kv_heads, axis=1) for one in (k, v))
         scores = (q @ k.swapaxes(2, 3)) / numpy.sqrt(numpy.float32(q.shape[3]))
         scores[:, :, self.hidden] = -numpy.inf
         weights = numpy.exp(scores - scores.max(3, keepdims=True))
