@@ -227,7 +227,7 @@ class Measurement {
   }
   // Returns the seconds of so many calls, by the host's clock.
   absl::StatusOr<double> Seconds(int64_t calls) {
-    // What came between Warm and this, such as messages, took the caches from the other process.
+    // The messages between the processes have taken the caches since Warm.
     if (remote_ != nullptr) return remote_->RunSeconds(calls, IsWarmed() ? 0 : 1);
     const double begin = clock_.Seconds();
     TFB_RETURN_IF_ERROR(RunTimes(calls));

@@ -59,6 +59,17 @@ class TimingTest : public ::testing::Test {
     cuda_simulator::Configure(settings);
   }
 
+  // Returns one case of a layer that reads x of 16 tokens and 16 channels.
+  std::vector<TimedCase> CasesOf(Layer* layer) {
+    prepared_.push_back(std::make_unique<Prepared>());
+    NamedTensors& host = prepared_.back()->host;
+    host["x"] = Tensor(DType::kF32, {1, 16, 16});
+    std::vector<TimedCase> cases(1);
+    cases[0].bound = Bind(layer, Device::kCpu, ViewsOf(host), &pool_, true).value();
+    EXPECT_TRUE(cases[0].bound.Setup().ok());
+    return cases;
+  }
+
   TimedCase Prepare(const std::string& name, const Options& options, int64_t tokens,
                     Device device = Device::kCpu) {
     const Technique* technique = *registry_.Find(name);
@@ -287,11 +298,7 @@ TEST_F(TimingTest, ALayerOfAnotherProcessTimesItself) {
   for (const bool breaks : {false, true}) {
     RemoteToy toy(Problem::SelfAttention(1, 2, 16, 8));
     if (breaks) toy.broken = absl::InternalError("its process ended");
-    NamedTensors host;
-    host["x"] = Tensor(DType::kF32, {1, 16, 16});
-    std::vector<TimedCase> cases(1);
-    cases[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
-    ASSERT_TRUE(cases[0].bound.Setup().ok());
+    std::vector<TimedCase> cases = CasesOf(&toy);
     TimingOptions options = Quick();
     options.flush_caches = [] { return absl::OkStatus(); };
     options.instructions = [] { return 1; };
@@ -317,11 +324,7 @@ TEST_F(TimingTest, ASetupThatTakesTooLongToBeRepeatedIsItsOnlySample) {
   for (const double seconds : {1.0, 100.0}) {
     RemoteToy toy(Problem::SelfAttention(1, 2, 16, 8));
     toy.last_setup = seconds;
-    NamedTensors host;
-    host["x"] = Tensor(DType::kF32, {1, 16, 16});
-    std::vector<TimedCase> cases(1);
-    cases[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
-    ASSERT_TRUE(cases[0].bound.Setup().ok());
+    std::vector<TimedCase> cases = CasesOf(&toy);
     cases[0].wishes.set_share_seconds(100);
     MeasureSideBySide(Quick(), &cases);
     const std::vector<double> only = {seconds * 1e9};
@@ -533,11 +536,7 @@ TEST_F(TimingTest, ALongCallIsNotWarmedAndAShortOneIsOncePerSample) {
 
     RemoteToy toy(Problem::SelfAttention(1, 2, 16, 8));
     toy.call_seconds = call;
-    NamedTensors host;
-    host["x"] = Tensor(DType::kF32, {1, 16, 16});
-    std::vector<TimedCase> remote(1);
-    remote[0].bound = Bind(&toy, Device::kCpu, ViewsOf(host), &pool_, true).value();
-    ASSERT_TRUE(remote[0].bound.Setup().ok());
+    std::vector<TimedCase> remote = CasesOf(&toy);
     MeasureSideBySide(options, &remote);
     EXPECT_EQ(remote[0].timing.run_ns_size(), 7);
     EXPECT_EQ(toy.most_warm_calls, is_long ? 0 : 1);
