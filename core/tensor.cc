@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +15,7 @@ namespace tfb {
 namespace {
 
 constexpr size_t kAlignment = 64;
+constexpr unsigned char kPadding = 0x9B;  // a byte that numbers seldom consist of
 
 // Calls `body` with a null pointer of the element type that `dtype` names.
 template <class Body>
@@ -214,7 +217,15 @@ absl::StatusOr<Tensor> Tensor::Allocate(DType dtype, absl::Span<const int64_t> s
         absl::StrCat("no memory for a tensor ", ShapeString(shape), " of ", bytes, " bytes"));
   }
   tensor.view_ = TensorView(tensor.memory_.get(), dtype, shape);
+  tensor.padding_ = padded - static_cast<size_t>(bytes);
+  std::memset(static_cast<std::byte*>(tensor.memory_.get()) + bytes, kPadding, tensor.padding_);
   return tensor;
+}
+
+bool Tensor::PaddingIsIntact() const {
+  if (padding_ == 0) return true;
+  const auto* end = static_cast<const std::byte*>(raw()) + bytes();
+  return std::all_of(end, end + padding_, [](std::byte b) { return b == std::byte{kPadding}; });
 }
 
 Tensor Tensor::Sharing(std::shared_ptr<void> owner, const TensorView& view) {

@@ -135,6 +135,11 @@ class Tensor {
   // that memory's alignment.
   static Tensor Sharing(std::shared_ptr<void> owner, const TensorView& view);
 
+  // Returns whether the bytes between the last element and the end of the memory, of which there are
+  // 1 to 64, still hold what Allocate left there: a write close behind the tensor shows. It is true of
+  // a tensor that shares memory.
+  bool PaddingIsIntact() const;
+
   Tensor Clone() const;
   Tensor CloneAs(DType dtype) const;
 
@@ -161,6 +166,7 @@ class Tensor {
 
  private:
   std::shared_ptr<void> memory_;
+  size_t padding_ = 0;  // bytes
   TensorView view_;
 };
 

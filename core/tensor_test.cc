@@ -59,6 +59,17 @@ TEST(Tensor, SizesThatOverflowAreAnErrorAndNotAnAllocation) {
             absl::StatusCode::kInvalidArgument);
 }
 
+TEST(Tensor, AWriteBehindTheLastElementShows) {
+  for (const int64_t size : {1, 7, 8, 16, 100}) {
+    Tensor tensor(DType::kF64, {size});
+    Fill(tensor.view(), 1);
+    EXPECT_TRUE(tensor.PaddingIsIntact()) << size;
+    tensor.span<double>().data()[size] = 1;
+    EXPECT_FALSE(tensor.PaddingIsIntact()) << size;
+  }
+  EXPECT_TRUE(Tensor().PaddingIsIntact());
+}
+
 TEST(Tensor, OneThatSharesKeepsTheOwnerAlive) {
   auto owner = std::make_shared<std::vector<float>>(6, 2.5f);
   const std::weak_ptr<std::vector<float>> watched = owner;

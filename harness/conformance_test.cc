@@ -147,6 +147,7 @@ TEST(Conformance, EachFaultIsFoundByTheCaseThatIsThereForIt) {
       {TinyFault::kForgetsInAppend, {"ASequenceInSegmentsIsTheWhole"}},
       {TinyFault::kRoundsScores, {"HeadDims"}},
       {TinyFault::kThreadsDefine, {"AnyNumberOfThreadsDefinesTheSameBits"}},
+      {TinyFault::kDefinesBehindOutput, {"OneTokenOneHeadOneBatch"}},
       {TinyFault::kGradientWrongScale,
        {"GradientsAreThoseOfTheDefinition", "GradientsOfProblemsAndOptionsAtRandom"}},
       {TinyFault::kGradientMissesLastTile, {"GradientsOfTokensBelowAtAndAboveATile"}},

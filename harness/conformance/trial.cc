@@ -157,6 +157,9 @@ NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameter
   request.pool = pool;
   const absl::Status status =
       job_.technique->Define(job_.problem, job_.options, parameters, inputs, request, &reference);
+  for (const auto& [name, tensor] : reference) {
+    EXPECT_TRUE(tensor.PaddingIsIntact()) << "the definition wrote behind the end of " << name;
+  }
   if (status.ok() && reference.count("out") > 0) return reference;
   ADD_FAILURE() << "Define: " << (status.ok() ? "has no out" : status.ToString());
   return {};

@@ -50,6 +50,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
     {TinyFault::kThreadsDefine, "tiny_threads_define"},
+    {TinyFault::kDefinesBehindOutput, "tiny_defines_behind_output"},
     {TinyFault::kGradientWrongScale, "tiny_gradient_wrong_scale"},
     {TinyFault::kGradientMissesLastTile, "tiny_gradient_misses_last_tile"},
     {TinyFault::kGradientOfWholeVectors, "tiny_gradient_of_whole_vectors"},
@@ -548,6 +549,10 @@ class Tiny : public TechniqueOf<TinyOptions> {
                  (Dot(query, key, part) + Dot(query + part, key + part, problem.head_dim - part));
         },
         outputs);
+    if (fault_ == TinyFault::kDefinesBehindOutput) {
+      const absl::Span<double> out = outputs->at("out").span<double>();
+      out.data()[out.size()] = 0;
+    }
     return absl::OkStatus();
   }
 

@@ -27,32 +27,33 @@ struct TinyOptions {
 // The faults, each named for its error.
 enum class TinyFault {
   kNone,
-  kWrongScale,          // the scale of the scores is wrong by a thousandth
-  kWindowOffByOne,      // sees one key less
-  kEmptyRowIsNan,       // 0 / 0 where no key is seen
-  kFiniteSentinel,      // -1e30 instead of -inf for keys that are not seen
-  kReadsMaskedValues,   // adds 0 times the value of keys that are not seen
-  kDropsNan,            // treats a NaN score as not seen
-  kLeavesEmptyRows,     // does not write rows without keys
-  kNoMaxSubtracted,     // overflows with large scores
-  kWrongLogSumExp,      // leaves the largest score out
-  kIgnoresStrides,      // reads k as if it were contiguous
-  kWritesBehindOutput,  // one element
-  kWorkspaceOverrun,    // writes one byte more than it asked for
-  kReadsWorkspace,      // adds the workspace's contents to row 0
-  kDependsOnThreads,    // sums in an order that the number of threads decides
-  kKeepsState,          // the second run differs from the first
-  kSeesFuture,          // one token
-  kWrongGroup,          // reads key-value head h % kv_heads
-  kTopLeftCausal,       // j <= i, whatever the number of keys
-  kAllocates,           // in Run
-  kWrongFlops,          // counts every pair
-  kFlopsOfKeys,         // counts head_dim FLOPs for a value, too
-  kForgetsBytes,        // of the parameters
-  kIgnoresParameters,   // ignores parameters that were set
-  kForgetsInAppend,     // the first token of each segment
-  kRoundsScores,        // to bf16
-  kThreadsDefine,       // the definition sums in an order that the number of threads decides
+  kWrongScale,           // the scale of the scores is wrong by a thousandth
+  kWindowOffByOne,       // sees one key less
+  kEmptyRowIsNan,        // 0 / 0 where no key is seen
+  kFiniteSentinel,       // -1e30 instead of -inf for keys that are not seen
+  kReadsMaskedValues,    // adds 0 times the value of keys that are not seen
+  kDropsNan,             // treats a NaN score as not seen
+  kLeavesEmptyRows,      // does not write rows without keys
+  kNoMaxSubtracted,      // overflows with large scores
+  kWrongLogSumExp,       // leaves the largest score out
+  kIgnoresStrides,       // reads k as if it were contiguous
+  kWritesBehindOutput,   // one element
+  kWorkspaceOverrun,     // writes one byte more than it asked for
+  kReadsWorkspace,       // adds the workspace's contents to row 0
+  kDependsOnThreads,     // sums in an order that the number of threads decides
+  kKeepsState,           // the second run differs from the first
+  kSeesFuture,           // one token
+  kWrongGroup,           // reads key-value head h % kv_heads
+  kTopLeftCausal,        // j <= i, whatever the number of keys
+  kAllocates,            // in Run
+  kWrongFlops,           // counts every pair
+  kFlopsOfKeys,          // counts head_dim FLOPs for a value, too
+  kForgetsBytes,         // of the parameters
+  kIgnoresParameters,    // ignores parameters that were set
+  kForgetsInAppend,      // the first token of each segment
+  kRoundsScores,         // to bf16
+  kThreadsDefine,        // the definition sums in an order that the number of threads decides
+  kDefinesBehindOutput,  // the definition writes one element behind its output
 
   // Faults of the backward pass.
   kGradientWrongScale,         // the gradient of queries is wrong by a thousandth
