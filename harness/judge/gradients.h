@@ -5,12 +5,15 @@
 // the inputs and parameters. Its derivative along d, a unit vector in the space of one of them, x,
 // is
 //
-//   D = (f(x + h d) - f(x - h d)) / 2h,   h = 1e-5 |x|,
+//   D = (f(x + h d) - f(x - h d)) / 2h,   h = 1e-7 |x|,
 //
 // of which the differences are taken output by output. What h leaves out is of the order of
-// (h / |x|)^2 = 1e-10, and what rounding adds is at most
+// (h / |x|)^2 = 1e-14, and what rounding adds is at most
 //
 //   e = 2^-52 |g| |output| / h.
+//
+// An h that is larger by 100 has an e that is smaller, but so many more of a network's ReLUs change
+// sides between the two points, each of which moves D by a part of its own.
 //
 // The definition is evaluated as for fp32, whatever the precision of the problem, since a
 // definition rounds what a layer stores in 16 bits, and a rounded function has no derivative.
