@@ -228,6 +228,150 @@ absl::Status ClassifierRule::WriteGeometric(int64_t n, const ConstTensorView& st
   return absl::OkStatus();
 }
 
+// ---- The backward pass of the probabilities ----
+
+namespace {
+
+constexpr int64_t kMostLayers = 32;
+
+float Dot(const float* a, const float* b, int64_t size) {
+  double sum = 0;
+  for (int64_t c = 0; c < size; ++c) sum += static_cast<double>(a[c]) * b[c];
+  return static_cast<float>(sum);
+}
+
+}  // namespace
+
+// With chi^n = sigmoid(z_n), q(n) = chi^n S_n, S_n = prod_(n' < n) (1 - chi^n') and g = dL/dq:
+//
+//   dz_n = g_n q(n) (1 - chi^n) - chi^n sum_(m > n) g_m q(m)
+void ClassifierRule::GeometricBackward(const ProbabilityGradients& gradients, int64_t b,
+                                       int64_t t) const {
+  const int64_t width = problem_.model_dim(), last = options_.layers - 1;
+  const ConstTensorView& g = gradients.of_probabilities;
+  float chi[kMostLayers], q[kMostLayers], left = 1;
+  for (int64_t n = 0; n < last; ++n) {
+    const float z =
+        Dot(weights_.data() + n * width, gradients.states(n + 1).At<float>(b, t), width) +
+        bias_.data()[n];
+    chi[n] = 1 / (1 + std::exp(-z));
+    q[n] = left * chi[n];
+    left /= 1 + std::exp(z);
+  }
+  float* const dz = LogitsOf(gradients, b, t);
+  float later = *g.At<float>(b, t, last) * left;
+  for (int64_t n = last - 1; n >= 0; --n) {
+    const float own = *g.At<float>(b, t, n) * q[n];
+    dz[n] = own * (1 - chi[n]) - chi[n] * later;
+    later += own;
+  }
+}
+
+// dz_n = q(n) (g_n - sum_m g_m q(m)); without scores the probabilities are constants.
+void ClassifierRule::SoftmaxBackward(const ProbabilityGradients& gradients, const float* scores,
+                                     int64_t b, int64_t t) const {
+  const ConstTensorView& g = gradients.of_probabilities;
+  float* const dz = LogitsOf(gradients, b, t);
+  if (scores == nullptr) {
+    std::fill_n(dz, options_.layers, 0.0f);
+    return;
+  }
+  const float largest = *std::max_element(scores, scores + options_.layers);
+  float sum = 0, mean = 0;
+  for (int64_t n = 0; n < options_.layers; ++n) sum += std::exp(scores[n] - largest);
+  for (int64_t n = 0; n < options_.layers; ++n) {
+    dz[n] = std::exp(scores[n] - largest) / sum;
+    mean += *g.At<float>(b, t, n) * dz[n];
+  }
+  for (int64_t n = 0; n < options_.layers; ++n) dz[n] *= *g.At<float>(b, t, n) - mean;
+}
+
+float ClassifierRule::MeanBefore(const ConstTensorView& states, int64_t b, int64_t begin,
+                                 int64_t c) const {
+  float sum = 0;
+  for (int64_t t = begin - options_.segment; t < begin; ++t) sum += *states.At<float>(b, t, c);
+  return sum / static_cast<float>(options_.segment);
+}
+
+void ClassifierRule::DifferentiateProbabilities(const ProbabilityGradients& gradients,
+                                                ThreadPool* pool) const {
+  const int64_t width = problem_.model_dim(), layers = options_.layers;
+  const int64_t total = problem_.query_tokens;
+  const ConstTensorView first = gradients.states(1);
+  const int64_t classes = Is(Classifier::kGeometric) ? layers - 1 : layers;
+  // The tokens that share their logits: a segment, or one.
+  const int64_t count = Is(Classifier::kSequence) ? options_.segment : 1;
+  const int64_t parts = (total + count - 1) / count;
+  pool->ParallelForRanges(problem_.batch * parts, kRowsOfTask, [&](int64_t from, int64_t to, int) {
+    for (int64_t part = from; part < to; ++part) {
+      const int64_t b = part / parts, begin = part % parts * count;
+      float scores[kMostLayers];
+      const bool has_scores = !Is(Classifier::kSequence) || begin > 0;
+      for (int64_t n = 0; n < layers && has_scores && !Is(Classifier::kGeometric); ++n) {
+        const float* weights = weights_.data() + n * width;
+        scores[n] = bias_.data()[n];
+        if (Is(Classifier::kMultinomial)) {
+          scores[n] += Dot(weights, first.At<float>(b, begin), width);
+          continue;
+        }
+        for (int64_t c = 0; c < width; ++c) {
+          scores[n] += weights[c] * MeanBefore(first, b, begin, c);
+        }
+      }
+      for (int64_t t = begin; t < std::min(begin + count, total); ++t) {
+        if (Is(Classifier::kGeometric)) {
+          GeometricBackward(gradients, b, t);
+        } else {
+          SoftmaxBackward(gradients, has_scores ? scores : nullptr, b, t);
+        }
+      }
+    }
+  });
+
+  // The sums over tokens, in their order: a task has some of the channels.
+  const TensorView w = gradients.parameters.Get(names_.w);
+  const TensorView bias = gradients.parameters.Get(names_.b);
+  const auto at = [&](int64_t n, int64_t c) -> float& {
+    return Is(Classifier::kGeometric) ? *w.MutableAt<float>(n, c) : *w.MutableAt<float>(c, n);
+  };
+  pool->ParallelForRanges(w.empty() ? 0 : width, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+    for (int64_t c = begin; c < end; ++c) {
+      for (int64_t b = 0; b < problem_.batch; ++b) {
+        float mean = 0;
+        for (int64_t t = 0; t < total; ++t) {
+          if (Is(Classifier::kSequence) && t % count == 0) {
+            mean = t == 0 ? 0 : MeanBefore(first, b, t, c);
+          }
+          const float* dz = LogitsOf(gradients, b, t);
+          for (int64_t n = 0; n < classes; ++n) {
+            const float x = Is(Classifier::kSequence) ? mean
+                            : Is(Classifier::kGeometric)
+                                ? *gradients.states(n + 1).At<float>(b, t, c)
+                                : *first.At<float>(b, t, c);
+            at(n, c) += dz[n] * x;
+          }
+        }
+      }
+    }
+  });
+  for (int64_t row = 0; row < problem_.batch * total && !bias.empty(); ++row) {
+    for (int64_t n = 0; n < classes; ++n) {
+      *bias.MutableAt<float>(n) += gradients.of_logits[row * layers + n];
+    }
+  }
+}
+
+// A sequence's classifier reads the segment before, where gradients stop.
+void ClassifierRule::AddStateGradient(int64_t n, const float* of_logits, float* gradient) const {
+  const int64_t width = problem_.model_dim();
+  const auto add = [&](int64_t of_class) {
+    const float* weights = weights_.data() + of_class * width;
+    for (int64_t c = 0; c < width; ++c) gradient[c] += of_logits[of_class] * weights[c];
+  };
+  if (Is(Classifier::kGeometric) && n < options_.layers) add(n - 1);
+  for (int64_t m = 0; m < options_.layers && n == 1 && Is(Classifier::kMultinomial); ++m) add(m);
+}
+
 absl::Status ClassifierRule::Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,
                                   const Execution& execution) const {
   if (device_ == Device::kCpu) {

@@ -38,12 +38,15 @@ class ClassifierRule : public layers::ExitRule {
   absl::Status WriteProbabilities(int64_t n, const ConstTensorView& state,
                                   const TensorView& probabilities,
                                   const Execution& execution) override;
+  void DifferentiateProbabilities(const ProbabilityGradients& gradients,
+                                  ThreadPool* pool) const override;
+  void AddStateGradient(int64_t n, const float* of_logits, float* gradient) const override;
 
  private:
   using Classifier = DepthAdaptiveOptions::Classifier;
 
   ClassifierRule(Device device, const Problem& problem, const DepthAdaptiveOptions& options)
-      : device_(device), problem_(problem), options_(options) {}
+      : device_(device), problem_(problem), options_(options), names_(options) {}
   bool Is(Classifier classifier) const { return options_.classifier == classifier; }
 
   // Computes, after layer 1 and from all rows, the scores and exits of the tokens, or those of the
@@ -63,10 +66,26 @@ class ClassifierRule : public layers::ExitRule {
                               const TensorView& probabilities, const Execution& execution) const;
   absl::Status Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,
                     const Execution& execution) const;
+  // Write the gradients of a token's logits from those of its probabilities.
+  void GeometricBackward(const ProbabilityGradients& gradients, int64_t b, int64_t t) const;
+  void SoftmaxBackward(const ProbabilityGradients& gradients, const float* scores, int64_t b,
+                       int64_t t) const;
+  // Returns channel c of the mean of h^1 over the segment that ends before token `begin`.
+  float MeanBefore(const ConstTensorView& states, int64_t b, int64_t begin, int64_t c) const;
+  float* LogitsOf(const ProbabilityGradients& gradients, int64_t b, int64_t t) const {
+    return gradients.of_logits + (b * problem_.query_tokens + t) * options_.layers;
+  }
+
+  struct Names {
+    explicit Names(const DepthAdaptiveOptions& options)
+        : w(ClassifierPrefix(options) + "w"), b(ClassifierPrefix(options) + "b") {}
+    std::string w, b;
+  };
 
   Device device_;
   Problem problem_;
   DepthAdaptiveOptions options_;
+  Names names_;  // of the parameters
   DeviceArray<float> weights_;  // [classes, model_dim]
   DeviceArray<float> bias_;     // [classes]
   // Scores and exits of tokens by their places, or of batch rows: the scores are [decisions, N].

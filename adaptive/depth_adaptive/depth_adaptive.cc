@@ -64,8 +64,12 @@ class DefinedClassifier : public layers::DefinedRule {
  public:
   // Where `outputs` have the probabilities, it writes those of this batch row.
   DefinedClassifier(const DepthAdaptiveOptions& options, const NamedTensors& parameters,
-                    DType dtype, NamedTensors* outputs, int64_t row)
-      : options_(options), state_error_(layers::StateError(dtype)), outputs_(outputs), row_(row) {
+                    DType dtype, NamedTensors* outputs, int64_t row, StoppedValues* stopped)
+      : options_(options),
+        state_error_(layers::StateError(dtype)),
+        outputs_(outputs),
+        row_(row),
+        stopped_(stopped) {
     if (options.classifier == Classifier::kFixed) return;
     if (options.classifier == Classifier::kConfidence) {
       distribution_.emplace(parameters);
@@ -161,6 +165,7 @@ class DefinedClassifier : public layers::DefinedRule {
       for (int64_t t = begin; t < begin + tokens; ++t) {
         for (int64_t c = 0; c < h.channels(); ++c) mean[c] += h[t][c] / static_cast<double>(tokens);
       }
+      if (stopped_ != nullptr) stopped_->Hold(absl::MakeSpan(mean));
     }
   }
 
@@ -216,6 +221,7 @@ class DefinedClassifier : public layers::DefinedRule {
   double state_error_;
   NamedTensors* outputs_;
   int64_t row_;
+  StoppedValues* stopped_;                                // null where no derivatives are taken
   std::optional<layers::ExitDistribution> distribution_;  // with classifier=confidence
   std::vector<std::vector<double>> weights_;              // of each class
   std::vector<double> bias_;
@@ -278,7 +284,7 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
   }
   const auto rule = [&](int64_t b) {
     return std::make_unique<DefinedClassifier>(options, parameters, problem.dtype, &probabilities,
-                                               b);
+                                               b, request.stopped);
   };
   TFB_ASSIGN_OR_RETURN(
       *outputs, layers::DefineExitStack(problem, options, parameters, inputs, request, rule));

@@ -31,7 +31,11 @@
 //   q_t(n) = chi^n_t prod_(n' < n) (1 - chi^n'_t) for n < N,  q_t(N) = prod_(n' < N) (1 - chi^n'_t)
 //
 // So the probabilities of a token sum to 1. They are the classifier's where exits are given, too;
-// confidence and fixed have none. They cost nothing where the output is left out.
+// confidence and fixed have none. They cost nothing where the output is left out. In a backward pass
+// their gradient reaches the classifier, and the states that it reads, but for sequence those of the
+// segment before, at which gradients stop. The loss of a classifier is the cross-entropy of its
+// probabilities against an oracle's exit (the source's section 3.2); that of the exits themselves is
+// in exit_stack.h.
 //
 // Cost of a decision: multinomial and sequence 2 model_dim N FLOPs once a token or segment, geometric
 // 2 model_dim after each layer, confidence 2 model_dim vocabulary.

@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "adaptive/depth_adaptive/oracle.h"
+#include "core/backward_testing.h"
 #include "core/layers/stack/segmented_layer.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -66,6 +68,66 @@ void ExpectSameProbabilities(const NamedTensors& found, const NamedTensors& expe
   const ConstTensorView q = expected.at("exit_probabilities").view();
   EXPECT_LE(MaxDifference(found.at("exit_probabilities").view(), q),
             std::max(Fp32Bound(q), Fp32Bound(expected.at("exit_probabilities.scale").view())));
+}
+
+// With all tokens leaving after layer n, the stack is its first n layers.
+TEST(DepthAdaptive, TheOutputsOfAnExitAreThoseOfTokensThatLeaveThere) {
+  const Problem problem = Make(2, 45);
+  const Options options = {
+      {"layers", "3"}, {"segment", "20"}, {"memory", "20"}, {"classifier", "fixed"}, {"exit", "3"}};
+  const NamedTensors parameters = ParametersOf(problem, options);
+  for (const Device device : kHostDevices) {
+    SCOPED_TRACE(Name(device));
+    NamedTensors inputs = InputsFor(problem);
+    const NamedTensors whole = RunIt(problem, inputs, parameters, options, device);
+    const ConstTensorView exits = whole.at("exit_outputs").view();
+    inputs["exits"] = Tensor(DType::kI32, {2, 45});
+    for (int64_t n = 1; n <= 3; ++n) {
+      Fill(inputs.at("exits").view(), static_cast<double>(n));
+      const NamedTensors left = RunIt(problem, inputs, parameters, options, device);
+      const ConstTensorView of_exit = layers::OfLayer(exits, n - 1);
+      EXPECT_LE(MaxDifference(left.at("out").view(), of_exit), Fp32Bound(of_exit)) << n;
+      EXPECT_EQ(ExitsOf(left), std::vector<int>(90, static_cast<int>(n)));
+      for (int64_t m = n; m < 3; ++m) {  // a copied state, by the norms of later exits
+        EXPECT_GT(MaxDifference(layers::OfLayer(left.at("exit_outputs").view(), m),
+                                layers::OfLayer(exits, m)),
+                  0.1);
+      }
+    }
+  }
+}
+
+// Aligned training: the gradients of all exits' outputs add up, and so do those of runs in which all
+// tokens leave after one layer.
+TEST(DepthAdaptive, GradientsOfAllExitsAreThoseOfEachAddedUp) {
+  const Problem problem = Make(2, 45);
+  const Options options = {
+      {"layers", "3"}, {"segment", "20"}, {"memory", "20"}, {"classifier", "fixed"}, {"exit", "3"}};
+  const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+  NamedTensors inputs = InputsFor(problem), of_all;
+  of_all["exit_outputs"] = Tensor(DType::kF32, {2, 3, 45, problem.model_dim()});
+  FillNormal(&of_all["exit_outputs"], 7, "gradient");
+  const auto aligned = RunBackward(*layer, ViewsOf(inputs), of_all);
+  ASSERT_TRUE(aligned.ok()) << aligned.status();
+  Tensor sum(DType::kF64, inputs.at("x").shape());
+  Fill(sum.view(), 0);
+  inputs["exits"] = Tensor(DType::kI32, {2, 45});
+  for (int64_t n = 1; n <= 3; ++n) {
+    Fill(inputs.at("exits").view(), static_cast<double>(n));
+    NamedTensors of_one;
+    of_one["out"] = Tensor(DType::kF32, inputs.at("x").shape());
+    CopyElements(layers::OfLayer(of_all.at("exit_outputs").view(), n - 1), of_one.at("out").view());
+    const auto one = RunBackward(*layer, ViewsOf(inputs), of_one);
+    ASSERT_TRUE(one.ok()) << one.status();
+    for (int64_t e = 0; e < sum.num_elements(); ++e) {
+      sum.span<double>()[e] += one->inputs.at("x").view().Get(e);
+    }
+    for (int64_t m = n + 1; m <= 3; ++m) {  // layers that no token goes through
+      const Tensor& w = one->parameters.at(absl::StrCat("layer", m - 1, ".w_o"));
+      for (const float gradient : w.span<float>()) ASSERT_EQ(gradient, 0);
+    }
+  }
+  EXPECT_LE(MaxDifference(aligned->inputs.at("x").view(), sum.view()), Fp32Bound(sum.view()));
 }
 
 TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {

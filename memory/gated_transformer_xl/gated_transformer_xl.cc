@@ -208,6 +208,7 @@ class GatedBlock : public layers::Block {
   layers::SegmentAttention& attention() override { return *attention_; }
 
   absl::Status CheckBackward() const override { return attention_->CheckBackward(); }
+  size_t kept_bytes() const override { return attention_->kept_bytes(); }
 
   absl::Status SetUpBackward(const NamedTensors& parameters,
                              const layers::Distances& distances) override {

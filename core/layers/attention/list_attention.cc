@@ -2,13 +2,18 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/copy_rows.h"
-#include "core/layers/heads.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/schedule/band_schedule.h"
 #include "core/status.h"
 #include "core/zeros.h"
 
 namespace tfb::layers {
+namespace {
+
+constexpr int64_t kRowsOfTask = 64;  // of copies
+
+}  // namespace
+
 void ListSchedules::Build() {
   for (auto& [sizes, list] : lists_) {
     Band band;
@@ -77,15 +82,29 @@ TensorView ListAttention::Take(int64_t rows, int64_t channels, Workspace& worksp
   return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
 }
 
-ListAttention::Memory ListAttention::LayOut(int64_t tokens, int64_t keys,
-                                            Workspace& workspace) const {
+TensorView ListAttention::TakeQueries(int64_t tokens, std::optional<int64_t> rows,
+                                      Workspace& workspace) const {
   const int64_t width = problem_.model_dim();
+  if (!rows.has_value()) return Take(tokens, width, workspace);
+  return TensorView(workspace.Take<float>(*rows * width), DType::kF32, {*rows, width});
+}
+
+TensorView ListAttention::TakeNumbers(int64_t tokens, std::optional<int64_t> rows,
+                                      Workspace& workspace) const {
+  const int64_t heads = problem_.query_heads;
+  if (!rows.has_value()) return Take(heads, tokens, workspace);
+  return TensorView(workspace.Take<float>(heads * *rows), DType::kF32,
+                    {problem_.batch, heads, *rows}, {0, *rows, 1});
+}
+
+ListAttention::Memory ListAttention::LayOut(int64_t tokens, int64_t keys, Workspace& workspace,
+                                            std::optional<int64_t> rows) const {
   Memory memory;
-  memory.list = Take(keys, width, workspace);
-  memory.q = Take(tokens, width, workspace);
+  memory.list = Take(keys, problem_.model_dim(), workspace);
+  memory.q = TakeQueries(tokens, rows, workspace);
   memory.keys_values = Take(keys, 2 * kv_width(), workspace);
-  memory.context = Take(tokens, width, workspace);
-  memory.log_sum_exp = Take(problem_.query_heads, tokens, workspace);
+  memory.context = TakeQueries(tokens, rows, workspace);
+  memory.log_sum_exp = TakeNumbers(tokens, rows, workspace);
   return memory;
 }
 
@@ -105,37 +124,44 @@ size_t ListAttention::workspace_bytes(const ListSchedules& lists, int threads) c
                    MatMulWorkspaceBytes(kCpu, rows, width, width, threads)});
 }
 
-FlashCall ListAttention::FlashOf(const ListSchedules::List& list, const Memory& memory) const {
+FlashCall ListAttention::FlashOf(const Call& of, const Memory& memory) const {
   const auto keys_or_values = [&](int64_t n) {
     return Heads(Slice(memory.keys_values, 2, n * kv_width(), kv_width()), problem_.kv_heads);
   };
   FlashCall call;
-  call.q = Heads(memory.q, problem_.query_heads);
+  call.q = HeadsOf(memory.q);
   call.k = keys_or_values(0);
   call.v = keys_or_values(1);
-  call.out = Heads(memory.context, problem_.query_heads);
+  call.out = HeadsOf(memory.context);
   call.log_sum_exp = memory.log_sum_exp;
-  call.schedule = &list.schedule;
+  if (of.computes_some()) {
+    call.query_order.tokens = of.some.row_of_token;
+    call.query_order.batch_stride = of.list.tokens;
+  }
+  call.schedule = &of.list.schedule;
   call.rule = rule_;
-  call.rule.query_position = list.keys - list.tokens;
+  call.rule.query_position = of.list.keys - of.list.tokens;
   return call;
 }
 
 absl::Status ListAttention::Attend(const Call& call, const Memory& memory,
                                    const Execution& execution) const {
+  const auto read = [&](const ConstTensorView& rows, const LayerNorm* norm, int64_t place) {
+    const TensorView to = Slice(memory.list, 1, place, rows.dim(1));
+    return norm != nullptr ? norm->Run(rows, to, execution)
+                           : CopyAllRows(Device::kCpu, rows, to, execution);
+  };
   int64_t place = 0;
   for (const ConstTensorView& part : call.earlier) {
-    const TensorView to = Slice(memory.list, 1, place, part.dim(1));
-    TFB_RETURN_IF_ERROR(call.norm != nullptr ? call.norm->Run(part, to, execution)
-                                             : CopyAllRows(Device::kCpu, part, to, execution));
+    TFB_RETURN_IF_ERROR(read(part, call.norm, place));
     place += part.dim(1);
   }
+  TFB_RETURN_IF_ERROR(read(call.x, call.computes_some() ? call.norm : nullptr, place));
   const TensorView own = Slice(memory.list, 1, place, call.list.tokens);
-  TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.x, own, execution));
-  TFB_RETURN_IF_ERROR(MatMul(queries_, {own, {}, memory.q}, execution));
+  const ConstTensorView queries = call.computes_some() ? call.some.x : ConstTensorView(own);
+  TFB_RETURN_IF_ERROR(MatMul(queries_, {queries, {}, memory.q}, execution));
   TFB_RETURN_IF_ERROR(MatMul(keys_values_, {memory.list, {}, memory.keys_values}, execution));
-  return FlashCpu(ProblemOf(call.list.tokens, call.list.keys), FlashOf(call.list, memory),
-                  execution);
+  return FlashCpu(ProblemOf(call.list.tokens, call.list.keys), FlashOf(call, memory), execution);
 }
 
 absl::Status ListAttention::Project(const ConstTensorView& context, const ConstTensorView& residual,
@@ -160,14 +186,14 @@ size_t ListAttention::sums_bytes() const {
 }
 
 ListAttention::Scratch ListAttention::LayOutBackward(int64_t tokens, int64_t keys,
+                                                     std::optional<int64_t> rows,
                                                      Workspace& workspace) const {
-  const int64_t width = problem_.model_dim();
   Scratch scratch;
-  scratch.q = Take(tokens, width, workspace);
+  scratch.q = TakeQueries(tokens, rows, workspace);
   scratch.keys_values = Take(keys, 2 * kv_width(), workspace);
-  scratch.delta = Take(problem_.query_heads, tokens, workspace);
+  scratch.delta = TakeNumbers(tokens, rows, workspace);
   scratch.span = Take(problem_.query_heads, tokens, workspace);
-  scratch.earlier = Take(normalizes_earlier_ ? keys - tokens : 0, width, workspace);
+  scratch.earlier = Take(normalizes_earlier_ ? keys - tokens : 0, problem_.model_dim(), workspace);
   return scratch;
 }
 
@@ -177,7 +203,7 @@ size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int t
   const size_t scratch = lists.Largest([&](int64_t tokens, int64_t keys) {
     return Workspace::Measure([&](Workspace& workspace) {
       Take(tokens, width, workspace);  // the context's gradient
-      LayOutBackward(tokens, keys, workspace);
+      LayOutBackward(tokens, keys, std::nullopt, workspace);
     });
   });
   const size_t attention = lists.Largest([&](int64_t tokens, int64_t keys) {
@@ -207,7 +233,7 @@ absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
                                      const Execution& execution) const {
   const int64_t tokens = forward.list.tokens, earlier = forward.list.keys - tokens;
   Workspace workspace(execution.workspace), of_sums(gradients.sums);
-  const Scratch scratch = LayOutBackward(tokens, forward.list.keys, workspace);
+  const Scratch scratch = LayOutBackward(tokens, forward.list.keys, RowsOfSome(forward), workspace);
   const Sums sums = LayOutSums(of_sums);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
@@ -219,16 +245,46 @@ absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
                           rest);
   };
   const Names& names = gradients.names;
-  const TensorView &own = Slice(memory.list, 1, earlier, tokens), &of_list = scratch.keys_values;
-  TFB_RETURN_IF_ERROR(add_product(own, scratch.q, names.w_q));
+  const TensorView& of_list = scratch.keys_values;
+  const ConstTensorView queries = forward.computes_some()
+                                      ? forward.some.x
+                                      : ConstTensorView(Slice(memory.list, 1, earlier, tokens));
+  TFB_RETURN_IF_ERROR(add_product(queries, scratch.q, names.w_q));
   TFB_RETURN_IF_ERROR(add_product(memory.list, Slice(of_list, 2, 0, kv_width()), names.w_k));
   TFB_RETURN_IF_ERROR(
       add_product(memory.list, Slice(of_list, 2, kv_width(), kv_width()), names.w_v));
   TFB_RETURN_IF_ERROR(EarlierBackward(forward, scratch, gradients, rest));
   if (gradients.is_last) AddSums(sums, gradients, execution.pool);
-  TFB_RETURN_IF_ERROR(MatMul(queries_transposed_, {scratch.q, call.added, call.dx}, rest));
+  TFB_RETURN_IF_ERROR(QueriesBackward(forward, memory, call, scratch, rest));
   return MatMul(keys_values_transposed_, {Slice(of_list, 1, earlier, tokens), call.dx, call.dx},
                 rest);
+}
+
+absl::Status ListAttention::QueriesBackward(const Call& forward, const Memory& memory,
+                                            const BackwardCall& call, const Scratch& scratch,
+                                            const Execution& execution) const {
+  if (!forward.computes_some()) {
+    return MatMul(queries_transposed_, {scratch.q, call.added, call.dx}, execution);
+  }
+  const TensorView& of_rows = memory.q;  // whose memory is free now
+  TFB_RETURN_IF_ERROR(MatMul(queries_transposed_, {scratch.q, {}, of_rows}, execution));
+  if (call.added.empty()) {
+    SetToZero(call.dx, execution.pool);
+  } else if (call.added.data != call.dx.data) {
+    TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.added, call.dx, execution));
+  }
+  const int64_t tokens = forward.list.tokens, width = problem_.model_dim();
+  execution.pool->ParallelForRanges(
+      problem_.batch * tokens, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+        for (int64_t place = begin; place < end; ++place) {
+          const int32_t row = forward.some.row_of_token[place];
+          if (row < 0) continue;
+          const float* from = of_rows.At<float>(row);
+          float* to = call.dx.MutableAt<float>(place / tokens, place % tokens);
+          for (int64_t c = 0; c < width; ++c) to[c] += from[c];
+        }
+      });
+  return absl::OkStatus();
 }
 
 absl::Status ListAttention::BackwardOfOutput(const Call& forward, const Memory& memory,
@@ -236,7 +292,7 @@ absl::Status ListAttention::BackwardOfOutput(const Call& forward, const Memory& 
                                              const Gradients& gradients,
                                              const Execution& execution) const {
   Workspace workspace(execution.workspace);
-  const TensorView of_context = Take(forward.list.tokens, problem_.model_dim(), workspace);
+  const TensorView of_context = TakeQueries(forward.list.tokens, RowsOfSome(forward), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(ProjectBackward(memory.context, call.dy, of_context, gradients, rest));
@@ -253,19 +309,25 @@ absl::Status ListAttention::AttentionBackward(const Call& forward, const Memory&
   } else {
     TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.q_gradient, scratch.q, execution));
   }
-  const FlashCall attend = FlashOf(forward.list, memory);
+  const FlashCall attend = FlashOf(forward, memory);
   FlashBackwardCall backward;
   backward.forward = &attend;
   backward.schedule = &forward.list.by_keys;
   backward.relative_keys = &distances_;
-  backward.out_gradient = Heads(call.context_gradient, problem_.query_heads);
+  backward.out_gradient = HeadsOf(call.context_gradient);
   backward.delta = scratch.delta;
-  FlashDelta(attend.out, backward.out_gradient, call.log_sum_exp_gradient, scratch.delta,
-             execution.pool);
+  if (forward.computes_some()) {  // which all batch rows share
+    const auto once = [](const auto& view) { return view.empty() ? view : Slice(view, 0, 0, 1); };
+    FlashDelta(once(attend.out), once(backward.out_gradient), once(call.log_sum_exp_gradient),
+               once(scratch.delta), execution.pool);
+  } else {
+    FlashDelta(attend.out, backward.out_gradient, call.log_sum_exp_gradient, scratch.delta,
+               execution.pool);
+  }
   const auto keys_or_values = [&](int64_t n) {
     return Heads(Slice(scratch.keys_values, 2, n * kv_width(), kv_width()), problem_.kv_heads);
   };
-  backward.q_gradient = Heads(scratch.q, problem_.query_heads);
+  backward.q_gradient = HeadsOf(scratch.q);
   backward.k_gradient = keys_or_values(0);
   backward.v_gradient = keys_or_values(1);
   sums.positions.Bind(&backward.terms);

@@ -16,6 +16,9 @@
 // (the chain rule). e is constant, as section 3.2 of arXiv:1901.02860v3 has it, so that dk and dv of
 // its rows reach the matrices alone; and the scale and shift of a layer norm that e is normalised
 // with, which is a part of the layer. Sums over segments are fp32, in the order of the calls.
+//
+// Where some of the segment's tokens are computed, q, c, y and their gradients have the rows of these
+// alone. All tokens are keys and values, so that dx is of all of them.
 #ifndef TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
 #define TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
 
@@ -23,6 +26,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -33,6 +37,7 @@
 #include "core/layers/activation.h"
 #include "core/layers/attention/relative_attention.h"
 #include "core/layers/attention/relative_positions.h"
+#include "core/layers/heads.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/matmul.h"
 #include "core/layers/stack/stack_sizes.h"
@@ -105,7 +110,8 @@ class ListAttention {
   absl::Status SetUp(const RelativeAttention::Parameters& parameters, const ScoreRule& rule,
                      const RelativePositions& positions, const ConstTensorView& sinusoids);
 
-  // Tensors that Attend leaves for Backward, f32.
+  // Tensors that Attend leaves for Backward, f32. Of some tokens, q and context are [rows, model_dim],
+  // and all batch rows share the rows of log_sum_exp.
   struct Memory {
     TensorView list;         // [batch, keys, model_dim]
     TensorView q;            // [batch, tokens, model_dim]
@@ -113,7 +119,9 @@ class ListAttention {
     TensorView context;      // [batch, tokens, model_dim], the input of W_o
     TensorView log_sum_exp;  // [batch, heads, tokens], of the scores
   };
-  Memory LayOut(int64_t tokens, int64_t keys, Workspace& workspace) const;
+  // `rows`: those of some of the tokens; none: all tokens are computed.
+  Memory LayOut(int64_t tokens, int64_t keys, Workspace& workspace,
+                std::optional<int64_t> rows = std::nullopt) const;
   size_t memory_bytes(const ListSchedules& lists) const;
   size_t workspace_bytes(const ListSchedules& lists, int threads) const;
 
@@ -121,7 +129,12 @@ class ListAttention {
     const ListSchedules::List& list;
     absl::Span<const ConstTensorView> earlier;  // e in parts, [batch, rows, model_dim] each
     const LayerNorm* norm;                      // of e; null where e is read as it is
-    ConstTensorView x;                          // [batch, tokens, model_dim]
+    // [batch, tokens, model_dim]. Where some tokens are computed, it is read with the norm, as e is.
+    ConstTensorView x;
+    // The tokens that are computed, normalised already; with a null pointer, they are those of x.
+    RelativeAttention::SomeQueries some = {};
+
+    bool computes_some() const { return some.row_of_token != nullptr; }
   };
   // Computes the context. It allocates nothing, as all of these.
   absl::Status Attend(const Call& call, const Memory& memory, const Execution& execution) const;
@@ -153,7 +166,7 @@ class ListAttention {
     ConstTensorView log_sum_exp_gradient;  // of Memory's shape, or empty
     ConstTensorView q_gradient;            // more of dq, of q's shape, or empty
     ConstTensorView added;                 // a summand of dx, or empty
-    TensorView dx;                         // may be the summand
+    TensorView dx;  // [batch, tokens, model_dim], of the list's own rows; may be the summand
   };
   absl::Status Backward(const Call& forward, const Memory& memory, const BackwardCall& call,
                         const Gradients& gradients, const Execution& execution) const;
@@ -170,23 +183,40 @@ class ListAttention {
  private:
   struct Scratch {
     TensorView q, keys_values;  // gradients, of Memory's shapes
-    TensorView delta;           // [batch, heads, tokens]
-    TensorView span;            // of the same shape
+    TensorView delta;           // of the shape of Memory's log_sum_exp
+    TensorView span;            // [batch, heads, tokens]
     TensorView earlier;         // of the rows of e as they are read
   };
-  Scratch LayOutBackward(int64_t tokens, int64_t keys, Workspace& workspace) const;
+  Scratch LayOutBackward(int64_t tokens, int64_t keys, std::optional<int64_t> rows,
+                         Workspace& workspace) const;
   struct Sums {
     RelativePositionGradients positions;
     double* span;  // [heads]
   };
   Sums LayOutSums(Workspace& workspace) const;
   Problem ProblemOf(int64_t tokens, int64_t keys) const;
-  FlashCall FlashOf(const ListSchedules::List& list, const Memory& memory) const;
+  FlashCall FlashOf(const Call& call, const Memory& memory) const;
   TensorView Take(int64_t rows, int64_t channels, Workspace& workspace) const;
+  // Takes [rows, model_dim] of some tokens, or [batch, tokens, model_dim]; and a number for each head
+  // of these, [batch, heads, tokens], where batch rows share the rows.
+  TensorView TakeQueries(int64_t tokens, std::optional<int64_t> rows, Workspace& workspace) const;
+  TensorView TakeNumbers(int64_t tokens, std::optional<int64_t> rows, Workspace& workspace) const;
+  static std::optional<int64_t> RowsOfSome(const Call& call) {
+    return call.computes_some() ? std::optional<int64_t>(call.some.x.dim(0)) : std::nullopt;
+  }
+  // Returns the heads of queries, or of what has their shape.
+  template <class View>
+  View HeadsOf(const View& queries) const {
+    return queries.rank == 2 ? SharedHeads(queries, problem_.batch, problem_.query_heads)
+                             : Heads(queries, problem_.query_heads);
+  }
   int64_t kv_width() const { return problem_.kv_heads * problem_.head_dim; }
   absl::Status AttentionBackward(const Call& forward, const Memory& memory,
                                  const BackwardCall& call, const Scratch& scratch, const Sums& sums,
                                  const Execution& execution) const;
+  // Computes the summand of dx that the queries give it, with `added`.
+  absl::Status QueriesBackward(const Call& forward, const Memory& memory, const BackwardCall& call,
+                               const Scratch& scratch, const Execution& execution) const;
   absl::Status EarlierBackward(const Call& forward, const Scratch& scratch,
                                const Gradients& gradients, const Execution& execution) const;
   void AddSums(const Sums& sums, const Gradients& gradients, ThreadPool* pool) const;

@@ -241,15 +241,9 @@ absl::Status RelativeAttention::AppendFor(const SegmentView& segment,
   TFB_RETURN_IF_ERROR(cache_.Append(of_tokens(0), of_tokens(1), rest));
   TFB_RETURN_IF_ERROR(MatMul(queries_, {queries.x, {}, scratch.q}, rest));
 
-  // All batch rows share the rows; each batch row's order names its own.
-  const auto of_rows = [&](const TensorView& rows) {
-    return TensorView(rows.mutable_data(), rows.dtype,
-                      {problem_.batch, heads, rows.dim(0), problem_.head_dim},
-                      {0, problem_.head_dim, width, 1});
-  };
   FlashCall call = engine_.NewCall();
-  call.q = of_rows(scratch.q);
-  call.out = of_rows(scratch.context);
+  call.q = SharedHeads(scratch.q, problem_.batch, heads);
+  call.out = SharedHeads(scratch.context, problem_.batch, heads);
   call.query_order.tokens = queries.row_of_token;
   call.query_order.batch_stride = segment.tokens();
   TFB_RETURN_IF_ERROR(Attend(segment, call, rest));

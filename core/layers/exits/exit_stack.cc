@@ -38,6 +38,13 @@ void ForEachRow(int64_t rows, ThreadPool* pool, const Body& body) {
   });
 }
 
+// What a layer is to a token.
+enum class Role : uint8_t {
+  kGone,    // the token left before it
+  kStays,   // it goes through the layer, and on
+  kLeaves,  // it leaves after the layer
+};
+
 DeviceExits ToDeviceExits(const ConstTensorView& view) {
   if (view.empty()) return {};
   return {static_cast<int32_t*>(const_cast<void*>(view.data)), view.stride(0), view.stride(1)};
@@ -78,6 +85,7 @@ class ExitState : public StackState {
     out_ = segment.Output("out");
     exits_out_ = segment.Output(kExits);
     probabilities_out_ = segment.Output(kExitProbabilities);
+    all_exits_out_ = segment.Output(kExitOutputs, /*axis=*/2);
     first_position_ = stack_.first_position();
     has_run_ = true;
     if (device_ != Device::kCpu) return;
@@ -102,6 +110,43 @@ class ExitState : public StackState {
     return statistics;
   }
 
+  absl::Status CheckBackward() const override { return stack_.CheckBackward(); }
+  void SetUpBackward() override { stack_.SetUpBackward(); }
+  std::optional<double> backward_flops(const NamedTensors&) const override {
+    if (!has_run_) return std::nullopt;
+    const absl::StatusOr<Flops> flops = Count();
+    return flops.ok() ? std::optional<double>(flops->of_backward) : std::nullopt;
+  }
+
+  size_t backward_memory_bytes() const override {
+    if (!rule_->has_probabilities()) return 0;
+    return Workspace::Measure([this](Workspace& workspace) { LayOutLogits(workspace); });
+  }
+  absl::Status BeginBackward(const PastRun& run, absl::Span<std::byte> memory,
+                             const Execution& execution) override {
+    const ConstTensorView gradient = run.output_gradients.Get(kExitProbabilities);
+    of_logits_ = nullptr;
+    if (gradient.empty()) return absl::OkStatus();
+    Workspace workspace(memory);
+    float* const of_logits = LayOutLogits(workspace);
+    const auto states = [&](int64_t n) { return run.next_states(n - 1); };
+    rule_->DifferentiateProbabilities({states, gradient, of_logits, run.parameter_gradients},
+                                      execution.pool);
+    of_logits_ = of_logits;
+    return absl::OkStatus();
+  }
+  // Adds what the probabilities give to the gradient of h^n, [batch, segment.tokens, model_dim].
+  void AddProbabilities(int64_t n, const PastSegment& segment, const TensorView& gradient,
+                        ThreadPool* pool) const {
+    if (of_logits_ == nullptr) return;
+    const int64_t total = problem().query_tokens, layers = stack_.sizes().layers;
+    ForEachRow(problem().batch * segment.tokens, pool, [&](int64_t place) {
+      const int64_t b = place / segment.tokens, t = place % segment.tokens;
+      rule_->AddStateGradient(n, of_logits_ + (b * total + segment.begin + t) * layers,
+                              gradient.MutableAt<float>(b, t));
+    });
+  }
+
   const RelativeState& stack() const { return stack_; }
   const ExitRule& rule() const { return *rule_; }
 
@@ -119,6 +164,19 @@ class ExitState : public StackState {
   }
 
   int64_t places() const { return problem().batch * stack_.segment().tokens(); }
+
+  // Writes the roles [batch, query_tokens] of layer n, which has run, for the tokens of a segment of a
+  // Run. This is for the CPU.
+  void WriteRoles(int64_t n, const Segment& segment, Role* roles) const {
+    const int64_t total = problem().query_tokens;
+    for (int64_t place = 0; place < places(); ++place) {
+      const int64_t b = place / segment.tokens, t = segment.begin + place % segment.tokens;
+      const bool left_now = recorded_.data()[b * total + t] == n;
+      roles[b * total + t] = row_of_token_[place] >= 0 ? Role::kStays
+                             : left_now                ? Role::kLeaves
+                                                       : Role::kGone;
+    }
+  }
 
   // Begins layer 1: `hidden`, f32 [batch, tokens, model_dim], becomes x. It is h^n after layer n.
   absl::Status Read(const ConstTensorView& x, const TensorView& hidden,
@@ -166,6 +224,9 @@ class ExitState : public StackState {
                      const Scratch& scratch, const Execution& execution) {
     TFB_RETURN_IF_ERROR(device_ == Device::kCpu ? LeaveOnCpu(n, rows, norm, scratch, execution)
                                                 : LeaveOnCuda(n, rows, norm, scratch, execution));
+    if (!all_exits_out_.empty()) {
+      TFB_RETURN_IF_ERROR(norm.Run(hidden_, OfLayer(all_exits_out_, n - 1), execution));
+    }
     if (!probabilities_out_.empty()) {
       TFB_RETURN_IF_ERROR(
           rule_->WriteProbabilities(n, Flat(hidden_), probabilities_out_, execution));
@@ -180,6 +241,9 @@ class ExitState : public StackState {
       : device_(device), stack_(device, problem, shape), rule_(std::move(rule)) {}
 
   const Problem& problem() const { return stack_.problem(); }
+  float* LayOutLogits(Workspace& workspace) const {
+    return workspace.Take<float>(problem().batch * problem().query_tokens * stack_.sizes().layers);
+  }
   RowListMemory list_memory() const {
     return {stays_.mutable_data(), listed_.mutable_data(), list_begins_.mutable_data()};
   }
@@ -300,6 +364,7 @@ class ExitState : public StackState {
   struct Flops {
     double spent = 0;
     double of_all = 0;
+    double of_backward = 0;
     double layers = 0;  // mean
   };
   absl::StatusOr<Flops> Count() const {
@@ -324,6 +389,10 @@ class ExitState : public StackState {
     flops.spent = StackFlops(one, layers, pairs) + copied * 4 * width * width +
                   (given_.empty() || rule_->reads_segments() ? decisions : 0);
     flops.of_all = StackFlops(stack_.sizes(), rows, all_pairs);
+    // A copied state's keys and values are made again, and have the gradients of two products.
+    const double earlier = static_cast<double>(stack_.sizes().layers) * stack_.earlier_rows();
+    flops.of_backward = StackBackwardFlops(one, layers, pairs, earlier, stack_.shape().pre_norm) +
+                        copied * 3 * 4 * width * width;
     flops.layers = layers / std::max(rows, 1.0);
     return flops;
   }
@@ -338,7 +407,9 @@ class ExitState : public StackState {
   TensorView out_;
   TensorView exits_out_;
   TensorView probabilities_out_;
-  int64_t first_position_ = 0;  // of the segment in the stream, without given memories
+  TensorView all_exits_out_;
+  const float* of_logits_ = nullptr;  // of a backward pass whose probabilities have a gradient
+  int64_t first_position_ = 0;        // of the segment in the stream, without given memories
   bool has_run_ = false;
 
   // CPU: places of the tokens that are there, ascending, and the reverse.
@@ -360,7 +431,8 @@ class ExitBlock : public Block {
             std::unique_ptr<SegmentAttention> attention)
       : layer_(layer),
         state_(state),
-        block_(layer, state->stack().shape().pre_norm, std::move(attention)) {}
+        block_(layer, state->stack().shape().pre_norm, std::move(attention)),
+        names_(ExitNorm(layer.n + 1, layer.sizes.layers)) {}
 
   absl::Status Setup(const NamedTensors& parameters, const Distances& distances,
                      const Execution& execution) override {
@@ -382,9 +454,14 @@ class ExitBlock : public Block {
     const int64_t n = layer_.n + 1;
     if (n == 1) TFB_RETURN_IF_ERROR(state_->Read(call.input, call.state, rest));
     const ExitState::LayerRows rows = state_->RowsFor(n, scratch, rest);
-    TFB_RETURN_IF_ERROR(
-        block_.Run({call.segment, rows.before, rows.after, rows.after, {}, rows.some}, rest));
-    return state_->Leave(n, rows, norm_, scratch, rest);
+    TFB_RETURN_IF_ERROR(block_.Run(
+        {call.segment, rows.before, rows.after, rows.after, {}, rows.some, OfBlock(call.kept)},
+        rest));
+    TFB_RETURN_IF_ERROR(state_->Leave(n, rows, norm_, scratch, rest));
+    if (!call.kept.empty()) {
+      state_->WriteRoles(n, call.segment, reinterpret_cast<Role*>(call.kept.data()));
+    }
+    return absl::OkStatus();
   }
 
   size_t workspace_bytes(int threads) const override {
@@ -397,11 +474,138 @@ class ExitBlock : public Block {
   }
   SegmentAttention& attention() override { return block_.attention(); }
 
+  absl::Status CheckBackward() const override { return block_.CheckBackward(); }
+  absl::Status SetUpBackward(const NamedTensors& parameters, const Distances& distances) override {
+    return block_.SetUpBackward(parameters, distances);
+  }
+  size_t kept_bytes() const override { return role_bytes() + block_.kept_bytes(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    const int64_t rows = layer_.max_rows(), width = layer_.sizes.width();
+    return Workspace::Measure([&](Workspace& workspace) { LayOutBackward(rows, workspace); }) +
+           std::max(block_.backward_workspace_bytes(threads),
+                    LayerNorm::backward_workspace_bytes(rows, width, threads));
+  }
+  absl::Status Backward(const BackwardCall& call, const Execution& execution) override {
+    const PastSegment& segment = call.segment;
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch = LayOutBackward(layer_.batch * segment.tokens, workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const Listed listed = ListTokens(segment, scratch);
+    TFB_RETURN_IF_ERROR(BackwardOfOutputs(call, listed.leaving, scratch, rest));
+    const TensorView input = RowsIn(scratch.states, listed.there);
+    const TensorView gradient = RowsIn(scratch.gradients, listed.there);
+    Gather(segment.input(), scratch.there, input, execution.pool);
+    Gather(call.gradient, scratch.there, gradient, execution.pool);
+    PastSegment of_block = segment;
+    of_block.kept = OfBlock(segment.kept);
+    return block_.Backward(
+        {of_block, call.gradient, {}, {input, gradient, scratch.row_of_token, scratch.there}},
+        rest);
+  }
+
  private:
+  // The memory that a Run keeps begins with the roles of the tokens.
+  size_t role_bytes() const {
+    const Problem& problem = state_->stack().problem();
+    return Workspace::Measure(
+        [&](Workspace& workspace) { workspace.Take<Role>(problem.batch * problem.query_tokens); });
+  }
+  absl::Span<std::byte> OfBlock(absl::Span<std::byte> kept) const {
+    return kept.empty() ? kept : kept.subspan(role_bytes());
+  }
+
+  // Tokens are numbered by their places, b * tokens + t.
+  struct BackwardScratch {
+    int32_t* row_of_token;  // [places], below 0 for tokens that have left before the layer
+    int32_t* there;         // the places of the others
+    int32_t* leaving;       // those of tokens that leave after the layer
+    float* states;          // [places, model_dim]
+    float* gradients;       // likewise
+  };
+  BackwardScratch LayOutBackward(int64_t places, Workspace& workspace) const {
+    const int64_t width = layer_.sizes.width();
+    return {workspace.Take<int32_t>(places), workspace.Take<int32_t>(places),
+            workspace.Take<int32_t>(places), workspace.Take<float>(places * width),
+            workspace.Take<float>(places * width)};
+  }
+  TensorView RowsIn(float* memory, int64_t rows) const {
+    return TensorView(memory, DType::kF32, {rows, layer_.sizes.width()});
+  }
+
+  struct Listed {
+    int64_t there = 0;
+    int64_t leaving = 0;
+  };
+  Listed ListTokens(const PastSegment& segment, const BackwardScratch& scratch) const {
+    const int64_t total = state_->stack().problem().query_tokens;
+    const Role* roles = reinterpret_cast<const Role*>(segment.kept.data());
+    Listed listed;
+    for (int64_t place = 0; place < layer_.batch * segment.tokens; ++place) {
+      const int64_t b = place / segment.tokens, t = segment.begin + place % segment.tokens;
+      const Role role = roles[b * total + t];
+      const bool is_there = role != Role::kGone;
+      scratch.row_of_token[place] = is_there ? static_cast<int32_t>(listed.there) : -1;
+      if (is_there) scratch.there[listed.there++] = static_cast<int32_t>(place);
+      if (role == Role::kLeaves) scratch.leaving[listed.leaving++] = static_cast<int32_t>(place);
+    }
+    return listed;
+  }
+  // Copies rows of [batch, tokens, model_dim], which are at these places.
+  static void Gather(const ConstTensorView& from, const int32_t* places, const TensorView& to,
+                     ThreadPool* pool) {
+    const RowsOf<ConstTensorView> rows(from);
+    ForEachRow(to.dim(0), pool, [&](int64_t r) {
+      rows.Load(places[r], 0, rows.channels(), to.MutableAt<float>(r));
+    });
+  }
+
+  // Adds what the outputs of this exit give to the states: those of all tokens, and of the tokens that
+  // leave here.
+  absl::Status BackwardOfOutputs(const BackwardCall& call, int64_t count,
+                                 const BackwardScratch& scratch, const Execution& execution) const {
+    const PastSegment& segment = call.segment;
+    const auto of_segment = [&](const ConstTensorView& tokens) {
+      return Slice(tokens, 1, segment.begin, segment.tokens);
+    };
+    state_->AddProbabilities(layer_.n + 1, segment, call.gradient, execution.pool);
+    const ConstTensorView of_all = segment.output_gradients.Get(kExitOutputs);
+    if (!of_all.empty()) {
+      TFB_RETURN_IF_ERROR(norm_.Backward(
+          {of_segment(segment.next_states), of_segment(OfLayer(of_all, layer_.n)), call.gradient,
+           call.gradient, segment.parameter_gradients.Get(names_.gamma),
+           segment.parameter_gradients.Get(names_.beta), /*accumulate=*/true},
+          execution));
+    }
+    const ConstTensorView of_out = segment.output_gradients.Get("out");
+    if (of_out.empty()) return absl::OkStatus();
+    const TensorView states = RowsIn(scratch.states, count);
+    const TensorView gradients = RowsIn(scratch.gradients, count);
+    Gather(of_segment(segment.next_states), scratch.leaving, states, execution.pool);
+    Gather(of_segment(of_out), scratch.leaving, gradients, execution.pool);
+    TFB_RETURN_IF_ERROR(norm_.Backward({states,
+                                        gradients,
+                                        {},
+                                        gradients,
+                                        segment.parameter_gradients.Get(names_.gamma),
+                                        segment.parameter_gradients.Get(names_.beta),
+                                        /*accumulate=*/true},
+                                       execution));
+    const int64_t width = layer_.sizes.width();
+    ForEachRow(count, execution.pool, [&](int64_t r) {
+      const int64_t place = scratch.leaving[r];
+      const float* from = gradients.At<float>(r);
+      float* to = call.gradient.MutableAt<float>(place / segment.tokens, place % segment.tokens);
+      for (int64_t c = 0; c < width; ++c) to[c] += from[c];
+    });
+    return absl::OkStatus();
+  }
+
   LayerOfStack layer_;
   ExitState* state_;
   DecoderBlock block_;
   LayerNorm norm_;  // of what leaves
+  NormNames names_;
 };
 
 }  // namespace
@@ -425,6 +629,9 @@ TensorSpec ExitsSpec(const Problem& problem, int64_t tokens) {
 TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens) {
   return {kExitProbabilities, {problem.batch, tokens, layers}, DType::kF32, true};
 }
+TensorSpec ExitOutputsSpec(const Problem& problem, int64_t layers, int64_t tokens) {
+  return {kExitOutputs, {problem.batch, layers, tokens, problem.model_dim()}, problem.dtype, true};
+}
 std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackOptions& options) {
   return Joined({HiddenInputs(problem)[0], ExitsSpec(problem, problem.query_tokens)},
                 GivenMemories(problem, options));
@@ -436,6 +643,7 @@ std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStack
   if (has_probabilities) {
     outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, problem.query_tokens));
   }
+  outputs.push_back(ExitOutputsSpec(problem, options.layers, problem.query_tokens));
   return Joined(std::move(outputs), FinalMemories(problem, options));
 }
 
@@ -449,12 +657,21 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeExitStack(const Problem& problem,
   AddSpecs(of_rule, &parameters);
   SegmentedStack stack;
   stack.outputs = ExitStackOutputs(problem, options, rule->has_probabilities());
-  stack.more_outputs = {ExitsSpec(problem, kSegmentTokens)};
+  stack.more_outputs = {ExitsSpec(problem, kSegmentTokens),
+                        ExitOutputsSpec(problem, options.layers, kSegmentTokens)};
+  stack.more_differentiable = {kExitOutputs};
   if (rule->has_probabilities()) {
     stack.more_outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, kSegmentTokens));
   }
   stack.more_inputs = Joined({ExitsSpec(problem, kSegmentTokens)}, GivenMemories(problem, options));
   stack.depends_on_split = rule->reads_segments();
+  stack.blocks_write_out = true;
+  if (rule->has_probabilities()) stack.more_differentiable.push_back(kExitProbabilities);
+  for (const ParameterSpec& spec : of_rule) {
+    if (rule->has_probabilities()) break;
+    stack.more_stopped[spec.name] =
+        "it decides which tokens leave, and nothing else; a backward pass is of the exits as found";
+  }
   TFB_ASSIGN_OR_RETURN(std::unique_ptr<ExitState> state,
                        ExitState::Create(device, problem, shape, std::move(rule)));
   ExitState* shared = state.get();

@@ -4,6 +4,13 @@
 //   h^n_t = h^(n-1)_t                             for those that have left: the copied state
 //   out_t = LN_n(h^n_t),  n the layer after which token t leaves
 //
+// The optional output exit_outputs, [batch, N, tokens, model_dim], has LN_n(h^n_t) of every layer n and
+// token, copied states included: what each exit would say. Exits are trained by the sum of the losses
+// of these, where no token leaves, each with a weight of its layer ("aligned", Elbayad et al.,
+// arXiv:1910.10073v4, section 3; Schuster et al., arXiv:2207.07061v2, with weights in proportion to n),
+// or by the loss of out with exits that are drawn and given as an input ("mixed", Elbayad et al.). It
+// costs a norm a layer, and nothing where it is left out.
+//
 // The optional output memories and, with given_memory, the input are transformer_xl's
 // (memory/transformer_xl/transformer_xl.h): memories[:, n], n = 0, ..., N - 1, are h^n of the last
 // tokens, copied states included. Rules count segments and tokens from the first token of the run.
@@ -11,6 +18,14 @@
 // For a token that has left, queries, output projection and feed-forward network are no longer
 // computed. Its keys and values are computed in every layer from the copied state, so that later
 // tokens see it. An ExitRule decides which tokens leave; after the last layer, N, all leave.
+//
+// The backward pass, on the CPU, is of the exits as they were found: the gradient of out_t goes through
+// LN_n and layers n, n - 1, ..., 1, and joins there what later tokens give to the copied state through
+// its keys and values in the layers above n. Products have the rows of the tokens that were there, as
+// in the forward pass. What decides alone has no gradient; probabilities of leaving have. Segments, and
+// what is kept of them:
+// core/layers/stack/segmented_layer.h; and of each layer one byte a token, which tells whether the
+// token was there and whether it left.
 //
 // CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
 // as there are such tokens; reading a text segment by segment and decoding a batch token by token are
@@ -44,6 +59,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/cuda/row_list.h"
@@ -55,6 +71,7 @@
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
+#include "core/thread_pool.h"
 
 namespace tfb::layers {
 
@@ -86,6 +103,9 @@ TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
 // layer, by rules that have one.
 inline constexpr char kExitProbabilities[] = "exit_probabilities";
 TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens);
+// The name of the output of all exits.
+inline constexpr char kExitOutputs[] = "exit_outputs";
+TensorSpec ExitOutputsSpec(const Problem& problem, int64_t layers, int64_t tokens);
 std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackOptions& options);
 std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
                                          bool has_probabilities);
@@ -132,6 +152,22 @@ class ExitRule {
                                           const Execution& /*execution*/) {
     return absl::UnimplementedError("the rule has no probabilities");
   }
+
+  // ---- The backward pass of the probabilities, on the CPU ----
+
+  // The gradients of a Run. Probabilities are functions of logits, N of each token or fewer.
+  struct ProbabilityGradients {
+    absl::FunctionRef<ConstTensorView(int64_t n)> states;  // h^n, f32 [batch, tokens, model_dim]
+    ConstTensorView of_probabilities;                      // f32 [batch, tokens, N]
+    float* of_logits;           // [batch tokens][N], of which as many are written as there are
+    const Outputs& parameters;  // which are added to
+  };
+  // Computes those of the logits, and of the rule's parameters. It allocates nothing.
+  virtual void DifferentiateProbabilities(const ProbabilityGradients& /*gradients*/,
+                                          ThreadPool* /*pool*/) const {}
+  // Adds what the gradients of a token's logits give to that of its h^n, [model_dim].
+  virtual void AddStateGradient(int64_t /*n*/, const float* /*of_logits*/,
+                                float* /*gradient*/) const {}
 };
 
 // Makes the layer, with the parameters of ExitStackParameters and those of the rule. Its cost is

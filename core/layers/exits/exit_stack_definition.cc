@@ -17,10 +17,11 @@ int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
 class Sequence {
  public:
   Sequence(const StackDefinition& stack, const ExitStackOptions& options, Rows x,
-           const SequenceMemories& memories)
+           const SequenceMemories& memories, const DefinitionRequest& request)
       : stack_(stack),
         options_(options),
         memories_(memories),
+        request_(request),
         h_(std::move(x)),
         exits_(h_.rows(), 0) {}
 
@@ -44,23 +45,37 @@ class Sequence {
  private:
   // Computes a layer for all tokens, as in transformer_xl.
   Rows Layer(int64_t l) const {
-    const auto first_seen = [&](int64_t p) {
-      const int64_t from = options_.same_length ? p + 1 : p / options_.segment * options_.segment;
-      return std::max<int64_t>(options_.given_memory + from - options_.memory, 0);
-    };
-    const Rows given = memories_.Given(l, h_.channels());
     if (options_.pre_norm) {
-      const Rows g = h_.Plus(stack_.Attention(l, stack_.AttentionNorm(l, h_), first_seen,
-                                              stack_.AttentionNorm(l, given)));
+      const Rows g = h_.Plus(Attention(l));
       return g.Plus(stack_.FeedForward(l, stack_.FeedForwardNorm(l, g)));
     }
-    const Rows g = stack_.AttentionNorm(l, h_.Plus(stack_.Attention(l, h_, first_seen, given)));
+    const Rows g = stack_.AttentionNorm(l, h_.Plus(Attention(l)));
     return stack_.FeedForwardNorm(l, g.Plus(stack_.FeedForward(l, g)));
+  }
+  Rows Attention(int64_t l) const {
+    const auto begin_of_segment = [&](int64_t p) {
+      return p / options_.segment * options_.segment;
+    };
+    const auto first_seen = [&](int64_t p) {
+      const int64_t from = options_.same_length ? p + 1 : begin_of_segment(p);
+      return std::max<int64_t>(options_.given_memory + from - options_.memory, 0);
+    };
+    const auto read = [&](const Rows& rows) {
+      return options_.pre_norm ? stack_.AttentionNorm(l, rows) : rows;
+    };
+    const Rows given = memories_.Given(l, h_.channels());
+    if (request_.stopped == nullptr) return stack_.Attention(l, read(h_), first_seen, read(given));
+    Rows list = given;
+    list.Append(Held(request_, h_));
+    const StackDefinition::Stopped stopped = {
+        read(list), [&](int64_t p) { return options_.given_memory + begin_of_segment(p); }};
+    return stack_.Attention(l, read(h_), first_seen, read(given), &stopped);
   }
 
   const StackDefinition& stack_;
   const ExitStackOptions& options_;
   const SequenceMemories& memories_;
+  const DefinitionRequest& request_;
   Rows h_;
   std::vector<int64_t> exits_;
 };
@@ -107,22 +122,25 @@ absl::StatusOr<NamedTensors> DefineExitStack(
   NamedTensors outputs;
   outputs["out"] = Tensor(DType::kF64, x.shape());
   outputs[kExits] = Tensor(DType::kF64, {problem.batch, tokens});
+  outputs[kExitOutputs] = Tensor(DType::kF64, {problem.batch, layers, tokens, x.dim(2)});
   SequenceMemories::AddOutputs(FinalMemories(problem, options), &outputs);
   const StackDefinition stack(ShapeOf(problem, options).sizes, parameters, options.max_distance,
                               request.pool);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const std::unique_ptr<DefinedRule> of_sequence = rule(b);
     const SequenceMemories memories(inputs.Get(kMemories), &outputs, b);
-    Sequence sequence(stack, options, SequenceOf(x, b), memories);
+    Sequence sequence(stack, options, SequenceOf(x, b), memories, request);
     for (int64_t n = 1; n <= layers; ++n) {
       const Sequence::Step step = sequence.Advance(n);
       of_sequence->Read(n, step.after);
       for (int64_t t = 0; t < tokens; ++t) {
+        const std::vector<double> out =
+            NormOf(parameters, ExitNorm(n, layers), step.after[t], step.after.channels());
+        std::copy(out.begin(), out.end(),
+                  outputs[kExitOutputs].view().MutableAt<double>(b, n - 1, t));
         if (sequence.exit(t) > 0 || !leaves(b, t, n, *of_sequence, step)) continue;
         sequence.Leave(t, n);
         *outputs[kExits].view().MutableAt<double>(b, t) = static_cast<double>(n);
-        const std::vector<double> out =
-            NormOf(parameters, ExitNorm(n, layers), step.after[t], step.after.channels());
         std::copy(out.begin(), out.end(), outputs["out"].view().MutableAt<double>(b, t));
       }
     }

@@ -38,7 +38,7 @@ class DefinedRule {
   virtual ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows& before) = 0;
 };
 
-// Computes out, exits and memories in f64. `rule` returns the rule of batch row b. Where the sign
+// Computes out, exits, exit_outputs and memories in f64. `rule` returns the rule of batch row b. Where the sign
 // of a score is within its error, the exits of the request's computed outputs decide.
 absl::StatusOr<NamedTensors> DefineExitStack(
     const Problem& problem, const ExitStackOptions& options, const NamedTensors& parameters,

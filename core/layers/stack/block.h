@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -64,10 +65,12 @@ struct PastSegment {
   int64_t begin;           // as in Segment
   int64_t tokens;          // likewise
   ConstTensorView states;  // what went into the layer for all tokens of the Run
-  const Inputs& inputs;    // of the Run
+  // What came out of it, where the blocks write the outputs; else empty.
+  ConstTensorView next_states;
+  const Inputs& inputs;  // of the Run
   const Inputs& output_gradients;
   const Outputs& parameter_gradients;  // which are added to
-  absl::Span<std::byte> kept;          // what the attention kept in the Run
+  absl::Span<std::byte> kept;          // what the block kept in the Run
   // Memory of the attention for sums over the layer's segments, 0 before the first of them.
   absl::Span<std::byte> sums;
 
@@ -129,12 +132,15 @@ class SegmentAttention {
   virtual size_t again_bytes() const { return 0; }
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
 
+  // Where row_of_token is not null, x, residual, y and dy are [rows, model_dim], of the tokens that the
+  // layer computes (SomeTokens). Gradients of its input are of all tokens.
   struct AgainCall {
     const PastSegment& segment;
     ConstTensorView x;  // this and what follows as in Call
     ConstTensorView residual;
     TensorView y;
     const LayerNorm* norm;
+    const int32_t* row_of_token = nullptr;
   };
   // Computes a segment of a Run again, whatever the stream holds now, and keeps again_bytes() for
   // Backward in execution.kept. It allocates nothing.
@@ -146,12 +152,13 @@ class SegmentAttention {
     ConstTensorView x;      // as in RunAgain
     ConstTensorView dy;     // the residual's gradient, too, which the caller adds
     ConstTensorView added;  // a summand of dx, or empty
-    TensorView dx;          // may be the summand
+    TensorView dx;  // of the attention's input, [batch, tokens, model_dim]; may be the summand
     const LayerNorm* norm;
     // Gradients of the norm's parameters, or empty, to which those by earlier rows are added: the
     // caller has x's.
     TensorView gamma = {};
     TensorView beta = {};
+    const int32_t* row_of_token = nullptr;
   };
   // Computes dx, and adds to gradients of parameters, in the order of all calls. It allocates
   // nothing.
@@ -186,7 +193,7 @@ class Block {
     TensorView output;
     TensorView context;
     SomeTokens some = {};
-    absl::Span<std::byte> kept = {};  // the attention's
+    absl::Span<std::byte> kept = {};  // kept_bytes(), or empty
   };
   // Computes the output. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Run(const Call& call, const Execution& execution) = 0;
@@ -204,16 +211,36 @@ class Block {
     return CheckBackward();
   }
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+  // Returns the bytes of Call::kept, for all segments of a Run.
+  virtual size_t kept_bytes() const { return 0; }
+  // The tokens that a layer computed, as rows [rows, model_dim]: see SomeTokens.
+  struct SomeRows {
+    ConstTensorView input = {};
+    TensorView gradient = {};  // of the output; it is overwritten
+    const int32_t* row_of_token = nullptr;
+    const int32_t* tokens = nullptr;  // [rows]: b * tokens + t of each
+  };
   struct BackwardCall {
     const PastSegment& segment;
-    // The output's gradient, f32 [batch, tokens, model_dim], which becomes the input's.
+    // The output's gradient, f32 [batch, tokens, model_dim], which becomes the input's. Where some
+    // tokens are computed, the others' gradients pass by, and the layer adds what they have as keys.
     TensorView gradient;
     ConstTensorView context_gradient;  // or empty
+    SomeRows some = {};
   };
   // Computes the segment again, and from that the gradients. It allocates nothing.
   virtual absl::Status Backward(const BackwardCall& /*call*/, const Execution& /*execution*/) {
     return CheckBackward();
   }
+};
+
+// A Run whose backward pass begins.
+struct PastRun {
+  // Returns what came out of layer n, from 0: f32 [batch, query_tokens, model_dim]. The last layer's is
+  // there where the blocks write the outputs.
+  absl::FunctionRef<ConstTensorView(int64_t n)> next_states;
+  const Inputs& output_gradients;
+  const Outputs& parameter_gradients;  // which are added to
 };
 
 // What the blocks of a stack share: where the segment stands in the stream. It also knows what can
@@ -236,6 +263,13 @@ class StackState {
     return absl::UnimplementedError("the layer has no backward pass");
   }
   virtual void SetUpBackward() {}
+  // Differentiates what is of several layers at once, before the layers go backwards, and leaves what
+  // they need of it in the memory of backward_memory_bytes() bytes. It allocates nothing.
+  virtual size_t backward_memory_bytes() const { return 0; }
+  virtual absl::Status BeginBackward(const PastRun& /*run*/, absl::Span<std::byte> /*memory*/,
+                                     const Execution& /*execution*/) {
+    return absl::OkStatus();
+  }
   virtual std::optional<double> backward_flops(const NamedTensors& /*parameters*/) const {
     return std::nullopt;
   }

@@ -81,8 +81,31 @@ absl::Status DecoderBlock::PreNorm(const Call& call, const Execution& execution)
 
 namespace {
 
+constexpr int64_t kRowsOfTask = 64;  // of copies
+
 FeedForward::Sizes SizesOf(const LayerOfStack& layer) {
   return {layer.sizes.width(), layer.sizes.inner, layer.sizes.width()};
+}
+
+// Whether some of the segment's tokens were computed; the input and the gradient of those that were.
+bool HasSome(const Block::BackwardCall& call) { return call.some.row_of_token != nullptr; }
+ConstTensorView InputOf(const Block::BackwardCall& call) {
+  return HasSome(call) ? call.some.input : call.segment.input();
+}
+TensorView GradientOf(const Block::BackwardCall& call) {
+  return HasSome(call) ? call.some.gradient : call.gradient;
+}
+
+// Writes the rows of the computed tokens to their places in the gradient of all tokens.
+void PlaceRows(const Block::BackwardCall& call, const ConstTensorView& rows, ThreadPool* pool) {
+  const int64_t tokens = call.segment.tokens;
+  pool->ParallelForRanges(rows.dim(0), kRowsOfTask, [&](int64_t begin, int64_t end, int) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t place = call.some.tokens[r];
+      std::copy_n(rows.At<float>(r), rows.dim(1),
+                  call.gradient.MutableAt<float>(place / tokens, place % tokens));
+    }
+  });
 }
 
 }  // namespace
@@ -130,11 +153,13 @@ absl::Status DecoderBlock::SetUpBackward(const NamedTensors& parameters,
 }
 
 DecoderBlock::BackwardScratch DecoderBlock::LayOutBackward(int64_t tokens,
+                                                           std::optional<int64_t> rows,
                                                            Workspace& workspace) const {
-  const StackSizes& sizes = layer_.sizes;
-  const Shape shape = {layer_.batch, tokens, sizes.width()};
+  const int64_t width = layer_.sizes.width();
+  const Shape of_tokens = {layer_.batch, tokens, width};
+  const Shape shape = rows.has_value() ? Shape{*rows, width} : of_tokens;
   const auto take = [&] {
-    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+    return TensorView(workspace.Take<float>(NumElements(of_tokens)), DType::kF32, shape);
   };
   const auto take_bytes = [&](size_t bytes) {
     return absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
@@ -145,6 +170,7 @@ DecoderBlock::BackwardScratch DecoderBlock::LayOutBackward(int64_t tokens,
   scratch.g = take();
   scratch.y = take();
   scratch.gradient = take();
+  scratch.of_tokens = TensorView(scratch.y.mutable_data(), DType::kF32, of_tokens);
   scratch.attention = take_bytes(attention_->again_bytes());
   scratch.feed_forward = take_bytes(Sublayers::kept_bytes(layer_));
   return scratch;
@@ -153,29 +179,33 @@ DecoderBlock::BackwardScratch DecoderBlock::LayOutBackward(int64_t tokens,
 size_t DecoderBlock::backward_workspace_bytes(int threads) const {
   return std::max(attention_->backward_workspace_bytes(threads),
                   Sublayers::backward_workspace_bytes(layer_, threads)) +
-         Workspace::Measure(
-             [this](Workspace& workspace) { LayOutBackward(layer_.max_tokens, workspace); });
+         Workspace::Measure([this](Workspace& workspace) {
+           LayOutBackward(layer_.max_tokens, std::nullopt, workspace);
+         });
 }
 
 absl::Status DecoderBlock::Backward(const BackwardCall& call, const Execution& execution) {
   Workspace workspace(execution.workspace);
-  const BackwardScratch scratch = LayOutBackward(call.segment.tokens, workspace);
+  const BackwardScratch scratch = LayOutBackward(
+      call.segment.tokens,
+      HasSome(call) ? std::optional<int64_t>(call.some.input.dim(0)) : std::nullopt, workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(RunAgain(call.segment, scratch, rest));
+  TFB_RETURN_IF_ERROR(RunAgain(call, scratch, rest));
   return pre_norm_ ? PreNormBackward(call, scratch, rest) : PostNormBackward(call, scratch, rest);
 }
 
-absl::Status DecoderBlock::RunAgain(const PastSegment& segment, const BackwardScratch& scratch,
+absl::Status DecoderBlock::RunAgain(const BackwardCall& call, const BackwardScratch& scratch,
                                     const Execution& execution) const {
-  const ConstTensorView input = segment.input();
+  const ConstTensorView input = InputOf(call);
   Execution attend = execution, feed = execution;
   attend.kept = scratch.attention;
   feed.kept = scratch.feed_forward;
   if (pre_norm_) TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(input, scratch.x, execution));
-  TFB_RETURN_IF_ERROR(attention_->RunAgain(
-      {segment, pre_norm_ ? ConstTensorView(scratch.x) : input, input, scratch.attended, norm()},
-      attend));
+  TFB_RETURN_IF_ERROR(
+      attention_->RunAgain({call.segment, pre_norm_ ? ConstTensorView(scratch.x) : input, input,
+                            scratch.attended, norm(), call.some.row_of_token},
+                           attend));
   const LayerNorm& norm = pre_norm_ ? parts_.feed_forward_norm : parts_.attention_norm;
   TFB_RETURN_IF_ERROR(norm.Run(scratch.attended, scratch.g, execution));
   return parts_.feed_forward.Run(
@@ -189,7 +219,7 @@ absl::Status DecoderBlock::PostNormBackward(const BackwardCall& call,
   Execution attend = execution, feed = execution;
   attend.kept = scratch.attention;
   feed.kept = scratch.feed_forward;
-  const TensorView &dy = call.gradient, &dg = scratch.gradient;
+  const TensorView dy = GradientOf(call), dg = scratch.gradient;
   TFB_RETURN_IF_ERROR(
       gradients_.OfFeedForwardNorm(parts_, {scratch.y, dy, {}, dy}, gradients, execution));
   TFB_RETURN_IF_ERROR(gradients_.OfFeedForward(parts_, {scratch.g, dy, dy, dg}, gradients, feed));
@@ -198,7 +228,17 @@ absl::Status DecoderBlock::PostNormBackward(const BackwardCall& call,
   }
   TFB_RETURN_IF_ERROR(
       gradients_.OfAttentionNorm(parts_, {scratch.attended, dg, {}, dg}, gradients, execution));
-  return attention_->Backward({call.segment, call.segment.input(), dg, dg, dy, norm()}, attend);
+  if (HasSome(call)) PlaceRows(call, dg, execution.pool);
+  return attention_->Backward({call.segment,
+                               InputOf(call),
+                               dg,
+                               HasSome(call) ? call.gradient : dg,
+                               call.gradient,
+                               norm(),
+                               {},
+                               {},
+                               call.some.row_of_token},
+                              attend);
 }
 
 absl::Status DecoderBlock::PreNormBackward(const BackwardCall& call, const BackwardScratch& scratch,
@@ -207,24 +247,27 @@ absl::Status DecoderBlock::PreNormBackward(const BackwardCall& call, const Backw
   Execution attend = execution, feed = execution;
   attend.kept = scratch.attention;
   feed.kept = scratch.feed_forward;
-  const TensorView &dh = call.gradient, &dx = scratch.gradient;
+  const TensorView dh = GradientOf(call), dx = scratch.gradient;
   TFB_RETURN_IF_ERROR(gradients_.OfFeedForward(parts_, {scratch.g, dh, {}, dx}, gradients, feed));
   if (!call.context_gradient.empty()) {
     TFB_RETURN_IF_ERROR(Add(layer_.device, dx, call.context_gradient, dx, execution));
   }
   TFB_RETURN_IF_ERROR(
       gradients_.OfFeedForwardNorm(parts_, {scratch.attended, dx, dh, dh}, gradients, execution));
+  if (HasSome(call)) PlaceRows(call, dh, execution.pool);
+  const TensorView& of_input = HasSome(call) ? scratch.of_tokens : dx;
   TFB_RETURN_IF_ERROR(attention_->Backward({call.segment,
                                             scratch.x,
                                             dh,
                                             {},
-                                            dx,
+                                            of_input,
                                             norm(),
                                             gradients_.gamma_of_attention(gradients),
-                                            gradients_.beta_of_attention(gradients)},
+                                            gradients_.beta_of_attention(gradients),
+                                            call.some.row_of_token},
                                            attend));
-  return gradients_.OfAttentionNorm(parts_, {call.segment.input(), dx, dh, dh}, gradients,
-                                    execution);
+  return gradients_.OfAttentionNorm(
+      parts_, {call.segment.input(), of_input, call.gradient, call.gradient}, gradients, execution);
 }
 
 }  // namespace tfb::layers

@@ -4,13 +4,16 @@
 // The backward pass of a segment computes it again from what went into the layer: the attention
 // keeps what its own backward pass reads, the network keeps z (core/layers/feed_forward.h), and the
 // block the states between the sublayers. Then each part's backward pass follows, the last one first
-// (the chain rule), where a residual connection adds its gradient to what it passes by.
+// (the chain rule), where a residual connection adds its gradient to what it passes by. Where some of
+// the tokens were computed, all of it has the rows of these, and the gradient of the attention's input,
+// which the keys make one of all tokens, is added to what passes by the layer.
 #ifndef TFB_CORE_LAYERS_STACK_DECODER_BLOCK_H_
 #define TFB_CORE_LAYERS_STACK_DECODER_BLOCK_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -117,23 +120,27 @@ class DecoderBlock : public Block {
   SegmentAttention& attention() override { return *attention_; }
 
   absl::Status CheckBackward() const override { return attention_->CheckBackward(); }
+  size_t kept_bytes() const override { return attention_->kept_bytes(); }
   absl::Status SetUpBackward(const NamedTensors& parameters, const Distances& distances) override;
   size_t backward_workspace_bytes(int threads) const override;
   absl::Status Backward(const BackwardCall& call, const Execution& execution) override;
 
  private:
-  // The segment again, each [batch, tokens, model_dim] in fp32, and memory of the sublayers.
+  // The segment again in fp32, each of the shape of what is computed, and memory of the sublayers.
   struct BackwardScratch {
     TensorView x;         // pre_norm: what the attention reads
     TensorView attended;  // what the attention writes
     TensorView g;         // what the feed-forward network reads
-    TensorView y;         // what it writes
+    TensorView y;         // what it writes, without the residual where pre_norm
     TensorView gradient;
+    TensorView of_tokens;  // [batch, tokens, model_dim] in the memory of y
     absl::Span<std::byte> attention;
     absl::Span<std::byte> feed_forward;
   };
-  BackwardScratch LayOutBackward(int64_t tokens, Workspace& workspace) const;
-  absl::Status RunAgain(const PastSegment& segment, const BackwardScratch& scratch,
+  // `rows`: those of some of the tokens; none: all tokens are computed.
+  BackwardScratch LayOutBackward(int64_t tokens, std::optional<int64_t> rows,
+                                 Workspace& workspace) const;
+  absl::Status RunAgain(const BackwardCall& call, const BackwardScratch& scratch,
                         const Execution& execution) const;
   absl::Status PostNormBackward(const BackwardCall& call, const BackwardScratch& scratch,
                                 const Execution& execution) const;

@@ -115,14 +115,18 @@ std::optional<double> RelativeState::flops(const NamedTensors& parameters) const
          more_flops_.of_run;
 }
 
-std::optional<double> RelativeState::backward_flops(const NamedTensors& parameters) const {
-  const double batch = static_cast<double>(problem_.batch);
+double RelativeState::earlier_rows() const {
   double earlier = 0;
   for (int64_t begin = 0; begin < problem_.query_tokens; begin += reach_.max_segment) {
     earlier += static_cast<double>(reach_.given + begin - reach_.FirstSeen(reach_.given + begin));
   }
+  return static_cast<double>(problem_.batch) * earlier;
+}
+
+std::optional<double> RelativeState::backward_flops(const NamedTensors& parameters) const {
+  const double batch = static_cast<double>(problem_.batch);
   return StackBackwardFlops(sizes(), batch * static_cast<double>(problem_.query_tokens),
-                            batch * ContextOfSequence(parameters).pairs, batch * earlier,
+                            batch * ContextOfSequence(parameters).pairs, earlier_rows(),
                             shape_.pre_norm) +
          more_flops_.of_backward;
 }
@@ -215,27 +219,47 @@ size_t TransformerXlAttention::backward_workspace_bytes(int threads) const {
                   past_.backward_workspace_bytes(state_->lists(), threads));
 }
 
-ListAttention::Memory TransformerXlAttention::MemoryOf(const PastSegment& segment,
-                                                       absl::Span<std::byte> again) const {
-  Workspace memory(again);
+ListAttention::Call TransformerXlAttention::ListOf(const PastSegment& segment,
+                                                   const EarlierTokens& earlier,
+                                                   const LayerNorm* norm, const ConstTensorView& x,
+                                                   const int32_t* row_of_token) const {
   const ListSchedules::List& list = state_->ListOf(segment);
-  return past_.LayOut(list.tokens, list.keys, memory);
+  if (row_of_token == nullptr) return {list, earlier, norm, x};
+  return {list, earlier, norm, segment.input(), {x, row_of_token}};
 }
 
+ListAttention::Memory TransformerXlAttention::MemoryOf(const PastSegment& segment,
+                                                       absl::Span<std::byte> again,
+                                                       std::optional<int64_t> rows) const {
+  Workspace memory(again);
+  const ListSchedules::List& list = state_->ListOf(segment);
+  return past_.LayOut(list.tokens, list.keys, memory, rows);
+}
+
+namespace {
+
+std::optional<int64_t> RowsOfSome(const ConstTensorView& x, const int32_t* row_of_token) {
+  return row_of_token != nullptr ? std::optional<int64_t>(x.dim(0)) : std::nullopt;
+}
+
+}  // namespace
+
 absl::Status TransformerXlAttention::RunAgain(const AgainCall& call, const Execution& execution) {
-  const ListAttention::Memory memory = MemoryOf(call.segment, execution.kept);
+  const ListAttention::Memory memory =
+      MemoryOf(call.segment, execution.kept, RowsOfSome(call.x, call.row_of_token));
   const EarlierTokens earlier = EarlierThan(call.segment);
-  TFB_RETURN_IF_ERROR(
-      past_.Attend(ListOf(call.segment, earlier, call.norm, call.x), memory, execution));
+  TFB_RETURN_IF_ERROR(past_.Attend(
+      ListOf(call.segment, earlier, call.norm, call.x, call.row_of_token), memory, execution));
   return past_.Project(memory.context, call.residual, call.y, execution);
 }
 
 absl::Status TransformerXlAttention::Backward(const BackwardCall& call,
                                               const Execution& execution) {
   const EarlierTokens earlier = EarlierThan(call.segment);
-  return past_.BackwardOfOutput(ListOf(call.segment, earlier, call.norm, call.x),
-                                MemoryOf(call.segment, execution.kept),
-                                {call.dy, call.added, call.dx}, GradientsOf(call), execution);
+  return past_.BackwardOfOutput(
+      ListOf(call.segment, earlier, call.norm, call.x, call.row_of_token),
+      MemoryOf(call.segment, execution.kept, RowsOfSome(call.x, call.row_of_token)),
+      {call.dy, call.added, call.dx}, GradientsOf(call), execution);
 }
 
 // ---- The layer ----

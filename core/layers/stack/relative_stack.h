@@ -94,6 +94,8 @@ class RelativeState : public StackState {
 
   absl::Status CheckBackward() const override { return absl::OkStatus(); }
   void SetUpBackward() override { lists_.Build(); }
+  // Returns the rows before their own that a Run's segments read in one layer, of all batch rows.
+  double earlier_rows() const;
   // Returns the FLOPs of computing all segments once more, with keys and values of the tokens before
   // them that they see, and of the gradients.
   std::optional<double> backward_flops(const NamedTensors& parameters) const override;
@@ -172,11 +174,13 @@ class TransformerXlAttention : public SegmentAttention {
   ListAttention& past() { return past_; }
   const ListAttention& past() const { return past_; }
   EarlierTokens EarlierThan(const PastSegment& segment) const { return {*state_, n_, segment}; }
+  // `row_of_token`: see AgainCall.
   ListAttention::Call ListOf(const PastSegment& segment, const EarlierTokens& earlier,
-                             const LayerNorm* norm, const ConstTensorView& x) const {
-    return {state_->ListOf(segment), earlier, norm, x};
-  }
-  ListAttention::Memory MemoryOf(const PastSegment& segment, absl::Span<std::byte> again) const;
+                             const LayerNorm* norm, const ConstTensorView& x,
+                             const int32_t* row_of_token = nullptr) const;
+  // `rows`: see ListAttention::LayOut.
+  ListAttention::Memory MemoryOf(const PastSegment& segment, absl::Span<std::byte> again,
+                                 std::optional<int64_t> rows = std::nullopt) const;
   ListAttention::Gradients GradientsOf(const BackwardCall& call) const {
     return {names_,
             call.segment.parameter_gradients,

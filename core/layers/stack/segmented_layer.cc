@@ -82,11 +82,13 @@ SegmentedLayer::SegmentedLayer(Device device, const Problem& problem, SegmentedS
                      LongestSegment(problem, stack.segment)),
       device_(device),
       has_final_norm_(stack.final_norm),
+      blocks_write_out_(stack.blocks_write_out),
       depends_on_split_(stack.depends_on_split),
       given_(NamesOfGiven(stack.more_inputs)),
       state_(std::move(stack.state)),
       blocks_(std::move(stack.blocks)),
       more_differentiable_(std::move(stack.more_differentiable)),
+      more_stopped_(std::move(stack.more_stopped)),
       final_norm_names_(kFinalNorm) {
   parameters_ = std::move(stack.parameters);
 }
@@ -215,6 +217,7 @@ absl::Status SegmentedLayer::AppendSegment(const Segment& segment, const Executi
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   rest.kept = {};  // is not the blocks'
+  const bool last_writes_out = !has_final_norm_ && !blocks_write_out_;
   for (int64_t n = 0; n < layers(); ++n) {
     const bool is_last = n + 1 == layers();
     const ConstTensorView input = n == 0 ? x : ConstTensorView(hidden);
@@ -223,15 +226,15 @@ absl::Status SegmentedLayer::AppendSegment(const Segment& segment, const Executi
     TFB_RETURN_IF_ERROR(blocks_[n]->Run({segment,
                                          input,
                                          hidden,
-                                         is_last && !has_final_norm_ ? out : hidden,
+                                         is_last && last_writes_out ? out : hidden,
                                          is_last ? segment.Output("context") : TensorView(),
                                          {},
                                          KeptOf(n, execution.kept)},
                                         rest));
   }
-  if (!has_final_norm_) return absl::OkStatus();
+  if (last_writes_out) return absl::OkStatus();
   TFB_RETURN_IF_ERROR(KeepState(layers(), segment, hidden, execution));
-  return final_norm_.Run(hidden, out, rest);
+  return has_final_norm_ ? final_norm_.Run(hidden, out, rest) : absl::OkStatus();
 }
 
 // ---- The backward pass ----
@@ -247,7 +250,7 @@ absl::Status SegmentedLayer::CheckBackward() const {
 
 size_t SegmentedLayer::kept_bytes() const {
   size_t bytes = kept_state_bytes();
-  for (const auto& block : blocks_) bytes += block->attention().kept_bytes();
+  for (const auto& block : blocks_) bytes += block->kept_bytes();
   return bytes;
 }
 
@@ -262,9 +265,9 @@ absl::Span<std::byte> SegmentedLayer::KeptOf(int64_t n, absl::Span<std::byte> ke
   if (kept.empty()) return {};
   size_t begin = kept_state_bytes();
   for (int64_t before = 0; before < n; ++before) {
-    begin += blocks_[before]->attention().kept_bytes();
+    begin += blocks_[before]->kept_bytes();
   }
-  return kept.subspan(begin, blocks_[n]->attention().kept_bytes());
+  return kept.subspan(begin, blocks_[n]->kept_bytes());
 }
 
 TensorView SegmentedLayer::KeptState(int64_t n, absl::Span<std::byte> kept) const {
@@ -287,7 +290,11 @@ SegmentedLayer::BackwardScratch SegmentedLayer::LayOutBackward(Workspace& worksp
   for (const auto& block : blocks_) sums = std::max(sums, block->attention().sums_bytes());
   BackwardScratch scratch;
   scratch.gradient = LayOutHidden(problem().query_tokens, workspace);
-  scratch.sums = absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(sums)), sums);
+  const auto take = [&](size_t bytes) {
+    return absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+  };
+  scratch.sums = take(sums);
+  scratch.of_state = take(state_->backward_memory_bytes());
   return scratch;
 }
 
@@ -314,7 +321,7 @@ Cost SegmentedLayer::backward_cost() const {
 }
 
 std::map<std::string, std::string> SegmentedLayer::stopped_gradients() const {
-  std::map<std::string, std::string> stopped;
+  std::map<std::string, std::string> stopped = more_stopped_;
   for (const TensorSpec& input : inputs()) {
     const bool is_given = std::count(given_.begin(), given_.end(), input.name) > 0;
     if (is_given && IsFloating(input.dtype)) {
@@ -352,6 +359,11 @@ absl::Status SegmentedLayer::DoBackward(const BackwardCall& call, const Executio
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(FinalNormBackward(call, scratch, rest));
+  const auto next_states = [&](int64_t n) -> ConstTensorView {
+    return KeptState(n + 1, execution.kept);
+  };
+  TFB_RETURN_IF_ERROR(state_->BeginBackward(
+      {next_states, call.output_gradients, call.parameter_gradients}, scratch.of_state, rest));
   for (int64_t n = layers() - 1; n >= 0; --n) {
     TFB_RETURN_IF_ERROR(LayerBackward(n, call, scratch, rest));
   }
@@ -362,6 +374,10 @@ absl::Status SegmentedLayer::DoBackward(const BackwardCall& call, const Executio
 absl::Status SegmentedLayer::FinalNormBackward(const BackwardCall& call,
                                                const BackwardScratch& scratch,
                                                const Execution& execution) const {
+  if (blocks_write_out_) {
+    SetToZero(scratch.gradient, execution.pool);
+    return absl::OkStatus();
+  }
   const ConstTensorView dout = OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out"));
   if (!has_final_norm_) return CopyAllRows(device_, dout, scratch.gradient, execution);
   return final_norm_.Backward({KeptState(layers(), execution.kept),
@@ -379,6 +395,8 @@ absl::Status SegmentedLayer::LayerBackward(int64_t n, const BackwardCall& call,
   const int64_t longest = max_segment_tokens(), total = problem().query_tokens;
   const ConstTensorView states =
       n == 0 ? call.inputs.Get("x") : ConstTensorView(KeptState(n, execution.kept));
+  const ConstTensorView next_states =
+      blocks_write_out_ ? ConstTensorView(KeptState(n + 1, execution.kept)) : ConstTensorView();
   const ConstTensorView of_context =
       n + 1 == layers() ? call.output_gradients.Get("context") : ConstTensorView();
   Execution rest = execution;
@@ -390,6 +408,7 @@ absl::Status SegmentedLayer::LayerBackward(int64_t n, const BackwardCall& call,
     const PastSegment segment = {begin,
                                  tokens,
                                  states,
+                                 next_states,
                                  call.inputs,
                                  call.output_gradients,
                                  call.parameter_gradients,

@@ -3,7 +3,8 @@
 //
 // The backward pass, on the CPU. Gradients stop at what a segment reads of earlier tokens, so that
 // each layer's segments are differentiated by themselves. A Run keeps what went into each layer but
-// the first, and into the final norm: f32 [batch, query_tokens, model_dim] each. From the last layer
+// the first, and into the final norm, or came out of the last layer where the blocks write out: f32
+// [batch, query_tokens, model_dim] each. From the last layer
 // to the first, and in a layer from the last segment to the first, Backward computes a segment again
 // from what the layer read, and then its gradients: one more forward pass in time, and of memory one
 // segment's in the place of all tokens'.
@@ -65,6 +66,11 @@ struct SegmentedStack {
   // Outputs beside out and the context of which Backward takes gradients.
   std::vector<std::string> more_differentiable = {};
   bool final_norm = false;  // a norm of what the last layer writes: the parameters of kFinalNorm
+  // Whether out is written by the blocks, of which several may have a part in it, and not by the stack
+  // of what the last one leaves. They read its gradient in PastSegment::output_gradients.
+  bool blocks_write_out = false;
+  // Parameters that have no gradient, with the reasons: Layer::stopped_gradients.
+  std::map<std::string, std::string> more_stopped = {};
   NamedTensors parameters = {};
   std::vector<std::unique_ptr<Block>> blocks = {};
 };
@@ -106,9 +112,9 @@ class SegmentedLayer final : public StreamingLayer {
                          const Execution& execution) const;
   // Returns that of all tokens; n is 1 at least.
   TensorView KeptState(int64_t n, absl::Span<std::byte> kept) const;
-  int64_t kept_states() const { return layers() - (has_final_norm_ ? 0 : 1); }
+  int64_t kept_states() const { return layers() - (has_final_norm_ || blocks_write_out_ ? 0 : 1); }
   size_t kept_state_bytes() const;  // of all of them
-  // Returns what the attention of layer n keeps; nothing where there is no such memory.
+  // Returns what layer n keeps; nothing where there is no such memory.
   absl::Span<std::byte> KeptOf(int64_t n, absl::Span<std::byte> kept) const;
   // Hands what is given to the layers, if this is a stream's first segment.
   absl::Status RecallGiven(const Inputs& inputs, const Execution& execution);
@@ -121,6 +127,7 @@ class SegmentedLayer final : public StreamingLayer {
   struct BackwardScratch {
     TensorView gradient;  // of a layer's output and then input, f32 [batch, tokens, model_dim]
     absl::Span<std::byte> sums;
+    absl::Span<std::byte> of_state;  // StackState::backward_memory_bytes()
   };
   BackwardScratch LayOutBackward(Workspace& workspace) const;
   absl::Status FinalNormBackward(const BackwardCall& call, const BackwardScratch& scratch,
@@ -130,11 +137,13 @@ class SegmentedLayer final : public StreamingLayer {
 
   Device device_;
   bool has_final_norm_;
+  bool blocks_write_out_;
   bool depends_on_split_;
   std::vector<std::string> given_;  // the inputs that have no dimension of tokens
   std::unique_ptr<StackState> state_;
   std::vector<std::unique_ptr<Block>> blocks_;  // they use the state
   std::vector<std::string> more_differentiable_;
+  std::map<std::string, std::string> more_stopped_;
   LayerNorm final_norm_;
   NormNames final_norm_names_;
   Tensor sinusoids_;             // of the backward pass
