@@ -12,7 +12,6 @@ namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
-using HaltWhen = UniversalTransformerOptions::HaltWhen;
 using Output = UniversalTransformerOptions::Output;
 
 constexpr int64_t kRowsOfTask = 16;
@@ -21,21 +20,6 @@ void ForEach(int64_t count, const Execution& execution, absl::FunctionRef<void(i
   execution.pool->ParallelForRanges(count, kRowsOfTask, [&](int64_t first, int64_t end, int) {
     for (int64_t n = first; n < end; ++n) body(n);
   });
-}
-
-// Sums in several accumulators, so that an addition does not wait for the previous one.
-float Dot(const float* a, const float* b, int64_t size) {
-  constexpr int64_t kLanes = 16;
-  float part[kLanes] = {};
-  int64_t c = 0;
-  for (; c + kLanes <= size; c += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) part[lane] += a[c + lane] * b[c + lane];
-  }
-  for (; c < size; ++c) part[0] += a[c] * b[c];
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
-  }
-  return part[0];
 }
 
 // Returns [batch, tokens, heads * channels] as [batch, heads, tokens, channels].
@@ -120,8 +104,10 @@ absl::Status CompactedSteps::Run(const SharedBlock& block, const Call& call,
     TFB_RETURN_IF_ERROR(Attend(walk));
     TFB_RETURN_IF_ERROR(Transit(walk));
     KeepStates(walk);
+    if (!call.kept.empty()) KeepForBackward(walk);
     if (options_.halts()) Compact(walk);
   }
+  if (!call.kept.empty()) FinishKept(walk);
   WriteOut(walk);
   return absl::OkStatus();
 }
@@ -158,6 +144,25 @@ void CompactedSteps::Begin(Walk& walk) const {
     if ((r + 1) % tokens == 0) scratch.first_of_batch[(r + 1) / tokens] = walk.active;
   }
   walk.changed = walk.active;
+  if (!walk.call.kept.empty()) std::fill_n(walk.call.kept.computed, s.rows, 0);
+}
+
+void CompactedSteps::KeepForBackward(const Walk& walk) const {
+  const StepsKept& kept = walk.call.kept;
+  float* const states = kept.State(walk.step + 1, sizes_);
+  ForEach(sizes_.rows, walk.execution, [&](int64_t r) {
+    std::copy_n(walk.scratch.state + r * sizes_.width, sizes_.width, states + r * sizes_.width);
+  });
+  for (int64_t place = 0; place < walk.active; ++place) {
+    kept.computed[walk.scratch.row[place]] = static_cast<int32_t>(walk.step + 1);
+  }
+}
+void CompactedSteps::FinishKept(const Walk& walk) const {
+  const StepsKept& kept = walk.call.kept;
+  std::copy_n(walk.call.steps, sizes_.rows, kept.stop);
+  if (!options_.convolves()) return;
+  std::copy_n(walk.scratch.shown, sizes_.rows * sizes_.width, kept.shown);
+  std::copy_n(walk.scratch.shown_inner, sizes_.rows * sizes_.inner, kept.shown_inner);
 }
 
 // Gathers the step's input of each listed token, with and without the time.
@@ -184,14 +189,10 @@ void CompactedSteps::Decide(const Walk& walk, int64_t place, const float* of) co
   const Scratch& scratch = walk.scratch;
   const int64_t r = scratch.row[place];
   if (scratch.has_halted[r] != 0) return;
-  const float logit =
-      Dot(walk.block.halting_weight.data(), of, sizes_.width) + walk.block.halting_bias.data()[0];
-  const float p = 1 / (1 + std::exp(-logit));
+  const float p = walk.block.HaltingProbability(of, sizes_.width);
   const float remainder = 1 - scratch.total[r];
   scratch.total[r] += p;
-  const float threshold = static_cast<float>(options_.threshold);
-  const bool reaches = options_.halt_when == HaltWhen::kAbove ? scratch.total[r] > threshold
-                                                              : scratch.total[r] >= threshold;
+  const bool reaches = Reaches(options_, scratch.total[r]);
   const bool halts = reaches || walk.step + 1 == options_.steps;
   const bool takes_remainder = reaches || (halts && options_.remainder_at_limit);
   scratch.has_halted[r] = halts;

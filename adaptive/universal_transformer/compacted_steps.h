@@ -81,6 +81,9 @@ class CompactedSteps : public UniversalSteps {
   void Compact(Walk& walk) const;
   bool Stays(const Walk& walk, int64_t b) const;
   void WriteOut(const Walk& walk) const;
+  // Keep the states of a step, and what is known when all tokens have halted.
+  void KeepForBackward(const Walk& walk) const;
+  void FinishKept(const Walk& walk) const;
 
   void Decide(const Walk& walk, int64_t place, const float* of) const;
 

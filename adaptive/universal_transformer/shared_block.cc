@@ -1,5 +1,6 @@
 #include "adaptive/universal_transformer/shared_block.h"
 
+#include <cmath>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,7 +27,40 @@ std::vector<float> TimesProjected(const Tensor& times,
   return rows;
 }
 
+// Sums in several accumulators, so that an addition does not wait for the previous one.
+float Dot(const float* a, const float* b, int64_t size) {
+  constexpr int64_t kLanes = 16;
+  float part[kLanes] = {};
+  int64_t c = 0;
+  for (; c + kLanes <= size; c += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) part[lane] += a[c + lane] * b[c + lane];
+  }
+  for (; c < size; ++c) part[0] += a[c] * b[c];
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
+  }
+  return part[0];
+}
+
 }  // namespace
+
+float SharedBlock::HaltingProbability(const float* state, int64_t width) const {
+  const float logit = Dot(halting_weight.data(), state, width) + halting_bias.data()[0];
+  return 1 / (1 + std::exp(-logit));
+}
+
+StepsKept StepsKept::LayOut(const UniversalSizes& sizes, const UniversalTransformerOptions& options,
+                            Workspace& workspace) {
+  StepsKept kept;
+  kept.states = workspace.Take<float>(options.steps * sizes.rows * sizes.width);
+  kept.stop = workspace.Take<int32_t>(sizes.rows);
+  kept.computed = workspace.Take<int32_t>(sizes.rows);
+  if (options.convolves()) {
+    kept.shown = workspace.Take<float>(sizes.rows * sizes.width);
+    kept.shown_inner = workspace.Take<float>(sizes.rows * sizes.inner);
+  }
+  return kept;
+}
 
 UniversalSizes::UniversalSizes(const Problem& problem, const UniversalTransformerOptions& options)
     : rows(problem.batch * problem.query_tokens),

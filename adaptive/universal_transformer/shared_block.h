@@ -15,6 +15,7 @@
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
+#include "core/workspace.h"
 
 namespace tfb::universal_transformer {
 
@@ -56,6 +57,34 @@ struct SharedBlock {
   DeviceArray<float> times;           // [steps, width]
   // The rows of `times` times W_q, W_k and W_v, [steps, projected()].
   DeviceArray<float> projected_times;
+
+  // Returns sigmoid(w . state + b), on the CPU.
+  float HaltingProbability(const float* state, int64_t width) const;
+};
+
+// Tells whether a sum of halting probabilities stops a token before the limit.
+inline bool Reaches(const UniversalTransformerOptions& options, float total) {
+  const float threshold = static_cast<float>(options.threshold);
+  return options.halt_when == UniversalTransformerOptions::HaltWhen::kAbove ? total > threshold
+                                                                            : total >= threshold;
+}
+
+// The memory that a Run keeps for a backward pass, on the CPU.
+struct StepsKept {
+  float* states = nullptr;      // H^1 .. H^steps of all tokens, [steps][rows][width]; null: none
+  int32_t* stop = nullptr;      // N_t, 0 for padding
+  int32_t* computed = nullptr;  // the last step in which the token was computed; likewise
+  // With separable convolutions: what the others see of tokens that have halted, [rows][width] and
+  // [rows][inner].
+  float* shown = nullptr;
+  float* shown_inner = nullptr;
+
+  static StepsKept LayOut(const UniversalSizes& sizes, const UniversalTransformerOptions& options,
+                          Workspace& workspace);
+  bool empty() const { return states == nullptr; }
+  float* State(int64_t n, const UniversalSizes& sizes) const {
+    return states + (n - 1) * sizes.rows * sizes.width;
+  }
 };
 
 // Runs the steps of one layer.
@@ -74,6 +103,7 @@ class UniversalSteps {
     TensorView steps_out;      // i32 [batch, tokens], or empty
     float* ponder;             // [batch tokens]
     int32_t* steps;            // [batch tokens]
+    StepsKept kept = {};       // written unless empty
   };
   // Runs the steps. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Run(const SharedBlock& block, const Call& call,

@@ -12,10 +12,13 @@
 #include "adaptive/universal_transformer/compacted_steps.h"
 #include "adaptive/universal_transformer/listed_steps.h"
 #include "adaptive/universal_transformer/shared_block.h"
+#include "adaptive/universal_transformer/steps_backward.h"
 #include "adaptive/universal_transformer/universal_transformer_definition.h"
 #include "core/cuda/device_array.h"
 #include "core/layers/attention/projected_attention.h"
 #include "core/status.h"
+#include "core/workspace.h"
+#include "core/zeros.h"
 
 namespace tfb::universal_transformer {
 namespace {
@@ -67,7 +70,10 @@ class UniversalTransformerLayer : public Layer {
   UniversalTransformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
                             std::vector<TensorSpec> outputs,
                             const UniversalTransformerOptions& options, Device device)
-      : Layer(problem, std::move(inputs), std::move(outputs)), options_(options), device_(device) {
+      : Layer(problem, std::move(inputs), std::move(outputs)),
+        options_(options),
+        device_(device),
+        backward_(problem, options) {
     if (device == Device::kCpu) {
       runner_ = std::make_unique<CompactedSteps>(problem, options);
     } else {
@@ -122,6 +128,31 @@ class UniversalTransformerLayer : public Layer {
     return statistics;
   }
 
+  absl::Status CheckBackward() const override {
+    if (device_ == Device::kCpu) return absl::OkStatus();
+    return absl::UnimplementedError(
+        "the backward pass of universal_transformer is on the CPU alone");
+  }
+  size_t kept_bytes() const override {
+    return Workspace::Measure([this](Workspace& workspace) { LayOutKept(workspace); });
+  }
+  size_t backward_workspace_bytes(int threads) const override {
+    return backward_.workspace_bytes(threads);
+  }
+  Cost backward_cost() const override {
+    Cost cost;
+    cost.bytes = 2 * TensorBytes() + static_cast<double>(kept_bytes());
+    if (!options_.halts() || has_run_) {
+      cost.flops = UniversalTransformerBackwardFlops(problem(), options_,
+                                                     options_.halts() ? StepsTaken() : AllSteps());
+    }
+    return cost;
+  }
+  std::vector<std::string> differentiable_outputs() const override {
+    return options_.halts() ? std::vector<std::string>{"out", "ponder"}
+                            : std::vector<std::string>{"out"};
+  }
+
  protected:
   absl::Status DoSetup(const Inputs&, const Execution&) override {
     TFB_ASSIGN_OR_RETURN(block_, SharedBlock::Create(device_, problem(), options_, parameters_));
@@ -142,11 +173,36 @@ class UniversalTransformerLayer : public Layer {
     call.steps = steps_.mutable_data();
     call.ponder_out = outputs.Get("ponder");
     call.steps_out = outputs.Get("steps");
+    if (!execution.kept.empty()) {
+      Workspace kept(execution.kept);
+      call.kept = LayOutKept(kept);
+    }
     has_run_ = true;
     return runner_->Run(block_, call, execution);
   }
 
+  absl::Status DoSetUpBackward(const Inputs&, const Execution&) override {
+    return backward_.SetUp(parameters_);
+  }
+
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    for (const auto& [name, gradient] : call.parameter_gradients) {
+      if (!gradient.empty()) SetToZero(gradient, execution.pool);
+    }
+    if (problem().batch * problem().query_tokens == 0) return absl::OkStatus();
+    Workspace kept(execution.kept);
+    return backward_.Run(
+        {block_, LayOutKept(kept), call.inputs.Get("x"), call.inputs.Get("key_mask"),
+         OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out")),
+         call.output_gradients.Get("ponder"), call.input_gradients.Get("x"),
+         call.parameter_gradients},
+        execution);
+  }
+
  private:
+  StepsKept LayOutKept(Workspace& workspace) const {
+    return StepsKept::LayOut(UniversalSizes(problem(), options_), options_, workspace);
+  }
   std::vector<int32_t> AllSteps() const {
     return std::vector<int32_t>(static_cast<size_t>(problem().batch * problem().query_tokens),
                                 static_cast<int32_t>(options_.steps));
@@ -162,6 +218,7 @@ class UniversalTransformerLayer : public Layer {
   Device device_;
   std::unique_ptr<UniversalSteps> runner_;
   SharedBlock block_;
+  StepsBackward backward_;
   DeviceArray<float> ponder_;  // [batch, tokens], of the last Run
   DeviceArray<int32_t> steps_;
   bool has_run_ = false;
@@ -169,8 +226,16 @@ class UniversalTransformerLayer : public Layer {
 
 }  // namespace
 
-double UniversalTransformerFlops(const Problem& problem, const UniversalTransformerOptions& options,
-                                 const std::vector<int32_t>& steps) {
+namespace {
+
+// How often a pass computes each product of a matrix, and of a pair of a query and a key.
+struct Products {
+  double of_matrix;
+  double of_pair;
+};
+
+double FlopsOf(const Problem& problem, const UniversalTransformerOptions& options,
+               const std::vector<int32_t>& steps, const Products& products) {
   const UniversalSizes s(problem, options);
   const double width = static_cast<double>(s.width), inner = static_cast<double>(s.inner);
   double of_step =
@@ -195,12 +260,28 @@ double UniversalTransformerFlops(const Problem& problem, const UniversalTransfor
       ++seen;
       const double keys = static_cast<double>(problem.causal ? seen : tokens);
       const int32_t computed = options.recomputes() ? last : taken[t];
-      flops += static_cast<double>(taken[t]) * of_gate +
-               static_cast<double>(computed) * (of_step + of_pair * keys) +
-               static_cast<double>(std::min(computed + 1, last)) * of_key;
+      flops += products.of_matrix * (static_cast<double>(taken[t]) * of_gate +
+                                     static_cast<double>(computed) * of_step +
+                                     static_cast<double>(std::min(computed + 1, last)) * of_key) +
+               products.of_pair * static_cast<double>(computed) * of_pair * keys;
     }
   }
   return flops;
+}
+
+}  // namespace
+
+double UniversalTransformerFlops(const Problem& problem, const UniversalTransformerOptions& options,
+                                 const std::vector<int32_t>& steps) {
+  return FlopsOf(problem, options, steps, {1, 1});
+}
+
+// Each matrix's product again, and two for its gradients; of a pair's two products one again for its
+// score, and five for gradients, beside the forward pass's two.
+double UniversalTransformerBackwardFlops(const Problem& problem,
+                                         const UniversalTransformerOptions& options,
+                                         const std::vector<int32_t>& steps) {
+  return FlopsOf(problem, options, steps, {3, (2 + 5) / 2.0});
 }
 
 UniversalTransformer::UniversalTransformer() : TechniqueOf(Info()) {}

@@ -30,6 +30,9 @@
 // of 3 tokens of z = A and of 5 of the inner activations, zeros beyond the sequence and for
 // padding. A halted token enters it with its values at its last step, unless it is recomputed.
 //
+// The backward pass, on the CPU: steps_backward.h. A Run keeps one state a step and token. N_t is as it
+// was found, so that ponder has the gradient of R_t alone.
+//
 // Sources: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, sections 2.1 (block,
 // encoding) and 2.2 (halting; the update of its appendix C is output=basic, its text the copies);
 // Graves 2016, "Adaptive computation time for recurrent neural networks", arXiv:1603.08983v6,
@@ -168,6 +171,10 @@ class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {
 // padding.
 double UniversalTransformerFlops(const Problem& problem, const UniversalTransformerOptions& options,
                                  const std::vector<int32_t>& steps);
+// Returns those of its backward pass, which computes the steps again.
+double UniversalTransformerBackwardFlops(const Problem& problem,
+                                         const UniversalTransformerOptions& options,
+                                         const std::vector<int32_t>& steps);
 
 }  // namespace tfb::universal_transformer
 

@@ -141,7 +141,13 @@ class Network {
     }
   }
 
+  // Tells whether a token stops here; where derivatives are taken, as at their point.
   bool Reaches(int64_t r, int64_t n) const {
+    double reaches = FindReached(r, n) ? 1 : 0;
+    if (request_.stopped != nullptr) request_.stopped->Choose(absl::MakeSpan(&reaches, 1));
+    return reaches != 0;
+  }
+  bool FindReached(int64_t r, int64_t n) const {
     const bool is_near = std::abs(total_[r] - options_.threshold) <= SumError(problem_.dtype);
     if (is_near && !computed_.empty() && n < options_.steps) {
       return computed_.Get(computed_.Offset(Batch(r), Token(r))) <= static_cast<double>(n);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/encoder_decoder/encoder_decoder.h"
+#include "core/backward_testing.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -674,6 +675,39 @@ TEST(UniversalTransformer, TheTrainedModelIsWhatItIsInPyTorch) {
     EXPECT_LE(MaxDifference(fixed.view(), file.tensors.at("fixed").view()),
               Bound(file.tensors.at("fixed").view()));
   }
+}
+
+// ---- The backward pass ----
+
+TEST(UniversalTransformer, GradientsAreThoseOfTheDefinitionInEveryVariant) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Self(2, 2, 13, 8, causal);
+    for (const Options& options : Variants()) {
+      SCOPED_TRACE(ToString(TechniqueSpec{"universal_transformer", options}));
+      const auto steps = options.find("steps");
+      GradientRequest request{options};
+      request.roundings = (steps == options.end() ? 2 : std::stod(steps->second)) *
+                          (2 * AttentionRoundings(problem) + 26.0 * 16);
+      request.inputs["key_mask"] = Tensor(DType::kU8, {2, 13});
+      Fill(request.inputs.at("key_mask").view(), 1);
+      for (const int64_t padding : {2, 11, 12}) {
+        *request.inputs.at("key_mask").view().MutableAt<uint8_t>(0, padding) = 0;
+      }
+      ExpectGradientsOfDefinition(UniversalTransformer(), problem, request);
+    }
+  }
+}
+
+// Without halting, 2 equal layers: what is kept is a state a step.
+TEST(UniversalTransformer, AStepMoreKeepsOneState) {
+  const Problem problem = Self(2, 2, 40, 8);
+  const auto kept = [&](const char* steps) {
+    return UniversalTransformer()
+        .Create(problem, {{"steps", steps}}, Device::kCpu, 1)
+        .value()
+        ->kept_bytes();
+  };
+  EXPECT_EQ(kept("6") - kept("5"), sizeof(float) * 2 * 40 * 16);
 }
 
 }  // namespace
