@@ -15,11 +15,14 @@
 #include "core/cuda/for_each.h"
 #include "core/definition.h"
 #include "core/layers/attention/projected_attention.h"
+#include "core/layers/copy_rows.h"
 #include "core/layers/layer_definitions.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/matmul.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/workspace.h"
+#include "core/zeros.h"
 
 namespace tfb::decision_transformer {
 namespace {
@@ -150,6 +153,49 @@ class DecisionTransformerLayer : public Layer {
 
   std::map<std::string, double> statistics() const override { return gpt_->statistics(); }
 
+  // ---- The backward pass, on the CPU. It embeds the inputs again, and keeps what the GPT keeps. ----
+
+  absl::Status CheckBackward() const override {
+    if (device_ != Device::kCpu) {
+      return absl::UnimplementedError(
+          "the backward pass of embeddings and heads is on the CPU alone");
+    }
+    return gpt_->CheckBackward();
+  }
+  size_t kept_bytes() const override { return gpt_->kept_bytes(); }
+  size_t backward_workspace_bytes(int threads) const override {
+    const int64_t width = problem().model_dim(), batch = problem().batch;
+    size_t largest = std::max(
+        {workspace_bytes(threads), gpt_->backward_workspace_bytes(threads),
+         LayerNorm::backward_workspace_bytes(batch * problem().query_tokens, width, threads)});
+    const auto product = [&](int64_t count, int64_t in, int64_t out) {
+      largest = std::max({largest, MatMulWorkspaceBytes(device_, batch * count, out, in, threads),
+                          MatMulGradientWorkspaceBytes(batch * count, in, out, threads)});
+    };
+    for (const Modality& m : modalities_) product(m.count, m.channels, width);
+    for (const Head& head : heads_) product(head.count, width, head.channels);
+    return largest +
+           Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); });
+  }
+  // Each product of embeddings and heads has two for its gradients.
+  Cost backward_cost() const override {
+    Cost cost = gpt_->backward_cost();
+    const Cost forward = this->cost(), of_gpt = gpt_->cost();
+    if (cost.flops.has_value() && forward.flops.has_value() && of_gpt.flops.has_value()) {
+      *cost.flops += 2 * (*forward.flops - *of_gpt.flops);
+    }
+    cost.bytes = 2 * TensorBytes() + static_cast<double>(kept_bytes());
+    return cost;
+  }
+  std::map<std::string, std::string> stopped_gradients() const override {
+    return gpt_->stopped_gradients();
+  }
+  std::vector<std::string> differentiable_outputs() const override {
+    std::vector<std::string> names = {"out"};
+    for (const Head& head : heads_) names.push_back(head.output);
+    return names;
+  }
+
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     const auto packed = [this](const std::string& name) {
@@ -185,7 +231,9 @@ class DecisionTransformerLayer : public Layer {
     TFB_RETURN_IF_ERROR(Embed(inputs, scratch, rest));
     const TensorView out = outputs.Get("out");
     gpt_outputs_.Set("out", out);
-    TFB_RETURN_IF_ERROR(gpt_->Run(GptInputs(inputs, scratch), gpt_outputs_, rest));
+    Execution of_gpt = rest;
+    of_gpt.kept = execution.kept;
+    TFB_RETURN_IF_ERROR(gpt_->Run(GptInputs(inputs, scratch), gpt_outputs_, of_gpt));
     for (size_t n = 0; n < heads_.size(); ++n) {
       const Head& head = heads_[n];
       MatMulCall call;
@@ -196,6 +244,59 @@ class DecisionTransformerLayer : public Layer {
       TFB_RETURN_IF_ERROR(MatMul(head_matrices_[n], call, rest));
     }
     return absl::OkStatus();
+  }
+
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
+    const auto transposed = [this](const std::string& name) {
+      return PackedMatrix::CreateTransposed(device_, {Parameter(name + ".w")});
+    };
+    for (int64_t m = 0; m < kModalities; ++m) {
+      TFB_ASSIGN_OR_RETURN(embeddings_transposed_[m], transposed(modalities_[m].embed));
+    }
+    for (size_t n = 0; n < heads_.size(); ++n) {
+      TFB_ASSIGN_OR_RETURN(heads_transposed_[n], transposed(heads_[n].name));
+    }
+    gpt_gradients_ = gpt_->parameter_gradients();
+    for (const TensorSpec& spec : gpt_gradients_) of_gpt_.parameter_gradients.Set(spec.name, {});
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(workspace);
+    const Execution rest = {execution.pool, workspace.Rest(), execution.stream};
+    TFB_RETURN_IF_ERROR(Embed(inputs, scratch, rest));
+    return gpt_->SetUpBackward(GptInputs(inputs, scratch), rest);
+  }
+
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    for (const auto& [name, gradient] : call.parameter_gradients) {
+      if (!gradient.empty()) SetToZero(gradient, execution.pool);
+    }
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch = LayOutBackward(workspace);
+    Execution rest = {execution.pool, workspace.Rest(), execution.stream};
+    if (scratch.hidden.num_elements() == 0) return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(
+        CopyAllRows(device_, OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out")),
+                    scratch.hidden, rest));
+    for (size_t n = 0; n < heads_.size(); ++n) {
+      TFB_RETURN_IF_ERROR(HeadBackward(n, call, scratch, rest));
+    }
+    // The GPT reads and writes the problem's dtype.
+    if (problem().dtype != DType::kF32) {
+      TFB_RETURN_IF_ERROR(CopyAllRows(device_, scratch.hidden, scratch.of_out, rest));
+    }
+    TFB_RETURN_IF_ERROR(EmbedTokens(call.inputs, scratch.forward, rest));
+    if (options_.embed_norm) {
+      TFB_RETURN_IF_ERROR(norm_.Run(scratch.forward.tokens, scratch.x, rest));
+    }
+    of_gpt_.inputs = GptInputs(call.inputs, {scratch.forward.tokens, scratch.x});
+    of_gpt_.outputs.Set("out", call.outputs.Get("out"));
+    of_gpt_.output_gradients.Set("out", scratch.of_out);
+    of_gpt_.input_gradients.Set("x", scratch.of_x);
+    for (const TensorSpec& spec : gpt_gradients_) {
+      of_gpt_.parameter_gradients.Set(spec.name, call.parameter_gradients.Get(spec.name));
+    }
+    rest.kept = execution.kept;
+    TFB_RETURN_IF_ERROR(gpt_->Backward(of_gpt_, rest));
+    return EmbeddingsBackward(call, scratch, rest);
   }
 
  private:
@@ -211,7 +312,10 @@ class DecisionTransformerLayer : public Layer {
         options_(options),
         device_(device),
         modalities_(ModalitiesOf(problem, options)),
-        heads_(HeadsOf(problem, options)) {}
+        heads_(HeadsOf(problem, options)) {
+    for (const Modality& m : modalities_) names_of_embeddings_.emplace_back(m.embed);
+    for (const Head& head : heads_) names_of_heads_.emplace_back(head.name);
+  }
 
   ConstTensorView Parameter(const std::string& name) const { return parameters_.at(name).view(); }
 
@@ -227,9 +331,120 @@ class DecisionTransformerLayer : public Layer {
     return scratch;
   }
 
-  // Embeds the inputs. Each of the three products writes every third row of the tokens, added to
-  // its timestep's row.
+  struct BackwardScratch {
+    Scratch forward;     // the tokens before their norm; x only where there is none
+    TensorView x;        // the GPT's input, in the problem's dtype
+    TensorView hidden;   // gradient of the hidden states, f32 [batch, tokens, model_dim]
+    TensorView of_out;   // the same in the problem's dtype: `hidden` itself, if that is f32
+    TensorView of_x;     // gradient of the GPT's input, in that dtype
+    TensorView tokens;   // gradient of the tokens, f32
+    float* predictions;  // of one head, then their gradients
+  };
+  BackwardScratch LayOutBackward(Workspace& workspace) const {
+    const Problem& p = problem();
+    const Shape shape = {p.batch, p.query_tokens, p.model_dim()};
+    const auto take = [&](DType dtype) {
+      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(dtype));
+      return TensorView(memory, dtype, shape);
+    };
+    BackwardScratch scratch;
+    scratch.forward = LayOut(workspace);
+    scratch.x = options_.embed_norm ? take(p.dtype) : scratch.forward.x;
+    scratch.hidden = take(DType::kF32);
+    scratch.of_out = p.dtype == DType::kF32 ? scratch.hidden : take(p.dtype);
+    scratch.of_x = take(p.dtype);
+    scratch.tokens = take(DType::kF32);
+    int64_t largest = 0;
+    for (const Head& head : heads_) {
+      largest = std::max(largest, p.batch * head.count * head.channels);
+    }
+    scratch.predictions = workspace.Take<float>(largest);
+    return scratch;
+  }
+
+  // y = activation(h W + b):  du = dy activation'(u),  dW = h^T du,  db = sum du,  dh += du W^T
+  absl::Status HeadBackward(size_t n, const BackwardCall& call, const BackwardScratch& scratch,
+                            const Execution& execution) const {
+    const Head& head = heads_[n];
+    ConstTensorView du = call.output_gradients.Get(head.output);
+    if (du.empty() || du.num_elements() == 0) return absl::OkStatus();
+    const ConstTensorView h = OfModality(call.outputs.Get("out"), head.from, head.count);
+    if (head.activation == Activation::kTanh) {  // whose derivative is 1 - y^2
+      const TensorView y(scratch.predictions, DType::kF32, du.shape());
+      TFB_RETURN_IF_ERROR(MatMul(head_matrices_[n], {h, {}, y, head.activation}, execution));
+      ForEachOffset(du, y, [&](int64_t from, int64_t at) {
+        const float tanh = scratch.predictions[at];
+        scratch.predictions[at] = static_cast<float>(du.Get(from)) * (1 - tanh * tanh);
+      });
+      du = y;
+    }
+    TFB_RETURN_IF_ERROR(MatMulGradient({h, du, call.parameter_gradients.Get(names_of_heads_[n].w),
+                                        call.parameter_gradients.Get(names_of_heads_[n].b)},
+                                       execution));
+    const TensorView dh = OfModality(scratch.hidden, head.from, head.count);
+    return MatMul(heads_transposed_[n], {du, dh, dh}, execution);
+  }
+
+  // Takes the gradient of the GPT's input through the norm, and then to values and parameters.
+  absl::Status EmbeddingsBackward(const BackwardCall& call, const BackwardScratch& scratch,
+                                  const Execution& execution) const {
+    const Outputs& gradients = call.parameter_gradients;
+    if (options_.embed_norm) {
+      TFB_RETURN_IF_ERROR(norm_.Backward({scratch.forward.tokens,
+                                          scratch.of_x,
+                                          {},
+                                          scratch.tokens,
+                                          gradients.Get("embed.norm.gamma"),
+                                          gradients.Get("embed.norm.beta")},
+                                         execution));
+    } else {
+      TFB_RETURN_IF_ERROR(CopyAllRows(device_, scratch.of_x, scratch.tokens, execution));
+    }
+    for (int64_t m = 0; m < kModalities; ++m) {
+      const Modality& modality = modalities_[m];
+      if (modality.count == 0) continue;
+      const TensorView of_tokens = OfModality(scratch.tokens, m, modality.count);
+      TFB_RETURN_IF_ERROR(MatMulGradient(
+          {call.inputs.Get(modality.input), of_tokens, gradients.Get(names_of_embeddings_[m].w),
+           gradients.Get(names_of_embeddings_[m].b)},
+          execution));
+      const TensorView of_values = call.input_gradients.Get(modality.input);
+      if (of_values.empty()) continue;
+      TFB_RETURN_IF_ERROR(MatMul(embeddings_transposed_[m], {of_tokens, {}, of_values}, execution));
+    }
+    AddToTimesteps(call.inputs.Get("timesteps"), scratch.tokens, gradients.Get("embed.timestep"),
+                   execution.pool);
+    return absl::OkStatus();
+  }
+
+  // Adds the tokens' gradients to the rows of their timesteps, in the order of the tokens: a task
+  // has some of the channels.
+  void AddToTimesteps(const ConstTensorView& timesteps, const TensorView& of_tokens,
+                      const TensorView& table, ThreadPool* pool) const {
+    constexpr int64_t kChannelsOfTask = 16;
+    if (table.empty()) return;
+    const int64_t tokens = of_tokens.dim(1);
+    pool->ParallelForRanges(
+        of_tokens.dim(2), kChannelsOfTask, [&](int64_t begin, int64_t end, int) {
+          for (int64_t row = 0; row < of_tokens.dim(0) * tokens; ++row) {
+            const int64_t b = row / tokens, t = row % tokens;
+            const int64_t timestep = std::clamp<int64_t>(*timesteps.At<int32_t>(b, t / kModalities),
+                                                         0, options_.max_timestep - 1);
+            const float* from = of_tokens.At<float>(b, t);
+            for (int64_t c = begin; c < end; ++c) *table.MutableAt<float>(timestep, c) += from[c];
+          }
+        });
+  }
+
+  // Embeds the inputs.
   absl::Status Embed(const Inputs& inputs, const Scratch& scratch, const Execution& execution) {
+    TFB_RETURN_IF_ERROR(EmbedTokens(inputs, scratch, execution));
+    return options_.embed_norm ? norm_.Run(scratch.tokens, scratch.x, execution) : absl::OkStatus();
+  }
+  // Does it without the norm. Each of the three products writes every third row of the tokens, added
+  // to its timestep's row.
+  absl::Status EmbedTokens(const Inputs& inputs, const Scratch& scratch,
+                           const Execution& execution) const {
     if (scratch.tokens.num_elements() == 0) return absl::OkStatus();
     TFB_RETURN_IF_ERROR(EmbedTimesteps(inputs.Get("timesteps"), scratch.tokens, execution));
     for (int64_t m = 0; m < kModalities; ++m) {
@@ -241,7 +456,7 @@ class DecisionTransformerLayer : public Layer {
       call.y = OfModality(options_.embed_norm ? scratch.tokens : scratch.x, m, count);
       TFB_RETURN_IF_ERROR(MatMul(embeddings_[m], call, execution));
     }
-    return options_.embed_norm ? norm_.Run(scratch.tokens, scratch.x, execution) : absl::OkStatus();
+    return absl::OkStatus();
   }
 
   absl::Status EmbedTimesteps(const ConstTensorView& timesteps, const TensorView& tokens,
@@ -273,6 +488,13 @@ class DecisionTransformerLayer : public Layer {
   std::array<Head, 3> heads_;
   std::array<PackedMatrix, kModalities> embeddings_;
   std::array<PackedMatrix, 3> head_matrices_;
+  std::array<PackedMatrix, kModalities> embeddings_transposed_;
+  std::array<PackedMatrix, 3> heads_transposed_;
+  struct AffineNames {
+    explicit AffineNames(const std::string& name) : w(name + ".w"), b(name + ".b") {}
+    std::string w, b;
+  };
+  std::vector<AffineNames> names_of_embeddings_, names_of_heads_;
   DeviceArray<float> timesteps_;  // embed.timestep
   LayerNorm norm_;
   std::unique_ptr<Layer> gpt_;
@@ -280,6 +502,8 @@ class DecisionTransformerLayer : public Layer {
   Inputs gpt_inputs_ = {{"x", {}}};
   Inputs masked_gpt_inputs_ = {{"x", {}}, {"key_mask", {}}};
   Outputs gpt_outputs_ = {{"out", {}}};
+  BackwardCall of_gpt_ = {masked_gpt_inputs_, {{"out", {}}}, {{"out", {}}}, {{"x", {}}}, {}};
+  std::vector<TensorSpec> gpt_gradients_;
 };
 
 // ---- The definition ----
@@ -290,7 +514,7 @@ class Network {
           const NamedTensors& parameters)
       : problem_(problem), options_(options), parameters_(parameters) {}
 
-  // Returns the tokens, rounded to the problem's dtype, in which the GPT reads them.
+  // Returns the tokens, rounded where the GPT reads 16 bits.
   Tensor Tokens(const Inputs& inputs) const {
     const int64_t width = problem_.model_dim();
     const DoubleTensor table = Parameter("embed.timestep");
@@ -300,7 +524,7 @@ class Network {
     for (int64_t m = 0; m < kModalities; ++m) {
       values[m] = DoubleTensor(inputs.Get(modalities[m].input));
     }
-    Tensor tokens(problem_.dtype, {problem_.batch, problem_.query_tokens, width});
+    Tensor tokens(ReadDType(), {problem_.batch, problem_.query_tokens, width});
     std::vector<double> token(width);
     for (int64_t b = 0; b < problem_.batch; ++b) {
       for (int64_t i = 0; i < problem_.query_tokens; ++i) {
@@ -320,6 +544,9 @@ class Network {
     }
     return tokens;
   }
+
+  // Returns the dtype in which a part of the network reads another's result.
+  DType ReadDType() const { return problem_.dtype == DType::kF32 ? DType::kF64 : problem_.dtype; }
 
   // Returns the predictions from hidden states [batch, tokens, model_dim].
   Tensor Predictions(const Head& head, const ConstTensorView& hidden) const {
@@ -425,7 +652,7 @@ class DecisionTransformer : public TechniqueOf<DecisionTransformerOptions> {
     }
     TFB_RETURN_IF_ERROR(encoder_decoder::EncoderDecoder().Define(
         problem, OptionsOfGpt(options), parameters, of_gpt, request.OfPart(), outputs));
-    const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
+    const Tensor hidden = outputs->at("out").CloneAs(network.ReadDType());
     for (const Head& head : HeadsOf(problem, options)) {
       (*outputs)[head.output] = network.Predictions(head, hidden.view());
     }
