@@ -24,8 +24,7 @@ NeighbourDefinition::NeighbourDefinition(const RetrievalOptions& options,
       context_(inputs.Get("context")),
       given_(inputs.Get("neighbours")) {
   for (int64_t e = 0; e < options.entries; ++e) {
-    double square = 0;
-    for (int64_t c = 0; c < keys_.dim(1); ++c) square += static_cast<double>(Key(e)[c]) * Key(e)[c];
+    const double square = Dot(Key(e), Key(e), keys_.channels());
     may_be_found_.push_back(square <= kMaxSquare);  // NaN is not
   }
   if (request.computed == nullptr) return;
@@ -72,8 +71,8 @@ std::vector<int64_t> NeighbourDefinition::Nearest(const std::vector<double>& dis
 }
 
 double NeighbourDefinition::Distance(const double* context, int64_t entry) const {
-  const int64_t dim = keys_.dim(1);
-  const float* key = Key(entry);
+  const int64_t dim = keys_.channels();
+  const double* key = Key(entry);
   double sums[kDotLanes] = {};  // as in Dot
   int64_t c = 0;
   for (; c + kDotLanes <= dim; c += kDotLanes) {
@@ -88,7 +87,7 @@ double NeighbourDefinition::Distance(const double* context, int64_t entry) const
 }
 
 std::vector<double> NeighbourDefinition::DistancesTo(const double* context) const {
-  const int64_t dim = keys_.dim(1);
+  const int64_t dim = keys_.channels();
   const bool may_find = Dot(context, context, dim) <= kMaxSquare;  // NaN may not
   std::vector<double> distances(options_.entries, kNotFound);
   for (int64_t e = 0; may_find && e < options_.entries; ++e) {
@@ -101,7 +100,7 @@ bool NeighbourDefinition::MayPrecede(const std::vector<double>& distances, int64
                                      int64_t b) const {
   if (distances[a] * (1 - kRounding) > distances[b] * (1 + kRounding)) return false;
   const bool equal =
-      distances[a] == distances[b] && std::equal(Key(a), Key(a) + keys_.dim(1), Key(b));
+      distances[a] == distances[b] && std::equal(Key(a), Key(a) + keys_.channels(), Key(b));
   return a < b || !equal;
 }
 

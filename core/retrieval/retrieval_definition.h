@@ -32,7 +32,7 @@ class NeighbourDefinition {
   std::vector<Neighbour> Find(int64_t b, int64_t i) const;
 
  private:
-  const float* Key(int64_t entry) const { return keys_.At<float>(entry); }
+  const double* Key(int64_t entry) const { return keys_.Row(entry); }
   double Distance(const double* context, int64_t entry) const;
   // Returns the distances; that of a row which is no entry is infinite.
   std::vector<double> DistancesTo(const double* context) const;
@@ -42,7 +42,7 @@ class NeighbourDefinition {
                const int32_t* computed) const;
 
   RetrievalOptions options_;
-  ConstTensorView keys_;
+  DoubleTensor keys_;
   std::vector<bool> may_be_found_;  // keys that are not too large to compare, nor NaN
   DoubleTensor context_;
   ConstTensorView given_;

@@ -11,6 +11,7 @@
 #include "core/retrieval/retrieval_functors.h"
 #include "core/search/search.h"
 #include "core/status.h"
+#include "core/zeros.h"
 
 namespace tfb {
 namespace {
@@ -74,9 +75,9 @@ absl::Status CheckRetrievalDevice(absl::string_view technique, const RetrievalOp
 }
 
 RetrievalLayer::RetrievalLayer(const Problem& problem, const RetrievalOptions& options,
-                               Device device)
-    : StreamingLayer(problem, RetrievalInputs(problem, options), RetrievalOutputs(problem, options),
-                     WithTokens(RetrievalInputs(problem, options), kSegmentTokens),
+                               const std::vector<TensorSpec>& inputs, Device device)
+    : StreamingLayer(problem, inputs, RetrievalOutputs(problem, options),
+                     WithTokens(inputs, kSegmentTokens),
                      WithTokens(RetrievalOutputs(problem, options), kSegmentTokens),
                      std::max<int64_t>(problem.query_tokens, 1)),
       retrieval_(options),
@@ -171,10 +172,7 @@ absl::Status RetrievalLayer::DoSetup(const Inputs&, const Execution& execution) 
 
 absl::Status RetrievalLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                    const Execution& execution) {
-  Tokens tokens;
-  tokens.x = inputs.Get("x");
-  tokens.context = inputs.Get("context");
-  tokens.out = outputs.Get("out");
+  Tokens tokens = {inputs.Get("x"), inputs.Get("context"), nullptr, outputs.Get("out"), inputs};
   Workspace workspace(execution.workspace);
   const Scratch scratch = LayOut(tokens.rows(), workspace);
   tokens.neighbours = scratch.neighbours;
@@ -190,12 +188,72 @@ absl::Status RetrievalLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   if (const TensorView written = outputs.Get("neighbours"); !written.empty()) {
     TFB_RETURN_IF_ERROR(CopyNeighbours(found, written, rest));
   }
+  if (!execution.kept.empty()) {
+    std::copy_n(scratch.neighbours, tokens.rows() * retrieval_.k,
+                reinterpret_cast<int32_t*>(execution.kept.data()));
+  }
+  rest.kept = {};
   return Predict(tokens, rest);
 }
 
 absl::Status RetrievalLayer::DoAppend(int64_t, const Inputs& segment, const Outputs& outputs,
                                       const Execution& execution) {
-  return DoRun(segment, outputs, execution);
+  Execution without_kept = execution;  // there is no Backward of a stream
+  without_kept.kept = {};
+  return DoRun(segment, outputs, without_kept);
+}
+
+// ---- The backward pass ----
+
+absl::Status RetrievalLayer::CheckBackward() const {
+  if (device_ == Device::kCpu) return absl::OkStatus();
+  return absl::UnimplementedError("the backward pass of a prediction is on the CPU alone");
+}
+
+size_t RetrievalLayer::kept_bytes() const {
+  return Workspace::Measure(
+      [this](Workspace& workspace) { workspace.Take<int32_t>(rows() * retrieval_.k); });
+}
+
+size_t RetrievalLayer::backward_workspace_bytes(int threads) const {
+  return predict_backward_workspace_bytes(rows(), threads);
+}
+
+Cost RetrievalLayer::backward_cost() const {
+  const double tokens = static_cast<double>(problem().batch * problem().query_tokens);
+  Cost cost;
+  cost.flops = 3 * 2 * tokens * static_cast<double>(problem().model_dim() * retrieval_.vocabulary);
+  cost.bytes = 2 * TensorBytes() + static_cast<double>(kept_bytes());
+  return cost;
+}
+
+std::map<std::string, std::string> RetrievalLayer::stopped_gradients() const {
+  return {{"datastore.keys",
+           "they are states of an earlier text, and no gradient goes into the "
+           "datastore"}};
+}
+
+absl::Status RetrievalLayer::DoSetUpBackward(const Inputs&, const Execution&) {
+  TFB_ASSIGN_OR_RETURN(output_transposed_,
+                       PackedMatrix::Create(device_, parameters_.at("output").view()));
+  return absl::OkStatus();
+}
+
+absl::Status RetrievalLayer::DoBackward(const BackwardCall& call, const Execution& execution) {
+  for (const auto& [name, gradient] : call.parameter_gradients) {
+    if (!gradient.empty()) SetToZero(gradient, execution.pool);
+  }
+  const Tokens tokens = {call.inputs.Get("x"), call.inputs.Get("context"),
+                         reinterpret_cast<const int32_t*>(execution.kept.data()), TensorView(),
+                         call.inputs};
+  if (tokens.rows() == 0) return absl::OkStatus();
+  const ConstTensorView dout = OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out"));
+  Execution rest = execution;
+  rest.kept = {};
+  return PredictBackward(tokens,
+                         {dout, call.input_gradients.Get("x"), call.input_gradients.Get("context"),
+                          call.input_gradients, call.parameter_gradients},
+                         rest);
 }
 
 absl::Status RetrievalLayer::FindNeighbours(const ConstTensorView& context, const Scratch& scratch,

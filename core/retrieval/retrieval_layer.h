@@ -15,12 +15,16 @@
 // which entries are nearest, and how ties and numbers that are not finite are treated. The
 // definition cannot know what an approximate search finds: it takes the layer's neighbours, as long
 // as they are distinct and in the order of their distances.
+//
+// The backward pass, on the CPU, is of the neighbours as they were found, which is all that a Run
+// keeps: it makes the prediction again. No gradient goes into the datastore.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -89,6 +93,13 @@ class RetrievalLayer : public StreamingLayer {
   // Returns the cost of the search and of a product with `output`.
   Cost cost() const override;
 
+  absl::Status CheckBackward() const override;
+  size_t kept_bytes() const override;
+  size_t backward_workspace_bytes(int threads) const override;
+  // Returns the cost of the product with `output` again, and of two for its gradients.
+  Cost backward_cost() const override;
+  std::map<std::string, std::string> stopped_gradients() const override;
+
  protected:
   // The tokens of a call, in memory of the device.
   struct Tokens {
@@ -96,16 +107,32 @@ class RetrievalLayer : public StreamingLayer {
     ConstTensorView context;
     const int32_t* neighbours;  // [batch * tokens][k]; below the number of entries, or -1
     TensorView out;
+    const Inputs& inputs;  // of the call
 
     int64_t rows() const { return x.dim(0) * x.dim(1); }
   };
 
-  RetrievalLayer(const Problem& problem, const RetrievalOptions& options, Device device);
+  // `inputs`: RetrievalInputs, and perhaps others, whose second dimension is of tokens.
+  RetrievalLayer(const Problem& problem, const RetrievalOptions& options,
+                 const std::vector<TensorSpec>& inputs, Device device);
   // Draws the parameters. Returns ResourceExhausted where there is no memory for them.
   absl::Status Initialize(uint64_t seed);
 
   virtual absl::Status Predict(const Tokens& tokens, const Execution& execution) = 0;
   virtual size_t predict_workspace_bytes(int64_t rows, int threads) const = 0;
+
+  // The gradients of a prediction. Those that are asked for are written, as in BackwardCall.
+  struct PredictionGradients {
+    ConstTensorView out;  // of log p
+    TensorView x;
+    TensorView context;
+    const Outputs& inputs;  // these, and others
+    const Outputs& parameters;
+  };
+  // Computes the prediction again, and from that the gradients. `tokens` has no `out`.
+  virtual absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,
+                                       const Execution& execution) = 0;
+  virtual size_t predict_backward_workspace_bytes(int64_t rows, int threads) const = 0;
 
   // Returns InvalidArgument where a value is no token of the vocabulary.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
@@ -113,12 +140,16 @@ class RetrievalLayer : public StreamingLayer {
                      const Execution& execution) override;
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                         const Execution& execution) override;
+  absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override;
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override;
 
   const RetrievalOptions& retrieval() const { return retrieval_; }
   Device device() const { return device_; }
   // These are on the device, and valid after Setup.
   const PackedMatrix& output() const { return output_; }  // [model_dim, vocabulary]
-  const float* keys() const { return keys_; }             // [entries][model_dim]
+  // [vocabulary, model_dim], after SetUpBackward
+  const PackedMatrix& output_transposed() const { return output_transposed_; }
+  const float* keys() const { return keys_; }  // [entries][model_dim]
   const int32_t* values() const { return values_.data(); }
 
  private:
@@ -139,6 +170,7 @@ class RetrievalLayer : public StreamingLayer {
   RetrievalOptions retrieval_;
   Device device_;
   PackedMatrix output_;
+  PackedMatrix output_transposed_;
   DeviceBuffer device_keys_;  // empty on the CPU, where the parameter itself is read
   const float* keys_ = nullptr;
   DeviceArray<int32_t> values_;

@@ -37,10 +37,12 @@ class RetrievalTechnique : public TechniqueOf<OptionsT> {
                                      const DefinitionRequest& request,
                                      NamedTensors* outputs) const = 0;
 
- private:
-  std::vector<TensorSpec> ReadTensors(const Problem& problem, const OptionsT& options) const final {
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const OptionsT& options) const override {
     return RetrievalInputs(problem, options);
   }
+
+ private:
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const OptionsT& options) const final {
     return RetrievalOutputs(problem, options);

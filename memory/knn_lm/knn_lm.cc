@@ -12,6 +12,7 @@
 #include "core/definition.h"
 #include "core/flash/rows.h"
 #include "core/layers/log_softmax.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/retrieval/retrieval_definition.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -37,6 +38,13 @@ TechniqueInfo Info() {
 }
 
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+constexpr char kLambda[] = "lambda";
+std::vector<TensorSpec> InputsOf(const Problem& problem, const KnnLmOptions& options) {
+  std::vector<TensorSpec> inputs = RetrievalInputs(problem, options);
+  inputs.push_back({kLambda, {problem.batch, problem.query_tokens}, DType::kF32, true});
+  return inputs;
+}
 
 // Returns log(exp(a) + exp(b)).
 template <class T>
@@ -105,19 +113,145 @@ class KnnLmLayer : public RetrievalLayer {
     return absl::OkStatus();
   }
 
+  size_t predict_backward_workspace_bytes(int64_t rows, int threads) const override {
+    const int64_t dim = problem().model_dim(), vocabulary = retrieval().vocabulary;
+    return Workspace::Measure([&](Workspace& w) { LayOutBackward(rows, threads, w); }) +
+           std::max({MatMulWorkspaceBytes(device(), rows, dim, vocabulary, threads),
+                     MatMulWorkspaceBytes(device(), rows, vocabulary, dim, threads),
+                     MatMulGradientWorkspaceBytes(rows, vocabulary, dim, threads),
+                     LogSoftmaxWorkspaceBytes(device(), vocabulary, threads)});
+  }
+
+  absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,
+                               const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch =
+        LayOutBackward(tokens.rows(), execution.pool->threads(), workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const Shape shape = gradients.out.shape();
+    const TensorView log_p(scratch.log_p, DType::kF32, shape);
+    const TensorView gradient(scratch.gradient, DType::kF32, shape);
+    TFB_RETURN_IF_ERROR(MatMul(output(), {tokens.x, {}, log_p}, rest));
+    TFB_RETURN_IF_ERROR(LogSoftmax(device(), log_p, log_p, rest));
+    MixBackward(tokens, gradients, scratch, rest.pool);
+    TFB_RETURN_IF_ERROR(LogSoftmaxBackward(device(), log_p, gradient, gradient, rest));
+    TFB_RETURN_IF_ERROR(
+        MatMulGradient({gradient, tokens.x, gradients.parameters.Get("output"), {}}, rest));
+    if (gradients.x.empty()) return absl::OkStatus();
+    return MatMul(output_transposed(), {gradient, {}, gradients.x}, rest);
+  }
+
  private:
+  // Returns what counts in the place of a lambda.
+  template <class T>
+  static T InRange(T lambda) {
+    return lambda < 0 ? 0 : lambda > 1 ? 1 : lambda;
+  }
+
   // The scratch of a thread for one row.
   struct Scratch {
-    float* log_p;       // [vocabulary]
-    float* log_mass;    // [vocabulary]: -inf between rows
-    float* context;     // [model_dim]
+    float* log_p;     // [vocabulary]
+    float* log_mass;  // [vocabulary]: -inf between rows
+    float* context;   // [model_dim]
+    float* context_gradient;
     int32_t* entries;   // [k]
     double* distances;  // [k]
     float* exponents;   // [k]: logarithms of the weights, relative to the nearest
   };
 
   KnnLmLayer(const Problem& problem, const KnnLmOptions& options, Device device)
-      : RetrievalLayer(problem, options, device), options_(options) {}
+      : RetrievalLayer(problem, options, InputsOf(problem, options), device), options_(options) {}
+
+  // ---- The backward pass ----
+
+  struct BackwardScratch {
+    float* log_p;     // of the model, [rows][vocabulary]
+    float* gradient;  // of log p, then of log p_LM, then of the logits; likewise
+    std::byte* of_threads;
+  };
+  BackwardScratch LayOutBackward(int64_t rows, int threads, Workspace& workspace) const {
+    const int64_t size = rows * retrieval().vocabulary;
+    return {workspace.Take<float>(size), workspace.Take<float>(size),
+            workspace.Take<std::byte>(static_cast<int64_t>(threads * MixBytes()))};
+  }
+
+  // Turns the gradient of a row of log p into that of log p_LM, adds to that of the context, and
+  // returns that of lambda.
+  float MixBackward(const int32_t* neighbours, float lambda, const Scratch& scratch,
+                    const float* log_p, float* gradient, float* context_gradient) const {
+    const int64_t count = Weigh(neighbours, scratch), dim = problem().model_dim();
+    if (count == 0) return 0;
+    const float log_total = AddMasses(count, scratch);
+    const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
+    float of_lambda = 0, sum = 0;
+    for (int64_t y = 0; y < retrieval().vocabulary; ++y) {
+      scratch.log_p[y] =
+          LogAdd(log_model + log_p[y], log_lambda + (scratch.log_mass[y] - log_total));
+      if (scratch.log_p[y] == kNegativeInfinity) continue;
+      of_lambda += gradient[y] * (std::exp(scratch.log_mass[y] - log_total - scratch.log_p[y]) -
+                                  std::exp(log_p[y] - scratch.log_p[y]));
+    }
+    const auto share = [&](int64_t n) {  // b_i
+      const float log_all = scratch.log_p[values()[scratch.entries[n]]];
+      return log_all == kNegativeInfinity
+                 ? 0
+                 : std::exp(log_lambda + (scratch.exponents[n] - log_total) - log_all);
+    };
+    for (int64_t n = 0; n < count; ++n) {
+      sum += gradient[values()[scratch.entries[n]]] * share(n);
+    }
+    for (int64_t n = 0; n < count; ++n) {
+      const float weight = std::exp(scratch.exponents[n] - log_total);
+      const double of_exponent = gradient[values()[scratch.entries[n]]] * share(n) - weight * sum;
+      const float factor = static_cast<float>(-2 * of_exponent / options_.temperature);
+      const float* key = keys() + scratch.entries[n] * dim;
+      for (int64_t c = 0; c < dim; ++c) {
+        context_gradient[c] += factor * (scratch.context[c] - key[c]);
+      }
+    }
+    for (int64_t y = 0; y < retrieval().vocabulary; ++y) {
+      const bool is_none = scratch.log_p[y] == kNegativeInfinity;
+      gradient[y] *= is_none ? 0 : std::exp(log_model + log_p[y] - scratch.log_p[y]);
+    }
+    for (int64_t n = 0; n < count; ++n) {
+      scratch.log_mass[values()[scratch.entries[n]]] = kNegativeInfinity;
+    }
+    return of_lambda;
+  }
+
+  void MixBackward(const Tokens& tokens, const PredictionGradients& gradients,
+                   const BackwardScratch& scratch, ThreadPool* pool) const {
+    constexpr int64_t kRowsOfTask = 16;
+    const int64_t vocabulary = retrieval().vocabulary, dim = problem().model_dim();
+    const TensorView of_lambda = gradients.inputs.Get(kLambda);
+    const ConstTensorView given = tokens.inputs.Get(kLambda);
+    pool->ParallelForRanges(
+        tokens.rows(), kRowsOfTask, [&](int64_t first, int64_t end, int worker) {
+          Workspace workspace(absl::MakeSpan(scratch.of_threads + worker * MixBytes(), MixBytes()));
+          const Scratch of_row = LayOut(workspace);
+          std::fill_n(of_row.log_mass, vocabulary, kNegativeInfinity);
+          for (int64_t row = first; row < end; ++row) {
+            const int64_t b = row / tokens.x.dim(1), i = row % tokens.x.dim(1);
+            float* gradient = scratch.gradient + row * vocabulary;
+            LoadRow(gradients.out, gradients.out.Offset(b, i), gradients.out.stride(2), vocabulary,
+                    gradient);
+            LoadRow(tokens.context, tokens.context.Offset(b, i), tokens.context.stride(2), dim,
+                    of_row.context);
+            std::fill_n(of_row.context_gradient, dim, 0.0f);
+            const float one =
+                MixBackward(tokens.neighbours + row * retrieval().k, LambdaOf(tokens, row), of_row,
+                            scratch.log_p + row * vocabulary, gradient, of_row.context_gradient);
+            if (!of_lambda.empty()) {
+              const float lambda = *given.At<float>(b, i);
+              *of_lambda.MutableAt<float>(b, i) = lambda == InRange(lambda) ? one : 0;
+            }
+            if (gradients.context.empty()) continue;
+            StoreRow(of_row.context_gradient, dim, gradients.context,
+                     gradients.context.Offset(b, i), gradients.context.stride(2));
+          }
+        });
+  }
 
   // Returns memory for the model's log-probabilities where `out` cannot hold them in fp32.
   float* LayOutLogP(DType dtype, int64_t rows, Workspace& workspace) const {
@@ -128,6 +262,7 @@ class KnnLmLayer : public RetrievalLayer {
     const int64_t vocabulary = retrieval().vocabulary, k = retrieval().k;
     return {workspace.Take<float>(vocabulary),
             workspace.Take<float>(vocabulary),
+            workspace.Take<float>(problem().model_dim()),
             workspace.Take<float>(problem().model_dim()),
             workspace.Take<int32_t>(k),
             workspace.Take<double>(k),
@@ -164,22 +299,34 @@ class KnnLmLayer : public RetrievalLayer {
     return count;
   }
 
-  // Evaluates the formula on a row of log p_LM; `statistics` are its agreement and mass. It works
-  // in logarithms, as the weight of a far neighbour may underflow fp32.
-  void MixRow(const int32_t* neighbours, const Scratch& scratch, float* statistics) const {
-    const int64_t count = Weigh(neighbours, scratch);
-    statistics[0] = statistics[1] = 0;
-    if (count == 0) return;
+  // Adds the weights of neighbours to the masses of their tokens, in logarithms, as the weight of a
+  // far neighbour may underflow fp32. Returns the logarithm of the sum of all.
+  float AddMasses(int64_t count, const Scratch& scratch) const {
     float total = 0;
     for (int64_t n = 0; n < count; ++n) {
       total += std::exp(scratch.exponents[n]);
       float& log_mass = scratch.log_mass[values()[scratch.entries[n]]];
       log_mass = LogAdd(log_mass, scratch.exponents[n]);
     }
-    const float log_total = std::log(total);
+    return std::log(total);
+  }
+
+  // Returns lambda of a token.
+  float LambdaOf(const Tokens& tokens, int64_t row) const {
+    const ConstTensorView given = tokens.inputs.Get(kLambda);
+    if (given.empty()) return static_cast<float>(options_.lambda);
+    return InRange(*given.At<float>(row / tokens.x.dim(1), row % tokens.x.dim(1)));
+  }
+
+  // Evaluates the formula on a row of log p_LM; `statistics` are its agreement and mass.
+  void MixRow(const int32_t* neighbours, float lambda, const Scratch& scratch,
+              float* statistics) const {
+    const int64_t count = Weigh(neighbours, scratch);
+    statistics[0] = statistics[1] = 0;
+    if (count == 0) return;
+    const float log_total = AddMasses(count, scratch);
     const int64_t likely =
         std::max_element(scratch.log_p, scratch.log_p + retrieval().vocabulary) - scratch.log_p;
-    const float lambda = static_cast<float>(options_.lambda);
     statistics[0] = values()[scratch.entries[0]] == likely ? 1 : 0;
     statistics[1] = lambda * std::exp(scratch.log_mass[likely] - log_total);
     const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
@@ -205,7 +352,7 @@ class KnnLmLayer : public RetrievalLayer {
         LoadRow(tokens.context, tokens.context.Offset(b, i), tokens.context.stride(2),
                 problem().model_dim(), scratch.context);
         LoadRow(log_p, log_p.Offset(b, i), log_p.stride(2), vocabulary, scratch.log_p);
-        MixRow(tokens.neighbours + row * retrieval().k, scratch,
+        MixRow(tokens.neighbours + row * retrieval().k, LambdaOf(tokens, row), scratch,
                statistics_.mutable_data() + 2 * row);
         StoreRow(scratch.log_p, vocabulary, tokens.out, tokens.out.Offset(b, i),
                  tokens.out.stride(2));
@@ -231,8 +378,11 @@ class KnnLmLayer : public RetrievalLayer {
     arguments.k = static_cast<int>(retrieval().k);
     arguments.temperature = options_.temperature;
     arguments.lambda = static_cast<float>(options_.lambda);
-    arguments.log_lambda = std::log(arguments.lambda);
-    arguments.log_model = std::log1p(-arguments.lambda);
+    if (const ConstTensorView given = tokens.inputs.Get(kLambda); !given.empty()) {
+      arguments.lambdas = given.At<float>(0);
+      arguments.lambda_strides[0] = given.stride(0);
+      arguments.lambda_strides[1] = given.stride(1);
+    }
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
     return ToStatus(KernelsOn<KnnLmKernels>(runtime->target()).mix(arguments, execution.stream));
   }
@@ -266,6 +416,11 @@ std::vector<double> NeighbourLogProbabilities(const std::vector<Neighbour>& neig
 
 KnnLm::KnnLm() : RetrievalTechnique(Info()) {}
 
+std::vector<TensorSpec> KnnLm::ReadTensors(const Problem& problem,
+                                           const KnnLmOptions& options) const {
+  return InputsOf(problem, options);
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> KnnLm::CreateLayer(const Problem& problem,
                                                           const KnnLmOptions& options,
                                                           Device device, uint64_t seed) const {
@@ -277,6 +432,7 @@ absl::Status KnnLm::DefineChecked(const Problem& problem, const KnnLmOptions& op
                                   const DefinitionRequest& request, NamedTensors* outputs) const {
   const DoubleTensor output(parameters.at("output").view()), x(inputs.Get("x"));
   const ConstTensorView values = parameters.at("datastore.values").view();
+  const ConstTensorView given = inputs.Get(kLambda);
   DefineRetrieval(
       problem, options, parameters, inputs, request,
       [&](int64_t b, int64_t i, const std::vector<Neighbour>& neighbours) {
@@ -285,9 +441,13 @@ absl::Status KnnLm::DefineChecked(const Problem& problem, const KnnLmOptions& op
         const std::vector<double> log_p_knn =
             NeighbourLogProbabilities(neighbours, values, options);
         if (log_p_knn.empty()) return log_p;
+        double lambda = options.lambda;
+        if (!given.empty()) {
+          lambda = given.Get(given.Offset(b, i));
+          lambda = lambda < 0 ? 0 : lambda > 1 ? 1 : lambda;
+        }
         for (int64_t y = 0; y < options.vocabulary; ++y) {
-          log_p[y] = LogAdd(std::log(1 - options.lambda) + log_p[y],
-                            std::log(options.lambda) + log_p_knn[y]);
+          log_p[y] = LogAdd(std::log(1 - lambda) + log_p[y], std::log(lambda) + log_p_knn[y]);
         }
         return log_p;
       },

@@ -10,6 +10,20 @@
 // by that over the temperature. A token that finds no neighbour has p = p_LM. With lambda = 1,
 // where p_LM has no weight, log p of the tokens that no neighbour has is -inf.
 //
+// The optional input lambda, f32 [batch, tokens], replaces the option, a number for each token; below
+// 0 it counts as 0, above 1 as 1. By its gradient, whose sum is that of one lambda for all tokens,
+// lambda or a network that foretells it is trained.
+//
+// The backward pass, of the neighbours as found, with g_y = dL/dlog p(y), e_i = -d_i / temperature and
+// y_i the value of neighbour i:
+//
+//   dlog p_LM(y) = g_y (1 - lambda) p_LM(y) / p(y)
+//   de_i         = g_(y_i) b_i - w_i sum_j g_(y_j) b_j,   b_i = lambda w_i / p(y_i)
+//   dcontext     = sum_i de_i (-2 / temperature) (context - key_i)
+//   dlambda      = sum_y g_y (p_kNN(y) - p_LM(y)) / p(y)              0 where lambda was out of range
+//
+// A token of log p(y) = -inf gives nothing to any of them.
+//
 // Source: Khandelwal, Levy, Jurafsky, Zettlemoyer, Lewis 2020, "Generalization through
 // memorization: nearest neighbor language models", arXiv:1911.00172v2, section 2: k = 1024 and
 // lambda = 0.25 in the text's own domain. There the states and keys are the inputs of the last
@@ -32,6 +46,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "core/retrieval/retrieval_layer.h"
 #include "core/retrieval/retrieval_technique.h"
@@ -65,6 +80,8 @@ class KnnLm : public RetrievalTechnique<KnnLmOptions> {
   absl::StatusOr<std::unique_ptr<Layer>> CreateLayer(const Problem& problem,
                                                      const KnnLmOptions& options, Device device,
                                                      uint64_t seed) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const KnnLmOptions& options) const override;
   absl::Status DefineChecked(const Problem& problem, const KnnLmOptions& options,
                              const NamedTensors& parameters, const Inputs& inputs,
                              const DefinitionRequest& request,

@@ -81,6 +81,13 @@ __device__ Best Nearest(const KnnLmArguments& a, const Shared& shared) {
   return WarpBest(best);
 }
 
+__device__ float LambdaOf(const KnnLmArguments& a, int64_t row) {
+  if (a.lambdas == nullptr) return a.lambda;
+  const float lambda =
+      a.lambdas[row / a.tokens * a.lambda_strides[0] + row % a.tokens * a.lambda_strides[1]];
+  return lambda < 0 ? 0 : lambda > 1 ? 1 : lambda;
+}
+
 // Returns the sum of the weights. The first warp calls it.
 __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& shared,
                            const Best& nearest) {
@@ -100,7 +107,7 @@ __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& s
   if (Lane() == 0) {
     const bool found = nearest.index < a.k;
     a.statistics[2 * row] = found && shared.token[nearest.index] == likely.index ? 1 : 0;
-    a.statistics[2 * row + 1] = found ? a.lambda * mass / total : 0;
+    a.statistics[2 * row + 1] = found ? LambdaOf(a, row) * mass / total : 0;
   }
   return total;
 }
@@ -123,7 +130,8 @@ __device__ float MixedOf(const KnnLmArguments& a, int64_t row, const Shared& sha
     if (other < n) return NAN;
     log_mass = LogAdd(log_mass, shared.exponent[other]);
   }
-  return LogAdd(a.log_model + LogP(a, row, token), a.log_lambda + (log_mass - logf(total)));
+  const float lambda = LambdaOf(a, row);
+  return LogAdd(log1pf(-lambda) + LogP(a, row, token), logf(lambda) + (log_mass - logf(total)));
 }
 
 __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
@@ -157,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
     shared.mixed[n] = MixedOf(a, row, shared, n, summary.total);
   }
   __syncthreads();  // log_p of the neighbours' tokens has been read
-  const float log_share = nearest.index < a.k ? a.log_model : 0;
+  const float log_share = nearest.index < a.k ? log1pf(-LambdaOf(a, row)) : 0;
   for (int64_t y = threadIdx.x; y < a.vocabulary; y += kThreads) {
     Write(a, row, y, log_share + LogP(a, row, y));
   }

@@ -23,9 +23,9 @@ struct KnnLmArguments {
   int64_t vocabulary;
   int k;
   double temperature;
-  float lambda;
-  float log_lambda;
-  float log_model;  // log(1 - lambda)
+  float lambda;          // of all tokens
+  const float* lambdas;  // [batch, tokens], in their place unless null
+  int64_t lambda_strides[2];
 };
 
 struct KnnLmKernels {

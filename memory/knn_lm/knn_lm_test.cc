@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -351,6 +352,53 @@ TEST(KnnLm, StatesMayHaveAnyStrides) {
     EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), 1e-5);
     EXPECT_EQ(MaxDifference(outputs.at("neighbours").view(), expected.at("neighbours").view()), 0);
   }
+}
+
+// ---- A lambda of each token ----
+
+TEST(KnnLm, AGivenLambdaReplacesTheOptionTokenByToken) {
+  Line line({0, 0, 0, 0}, {0, 1}, {2, 0}, {{"lambda", "0.5"}});
+  line.inputs["lambda"] = Floats({1, 4}, {0.25f, 1, 7, -3});
+  const double near = 1 / (1 + std::exp(-1.0));  // of token 2
+  const auto mixed = [&](double lambda) {
+    return std::vector<double>{(1 - lambda) / 3 + lambda * (1 - near), (1 - lambda) / 3,
+                               (1 - lambda) / 3 + lambda * near};
+  };
+  ExpectPrediction(line, 0, mixed(0.25));
+  ExpectPrediction(line, 1, mixed(1));
+  ExpectPrediction(line, 2, mixed(1));  // beyond the range
+  ExpectPrediction(line, 3, mixed(0));
+}
+
+TEST(KnnLm, GradientsReachTheLambdaOfEachToken) {
+  const Random random;
+  const Options more = {{"temperature", "10"}};
+  GradientRequest request{random.options};
+  request.options.insert(more.begin(), more.end());
+  request.roundings = 2 * (2 * 16 + 2 * 40) + 4 * 16 + 2 * 37;
+  request.inputs["neighbours"] = random.Run(more).at("neighbours").Clone();
+  request.inputs["context"] = random.inputs.at("context").Clone();
+  request.inputs["lambda"] = Tensor(DType::kF32, {2, 37});
+  for (int64_t n = 0; n < 74; ++n) {
+    request.inputs.at("lambda").span<float>()[n] = 0.05f + 0.9f * static_cast<float>(n) / 74;
+  }
+  ExpectGradientsOfDefinition(KnnLm(), random.problem, request);
+}
+
+TEST(KnnLm, ALambdaBeyondItsRangeHasNoGradient) {
+  Line line({0, 0, 0}, {0, 1}, {2, 0});
+  line.inputs["lambda"] = Floats({1, 3}, {0.5f, 7, -3});
+  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
+  ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
+  NamedTensors g;
+  g["out"] = Floats({1, 3, 3}, {1, 0, 0, 1, 0, 0, 1, 0, 0});
+  const auto gradients = RunBackward(*layer, ViewsOf(line.inputs), g);
+  ASSERT_TRUE(gradients.ok()) << gradients.status();
+  const absl::Span<const float> of_lambda = gradients->inputs.at("lambda").span<float>();
+  const double far = std::exp(-1.0) / (1 + std::exp(-1.0)), p = 0.5 / 3 + 0.5 * far;
+  EXPECT_NEAR(of_lambda[0], (far - 1.0 / 3) / p, 1e-6);
+  EXPECT_EQ(of_lambda[1], 0);
+  EXPECT_EQ(of_lambda[2], 0);
 }
 
 // ---- What it reports, costs and refuses ----

@@ -12,6 +12,7 @@
 #include "core/definition.h"
 #include "core/flash/rows.h"
 #include "core/layers/log_softmax.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/random.h"
 #include "core/retrieval/retrieval_definition.h"
 #include "core/status.h"
@@ -66,7 +67,51 @@ class SpalmLayer : public RetrievalLayer {
     return {{"gate", sum / static_cast<double>(last_rows_)}};
   }
 
+  std::map<std::string, std::string> stopped_gradients() const override {
+    std::map<std::string, std::string> stopped = RetrievalLayer::stopped_gradients();
+    stopped["context"] =
+        "it finds the neighbours, and nothing else; they are those that were found";
+    return stopped;
+  }
+
  protected:
+  size_t predict_backward_workspace_bytes(int64_t rows, int threads) const override {
+    const int64_t dim = problem().model_dim(), vocabulary = retrieval().vocabulary;
+    return Workspace::Measure([&](Workspace& w) { LayOutBackward(rows, w); }) +
+           std::max({MatMulWorkspaceBytes(device(), rows, dim, vocabulary, threads),
+                     MatMulWorkspaceBytes(device(), rows, vocabulary, dim, threads),
+                     MatMulGradientWorkspaceBytes(rows, vocabulary, dim, threads),
+                     LogSoftmaxWorkspaceBytes(device(), vocabulary, threads)});
+  }
+
+  absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,
+                               const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const BackwardScratch scratch = LayOutBackward(tokens.rows(), workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const Shape states = tokens.x.shape(), of_vocabulary = gradients.out.shape();
+    const TensorView z(scratch.z, DType::kF32, states);
+    const TensorView dz(scratch.z_gradient, DType::kF32, states);
+    const TensorView logits(scratch.logits, DType::kF32, of_vocabulary);
+    const TensorView dlogits(scratch.logits_gradient, DType::kF32, of_vocabulary);
+    ForEachOfRows(tokens.rows(), rest.pool, [&](int64_t row) { PrepareRow(tokens, row, scratch); });
+    TFB_RETURN_IF_ERROR(MatMul(output(), {z, {}, logits}, rest));
+    TFB_RETURN_IF_ERROR(LogSoftmaxBackward(device(), logits, gradients.out, dlogits, rest));
+    TFB_RETURN_IF_ERROR(MatMul(output_transposed(), {dlogits, {}, dz}, rest));
+    const TensorView of_output = gradients.parameters.Get("output");
+    TFB_RETURN_IF_ERROR(MatMulGradient({dlogits, z, of_output, {}}, rest));
+    ForEachOfRows(tokens.rows(), rest.pool, [&](int64_t row) {
+      RowBackward(tokens, row, scratch);
+      if (gradients.x.empty()) return;
+      const int64_t b = row / tokens.x.dim(1), i = row % tokens.x.dim(1);
+      StoreRow(scratch.x_gradient + row * problem().model_dim(), problem().model_dim(), gradients.x,
+               gradients.x.Offset(b, i), gradients.x.stride(2));
+    });
+    AddToParameters(tokens, scratch, of_output, gradients.parameters.Get("spalm.gate"), rest.pool);
+    return absl::OkStatus();
+  }
+
   size_t predict_workspace_bytes(int64_t rows, int threads) const override {
     const int64_t dim = problem().model_dim(), vocabulary = retrieval().vocabulary;
     const size_t aggregate = device() == Device::kCpu ? threads * AggregateBytes() : 0;
@@ -110,7 +155,122 @@ class SpalmLayer : public RetrievalLayer {
   };
 
   SpalmLayer(const Problem& problem, const SpalmOptions& options, Device device)
-      : RetrievalLayer(problem, options, device) {}
+      : RetrievalLayer(problem, options, RetrievalInputs(problem, options), device) {}
+
+  // ---- The backward pass ----
+
+  struct BackwardScratch {
+    float* x;           // [rows][model_dim]
+    float* mean;        // m, likewise
+    float* z;           // likewise
+    float* z_gradient;  // likewise; then dm
+    float* x_gradient;  // likewise
+    float* weights;     // w [rows][k]; 0 for what is no neighbour
+    float* scores;      // dc [rows][k]
+    float* gates;       // g [rows], then ds
+    float* logits;      // [rows][vocabulary]
+    float* logits_gradient;
+  };
+  BackwardScratch LayOutBackward(int64_t rows, Workspace& workspace) const {
+    const int64_t dim = problem().model_dim(), k = retrieval().k;
+    const auto take = [&](int64_t channels) { return workspace.Take<float>(rows * channels); };
+    BackwardScratch scratch = {};
+    for (float** states :
+         {&scratch.x, &scratch.mean, &scratch.z, &scratch.z_gradient, &scratch.x_gradient}) {
+      *states = take(dim);
+    }
+    scratch.weights = take(k);
+    scratch.scores = take(k);
+    scratch.gates = take(1);
+    scratch.logits = take(retrieval().vocabulary);
+    scratch.logits_gradient = take(retrieval().vocabulary);
+    return scratch;
+  }
+
+  template <class Body>
+  static void ForEachOfRows(int64_t rows, ThreadPool* pool, const Body& body) {
+    constexpr int64_t kRowsOfTask = 16;
+    pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t first, int64_t end, int) {
+      for (int64_t row = first; row < end; ++row) body(row);
+    });
+  }
+  static float Dot(const float* a, const float* b, int64_t dim) {
+    float sum = 0;
+    BestCpuKernels().matrix_vector(1, dim, a, dim, b, &sum, 1, false);
+    return sum;
+  }
+
+  // Computes x, m, w, g and z of a row again. Without neighbours m is x, and g 1.
+  void PrepareRow(const Tokens& tokens, int64_t row, const BackwardScratch& scratch) const {
+    const int64_t dim = problem().model_dim(), k = retrieval().k;
+    float *x = scratch.x + row * dim, *mean = scratch.mean + row * dim;
+    float* weights = scratch.weights + row * k;
+    LoadRow(tokens.x, tokens.x.Offset(row / tokens.x.dim(1), row % tokens.x.dim(1)),
+            tokens.x.stride(2), dim, x);
+    scratch.gates[row] = 1;
+    if (Average(tokens.neighbours + row * k, x, weights, mean)) {
+      float sum = 0;
+      for (int64_t n = 0; n < k; ++n) sum += weights[n];
+      for (int64_t n = 0; n < k; ++n) weights[n] /= sum;
+      scratch.gates[row] = 1 / (1 + std::exp(-Dot(gate_.data(), x, dim)));
+    } else {
+      std::fill_n(weights, k, 0.0f);
+      std::copy_n(x, dim, mean);
+    }
+    const float g = scratch.gates[row];
+    for (int64_t c = 0; c < dim; ++c) {
+      scratch.z[row * dim + c] = (1 - g) * mean[c] + g * x[c];
+    }
+  }
+
+  // Computes dx, dm in the place of dz, dc and ds.
+  void RowBackward(const Tokens& tokens, int64_t row, const BackwardScratch& scratch) const {
+    const int64_t dim = problem().model_dim(), k = retrieval().k;
+    const float *x = scratch.x + row * dim, *mean = scratch.mean + row * dim;
+    float *dz = scratch.z_gradient + row * dim, *dx = scratch.x_gradient + row * dim;
+    const float g = scratch.gates[row];
+    const float ds = (Dot(dz, x, dim) - Dot(dz, mean, dim)) * g * (1 - g);
+    for (int64_t c = 0; c < dim; ++c) {
+      dx[c] = g * dz[c] + ds * gate_.data()[c];
+      dz[c] *= 1 - g;
+    }
+    const float of_mean = Dot(dz, mean, dim);
+    for (int64_t n = 0; n < k; ++n) {
+      const float* embedding = EmbeddingOf(tokens.neighbours[row * k + n]);
+      float& score = scratch.scores[row * k + n];
+      score = 0;
+      if (embedding == nullptr) continue;
+      score = scratch.weights[row * k + n] * (Dot(dz, embedding, dim) - of_mean);
+      for (int64_t c = 0; c < dim; ++c) dx[c] += score * embedding[c];
+    }
+    scratch.gates[row] = ds;
+  }
+
+  // Adds dy_i to the rows of `output`, and dw_g, in the order of the rows: a task has some of the
+  // channels.
+  void AddToParameters(const Tokens& tokens, const BackwardScratch& scratch,
+                       const TensorView& of_output, const TensorView& of_gate,
+                       ThreadPool* pool) const {
+    constexpr int64_t kChannelsOfTask = 16;
+    const int64_t dim = problem().model_dim(), k = retrieval().k;
+    const auto add = [&](int64_t begin, int64_t end, int) {
+      for (int64_t row = 0; row < tokens.rows(); ++row) {
+        const float *x = scratch.x + row * dim, *dm = scratch.z_gradient + row * dim;
+        for (int64_t c = begin; c < end && !of_gate.empty(); ++c) {
+          *of_gate.MutableAt<float>(c) += scratch.gates[row] * x[c];
+        }
+        for (int64_t n = 0; n < k && !of_output.empty(); ++n) {
+          const int32_t neighbour = tokens.neighbours[row * k + n];
+          if (neighbour < 0) continue;
+          const float weight = scratch.weights[row * k + n], score = scratch.scores[row * k + n];
+          for (int64_t c = begin; c < end; ++c) {
+            *of_output.MutableAt<float>(values()[neighbour], c) += weight * dm[c] + score * x[c];
+          }
+        }
+      }
+    };
+    pool->ParallelForRanges(dim, kChannelsOfTask, add);
+  }
 
   Scratch LayOut(DType dtype, int64_t rows, Workspace& workspace) const {
     return {workspace.Take<float>(rows * problem().model_dim()),

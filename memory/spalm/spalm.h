@@ -11,6 +11,15 @@
 // (core/retrieval/retrieval_layer.h), whose distances are not used. The output is log p. A token
 // without neighbours has g = 1: p is the model's.
 //
+// The backward pass, of the neighbours as found, with dz = dL/dz, w the softmax's weights and m and y_i
+// as above:
+//
+//   dg = dz . (x - m),  ds = dg g (1 - g),  dw_g = ds x,  dm = (1 - g) dz
+//   dc_i = w_i (dm . y_i - dm . m),  dy_i = w_i dm + dc_i x,  dx = g dz + ds w_g + sum_i dc_i y_i
+//
+// where the rows of `output` have dy_i beside what the logits give them. `context` has none: it only
+// finds the neighbours.
+//
 // Source: Yogatama, de Masson d'Autume, Kong 2021, "Adaptive semiparametric language models", TACL
 // 9, arXiv:2102.02557v1, section 2: k = 4, with states and keys from a Transformer that was trained
 // before. Its model is a Transformer-XL; x is the last hidden state of any. The authors published
