@@ -171,6 +171,7 @@ class EncoderDecoderLayer : public Layer {
         ++stack.sublayers;
       }
       stack.kept.resize(stack.sublayers + 1);
+      stack.inputs.resize(stack.blocks.size() + 1);
       stack.norm_names = layers::NormNames(place.final_norm);
       stack.place = std::move(place);
     }
@@ -241,7 +242,11 @@ class EncoderDecoderLayer : public Layer {
   }
   size_t kept_bytes() const override {
     return Workspace::Measure([this](Workspace& workspace) {
-      LayOutKept(workspace, [](size_t, size_t, const Kept&) {});
+      if (options_.recompute) {
+        LayOutInputs(workspace, [](size_t, size_t, const TensorView&) {});
+      } else {
+        LayOutKept(workspace, [](size_t, size_t, const Kept&) {});
+      }
     });
   }
   size_t backward_workspace_bytes(int threads) const override {
@@ -251,10 +256,17 @@ class EncoderDecoderLayer : public Layer {
         std::max({FeedForward::backward_workspace_bytes(rows, feed_forward_sizes(), threads),
                   LayerNorm::backward_workspace_bytes(rows, width, threads),
                   LayerNorm::workspace_bytes(device_, width, threads)});
+    if (options_.recompute) {
+      largest = std::max(
+          largest, FeedForward::workspace_bytes(device_, rows, feed_forward_sizes(), threads));
+    }
     for (const Stack& stack : stacks_) {
       for (const Block& block : stack.blocks) {
         for (const Attention& one : block.attention) {
           largest = std::max(largest, one.attention.backward_workspace_bytes(threads));
+          if (options_.recompute) {
+            largest = std::max(largest, one.attention.workspace_bytes(threads));
+          }
         }
       }
     }
@@ -277,7 +289,7 @@ class EncoderDecoderLayer : public Layer {
                  static_cast<double>(problem().model_dim() * inner_dim());
       }
     }
-    if (is_known) cost.flops = flops;
+    if (is_known) cost.flops = flops + (options_.recompute ? this->cost().flops.value_or(0) : 0);
     cost.bytes = 2 * TensorBytes();  // the tensors and their gradients
     return cost;
   }
@@ -420,7 +432,10 @@ class EncoderDecoderLayer : public Layer {
     LayerNorm final_norm;
     layers::NormNames norm_names{""};
     size_t sublayers = 0;
-    std::vector<Kept> kept;  // of the sublayers, and of the final norm, in the memory of a call
+    // In the memory of a call: what is kept of the sublayers, and of the final norm; or, with recompute,
+    // what each block but the first reads, and the final norm.
+    std::vector<Kept> kept;
+    std::vector<TensorView> inputs;
   };
   struct Scratch {
     TensorView state;  // [batch, query_tokens, model_dim], f32: x between sublayers
@@ -438,6 +453,7 @@ class EncoderDecoderLayer : public Layer {
     const Inputs* inputs = nullptr;    // the layer's
     const Outputs* outputs = nullptr;  // the layer's; without views in Setup
     bool sets_up;
+    bool keeps_inputs = false;  // of blocks, and nothing within them
     Execution execution;
     bool keeps() const { return !execution.kept.empty(); }
   };
@@ -476,6 +492,8 @@ class EncoderDecoderLayer : public Layer {
     walk.sets_up = sets_up;
     walk.execution = execution;
     walk.execution.workspace = workspace.Rest();
+    walk.keeps_inputs = options_.recompute && !execution.kept.empty();
+    if (walk.keeps_inputs) walk.execution.kept = {};
     walk.memory = inputs.Get("memory");
     walk.inputs = &inputs;
     walk.outputs = &outputs;
@@ -505,37 +523,59 @@ class EncoderDecoderLayer : public Layer {
   absl::Status RunStack(Stack& stack, const ConstTensorView& x, const TensorView& out,
                         const Walk& walk) {
     ConstTensorView input = x;
-    size_t n = 0;  // of the sublayer
-    for (Block& block : stack.blocks) {
-      for (Attention& one : block.attention) {
-        if (walk.sets_up) {
-          TFB_RETURN_IF_ERROR(SetUpAttention(one, input, walk));
-          const bool is_all = &block == &stack.blocks.back() && &one == &block.attention.back();
-          if (is_all && &stack == &stacks_.back()) return absl::OkStatus();
-        }
-        const auto attend = [&](const ConstTensorView& from, const ConstTensorView& residual,
-                                const TensorView& to) {
-          return one.attention.Run(CallOf(one, from, residual, to, walk),
-                                   ExecutionOf(stack, n, walk.execution));
-        };
-        const TensorView output = OutputOf(stack, n, out, walk);
-        TFB_RETURN_IF_ERROR(
-            RunSublayer(one.norm, attend, input, StateOf(stack, n, walk), output, walk));
-        input = output;
-        ++n;
-      }
-      const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& residual,
-                                    const TensorView& to) {
-        return block.feed_forward.Run(from, residual, to, ExecutionOf(stack, n, walk.execution));
-      };
-      const TensorView output = OutputOf(stack, n, out, walk);
-      TFB_RETURN_IF_ERROR(RunSublayer(block.feed_forward_norm, feed_forward, input,
-                                      StateOf(stack, n, walk), output, walk));
-      input = output;
-      ++n;
+    for (size_t b = 0; b < stack.blocks.size(); ++b) {
+      TFB_RETURN_IF_ERROR(KeepInput(stack, b, input, walk));
+      bool is_all = false;
+      TFB_RETURN_IF_ERROR(RunBlock(stack, b, out, walk, &input, &is_all));
+      if (is_all) return absl::OkStatus();
     }
     if (stack.place.final_norm.empty()) return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(KeepInput(stack, stack.blocks.size(), input, walk));
     return stack.final_norm.Run(input, out, walk.execution);
+  }
+
+  // Runs block b on `input`, which becomes what it writes. Sets `is_all` where a Setup ends there.
+  absl::Status RunBlock(Stack& stack, size_t b, const TensorView& out, const Walk& walk,
+                        ConstTensorView* input, bool* is_all) {
+    Block& block = stack.blocks[b];
+    size_t n = FirstSublayer(stack, b);
+    for (Attention& one : block.attention) {
+      if (walk.sets_up) {
+        TFB_RETURN_IF_ERROR(SetUpAttention(one, *input, walk));
+        *is_all = &block == &stack.blocks.back() && &one == &block.attention.back() &&
+                  &stack == &stacks_.back();
+        if (*is_all) return absl::OkStatus();
+      }
+      const auto attend = [&](const ConstTensorView& from, const ConstTensorView& residual,
+                              const TensorView& to) {
+        return one.attention.Run(CallOf(one, from, residual, to, walk),
+                                 ExecutionOf(stack, n, walk.execution));
+      };
+      const TensorView output = OutputOf(stack, n, out, walk);
+      TFB_RETURN_IF_ERROR(
+          RunSublayer(one.norm, attend, *input, StateOf(stack, n, walk), output, walk));
+      *input = output;
+      ++n;
+    }
+    const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& residual,
+                                  const TensorView& to) {
+      return block.feed_forward.Run(from, residual, to, ExecutionOf(stack, n, walk.execution));
+    };
+    const TensorView output = OutputOf(stack, n, out, walk);
+    TFB_RETURN_IF_ERROR(RunSublayer(block.feed_forward_norm, feed_forward, *input,
+                                    StateOf(stack, n, walk), output, walk));
+    *input = output;
+    return absl::OkStatus();
+  }
+  static size_t FirstSublayer(const Stack& stack, size_t b) {
+    return b * (stack.blocks[0].attention.size() + 1);
+  }
+
+  // Keeps what block b reads, or behind the last one the final norm.
+  absl::Status KeepInput(const Stack& stack, size_t b, const ConstTensorView& input,
+                         const Walk& walk) const {
+    if (!walk.keeps_inputs || b == 0) return absl::OkStatus();
+    return AddScaled(device_, 1, input, 0, input, stack.inputs[b], walk.execution);
   }
 
   // Returns the execution of a sublayer, with its own part of what is kept.
@@ -621,7 +661,23 @@ class EncoderDecoderLayer : public Layer {
     }
     return options_.part == Part::kBoth ? TakeHidden(problem().kv_tokens, workspace) : TensorView();
   }
+  // Does the same with recompute: put(stack, b, input).
+  template <class Put>
+  TensorView LayOutInputs(Workspace& workspace, const Put& put) const {
+    for (size_t s = 0; s < stacks_.size(); ++s) {
+      const Stack& stack = stacks_[s];
+      const int64_t tokens = stack.blocks[0].attention[0].place.problem.query_tokens;
+      const size_t end = stack.blocks.size() + (stack.place.final_norm.empty() ? 0 : 1);
+      for (size_t b = 1; b < end; ++b) put(s, b, TakeHidden(tokens, workspace));
+    }
+    return options_.part == Part::kBoth ? TakeHidden(problem().kv_tokens, workspace) : TensorView();
+  }
   TensorView TakeKept(Workspace& memory) {
+    if (options_.recompute) {
+      return LayOutInputs(memory, [this](size_t stack, size_t b, const TensorView& input) {
+        stacks_[stack].inputs[b] = input;
+      });
+    }
     return LayOutKept(memory, [this](size_t stack, size_t n, const Kept& kept) {
       stacks_[stack].kept[n] = kept;
     });
@@ -632,6 +688,9 @@ class EncoderDecoderLayer : public Layer {
     TensorView memory;    // likewise of the memory; empty where there is none
     TensorView input;     // a sublayer's input, computed again
     TensorView gradient;  // with pre_norm, its gradient
+    // With recompute: what a block writes, and what its sublayers keep.
+    TensorView again;
+    absl::Span<std::byte> block;
   };
   BackwardScratch LayOutBackward(Workspace& workspace) const {
     const Problem& p = problem();
@@ -642,13 +701,43 @@ class EncoderDecoderLayer : public Layer {
     if (has_memory) scratch.memory = TakeHidden(p.kv_tokens, workspace);
     scratch.input = TakeHidden(most, workspace);
     if (pre_norm()) scratch.gradient = TakeHidden(most, workspace);
+    if (!options_.recompute) return scratch;
+    scratch.again = TakeHidden(most, workspace);
+    size_t largest = 0;
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        largest = std::max(largest, Workspace::Measure([&](Workspace& memory) {
+                             LayOutBlock(stack, block, memory, [](const Kept&) {});
+                           }));
+      }
+    }
+    scratch.block =
+        absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(largest)), largest);
     return scratch;
+  }
+
+  // Lays out what the sublayers of a block keep, and calls put(kept) for each. With pre_norm the first
+  // one's state is the block's input, which lies elsewhere.
+  template <class Put>
+  void LayOutBlock(const Stack& stack, const Block& block, Workspace& memory,
+                   const Put& put) const {
+    const int64_t tokens = stack.blocks[0].attention[0].place.problem.query_tokens;
+    bool is_first = true;
+    const auto take = [&](size_t bytes) {
+      Kept kept;
+      if (!pre_norm() || !is_first) kept.state = TakeHidden(tokens, memory);
+      kept.sublayer = absl::MakeSpan(memory.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+      is_first = false;
+      put(kept);
+    };
+    for (const Attention& one : block.attention) take(one.attention.kept_bytes());
+    take(FeedForward::kept_bytes(problem().batch * tokens, feed_forward_sizes()));
   }
 
   // Holds what the sublayers of one stack share in one backward pass.
   struct BackwardWalk {
     const BackwardCall& call;
-    ConstTensorView x;       // the stack's input
+    ConstTensorView x;       // the stack's input; with recompute, the block's
     ConstTensorView memory;  // what cross attention reads
     ConstTensorView self_mask;
     TensorView d;  // the gradient of the hidden state, which goes backwards
@@ -656,44 +745,85 @@ class EncoderDecoderLayer : public Layer {
     Execution execution;
   };
 
+  // Computes block b once more, from `input`, for what its sublayers keep.
+  absl::Status RunAgain(Stack& stack, size_t b, ConstTensorView input, const BackwardWalk& walk) {
+    Workspace memory(walk.scratch.block);
+    size_t n = FirstSublayer(stack, b);
+    LayOutBlock(stack, stack.blocks[b], memory, [&](const Kept& kept) { stack.kept[n++] = kept; });
+    const auto like_d = [&](const TensorView& buffer) {
+      return TensorView(buffer.mutable_data(), DType::kF32, walk.d.shape());
+    };
+    const TensorView again = like_d(walk.scratch.again);
+    if (pre_norm() && b > 0) stack.kept[FirstSublayer(stack, b)].state = stack.inputs[b];
+    stack.kept[n].state = again;  // of what comes behind the block, which is done
+    const Outputs none;
+    Walk forward;
+    forward.state = again;
+    forward.normalized = like_d(walk.scratch.input);
+    forward.memory = walk.memory;
+    forward.self_mask = walk.self_mask;
+    forward.cross_mask = walk.call.inputs.Get("key_mask");
+    forward.inputs = &walk.call.inputs;
+    forward.outputs = &none;
+    forward.sets_up = false;
+    forward.execution = walk.execution;
+    forward.execution.kept = walk.scratch.block;
+    bool is_all = false;
+    return RunBlock(stack, b, again, forward, &input, &is_all);
+  }
+
   absl::Status StackBackward(Stack& stack, const BackwardWalk& walk) {
     if (!stack.place.final_norm.empty()) {
-      TFB_RETURN_IF_ERROR(NormBackward(stack.final_norm, stack.norm_names,
-                                       stack.kept[stack.sublayers].state, walk.d, {}, walk));
+      const TensorView& state = options_.recompute ? stack.inputs[stack.blocks.size()]
+                                                   : stack.kept[stack.sublayers].state;
+      TFB_RETURN_IF_ERROR(
+          NormBackward(stack.final_norm, stack.norm_names, state, walk.d, {}, walk));
     }
-    size_t n = stack.sublayers;
     for (size_t b = stack.blocks.size(); b-- > 0;) {
-      Block& block = stack.blocks[b];
-      const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& added,
-                                    const TensorView& to, const Execution& execution) {
-        const Outputs& parameters = walk.call.parameter_gradients;
-        const layers::FeedForwardNames& names = block.feed_forward_names;
-        return block.feed_forward.Backward(
-            {from, walk.d, added, to, parameters.Get(names.w1), parameters.Get(names.b1),
-             parameters.Get(names.w2), parameters.Get(names.b2)},
-            execution);
-      };
-      TFB_RETURN_IF_ERROR(SublayerBackward(stack, --n, block.feed_forward_norm, block.norm_names,
-                                           NormBefore(stack, b, block.attention.size()),
-                                           feed_forward, walk));
-      for (size_t a = block.attention.size(); a-- > 0;) {
-        Attention& one = block.attention[a];
-        const auto attend = [&](const ConstTensorView& from, const ConstTensorView& added,
-                                const TensorView& to, const Execution& execution) {
-          return AttentionBackward(one, from, added, to, walk, execution);
-        };
-        TFB_RETURN_IF_ERROR(SublayerBackward(stack, --n, one.norm, one.norm_names,
-                                             NormBefore(stack, b, a), attend, walk));
+      if (!options_.recompute) {
+        TFB_RETURN_IF_ERROR(BlockBackward(stack, b, walk));
+        continue;
       }
+      BackwardWalk of_block = walk;
+      if (b > 0) of_block.x = stack.inputs[b];
+      TFB_RETURN_IF_ERROR(RunAgain(stack, b, of_block.x, of_block));
+      TFB_RETURN_IF_ERROR(BlockBackward(stack, b, of_block));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status BlockBackward(Stack& stack, size_t b, const BackwardWalk& walk) {
+    Block& block = stack.blocks[b];
+    size_t n = FirstSublayer(stack, b) + block.attention.size() + 1;
+    const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& added,
+                                  const TensorView& to, const Execution& execution) {
+      const Outputs& parameters = walk.call.parameter_gradients;
+      const layers::FeedForwardNames& names = block.feed_forward_names;
+      return block.feed_forward.Backward(
+          {from, walk.d, added, to, parameters.Get(names.w1), parameters.Get(names.b1),
+           parameters.Get(names.w2), parameters.Get(names.b2)},
+          execution);
+    };
+    TFB_RETURN_IF_ERROR(SublayerBackward(stack, --n, block.feed_forward_norm, block.norm_names,
+                                         NormBefore(stack, b, block.attention.size()), feed_forward,
+                                         walk));
+    for (size_t a = block.attention.size(); a-- > 0;) {
+      Attention& one = block.attention[a];
+      const auto attend = [&](const ConstTensorView& from, const ConstTensorView& added,
+                              const TensorView& to, const Execution& execution) {
+        return AttentionBackward(one, from, added, to, walk, execution);
+      };
+      TFB_RETURN_IF_ERROR(SublayerBackward(stack, --n, one.norm, one.norm_names,
+                                           NormBefore(stack, b, a), attend, walk));
     }
     return absl::OkStatus();
   }
 
   // Returns the LN of the sublayer before attention `a` of block b, or before its feed-forward
-  // where a is the number of attentions; null where that is the first.
-  static const LayerNorm* NormBefore(const Stack& stack, size_t b, size_t a) {
+  // where a is the number of attentions; null where walk.x is what it wrote.
+  const LayerNorm* NormBefore(const Stack& stack, size_t b, size_t a) const {
     if (a > 0) return &stack.blocks[b].attention[a - 1].norm;
-    return b == 0 ? nullptr : &stack.blocks[b - 1].feed_forward_norm;
+    return b == 0 || options_.recompute ? nullptr : &stack.blocks[b - 1].feed_forward_norm;
   }
 
   // Takes walk.d, the gradient of a sublayer's output, to that of its input, where compute(from,
@@ -708,7 +838,7 @@ class EncoderDecoderLayer : public Layer {
     };
     const TensorView input = like_d(walk.scratch.input);
     if (pre_norm()) {
-      const ConstTensorView x = n == 0 ? walk.x : stack.kept[n].state;
+      const ConstTensorView x = stack.kept[n].state.empty() ? walk.x : stack.kept[n].state;
       const TensorView gradient = like_d(walk.scratch.gradient);
       TFB_RETURN_IF_ERROR(norm.Run(x, input, walk.execution));
       TFB_RETURN_IF_ERROR(compute(input, {}, gradient, execution));

@@ -51,7 +51,10 @@
 // A Run that has a backward pass keeps, of each sublayer, what its LN reads (model_dim floats a token:
 // the sublayer's input with pre_norm, else the residual sum) and what attention
 // (core/layers/attention/projected_attention.h) or FF (core/layers/feed_forward.h) keeps. What a
-// sublayer reads is computed from that again, by one LN.
+// sublayer reads is computed from that again, by one LN. With recompute=true it keeps what each layer
+// but the first reads, and the final LN, and the backward pass computes a layer again before it
+// differentiates it: the same gradients, bit for bit, for one more forward pass (Chen, Xu, Zhang,
+// Guestrin 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174v2, section 4).
 //
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
 // 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1, with
@@ -88,6 +91,7 @@ struct EncoderDecoderOptions {
   Activation activation = Activation::kNone;  // the default activation of the block
   TechniqueList inner = {{{"dense", {}}}};
   bool bias = true;
+  bool recompute = false;
 
   void Describe(OptionBinder& bind) {
     bind.Choice(
@@ -116,6 +120,8 @@ struct EncoderDecoderOptions {
                 "of the feed-forward sublayers; auto is gelu_sigmoid for block=sparse, else relu");
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "attention's projections add biases");
+    bind.Bool("recompute", &recompute,
+              "keep one state a layer for the backward pass, which computes the layers again");
   }
 
   bool has_final_norm() const {

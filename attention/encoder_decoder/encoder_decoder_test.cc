@@ -664,7 +664,7 @@ TEST(EncoderDecoder, TheCounterpartHasDenseAttentionInside) {
                                       {{"inner", "longformer[window=8]"}, {"block", "sparse"}})
                          .value()),
             "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward_dim=0,final_norm="
-            "auto,inner=dense,layers=2,part=encoder");
+            "auto,inner=dense,layers=2,part=encoder,recompute=false");
   const auto inner = [](const char* list) {
     return EncoderDecoder().Counterpart(Make(40, 40), {{"inner", list}})->options.at("inner");
   };
@@ -713,6 +713,46 @@ TEST(EncoderDecoder, GradientsAreThoseOfItsDefinition) {
                                   {options, RoundingsOf(problem, options)});
     }
   }
+}
+
+TEST(EncoderDecoder, LayersThatAreComputedAgainHaveTheSameBits) {
+  for (const char* block : {"post_norm", "pre_norm", "sparse"}) {
+    for (const char* part : {"encoder", "decoder", "both"}) {
+      const Problem problem = Make(11, std::string(part) == "encoder" ? 11 : 7, false);
+      Options options = {{"block", block}, {"part", part}, {"layers", "3"}, {"final_norm", "true"}};
+      SCOPED_TRACE(ToString(TechniqueSpec{"encoder_decoder", options}));
+      const auto gradients = [&](const char* recompute) {
+        options["recompute"] = recompute;
+        const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1).value();
+        const NamedTensors inputs = RandomInputs(layer->inputs(), 1);
+        return RunBackward(*layer, ViewsOf(inputs), RandomOutputGradients(*layer, 2)).value();
+      };
+      const LayerGradients kept = gradients("false"), again = gradients("true");
+      for (const auto& [one, other] :
+           {std::pair(&kept.outputs, &again.outputs), std::pair(&kept.inputs, &again.inputs),
+            std::pair(&kept.parameters, &again.parameters)}) {
+        ASSERT_EQ(one->size(), other->size());
+        for (const auto& [name, tensor] : *one) {
+          EXPECT_EQ(MaxDifference(tensor.view(), other->at(name).view()), 0) << name;
+        }
+      }
+    }
+  }
+}
+
+// A layer more keeps one state more, whatever the layer holds.
+TEST(EncoderDecoder, WithRecomputeALayerKeepsOneState) {
+  const Problem problem = Make(64, 64, false);
+  const auto kept = [&](const char* layers, const char* recompute) {
+    return EncoderDecoder()
+        .Create(problem, {{"layers", layers}, {"recompute", recompute}}, Device::kCpu, 1)
+        .value()
+        ->kept_bytes();
+  };
+  const size_t state = 4 * problem.batch * 64 * problem.model_dim();
+  EXPECT_EQ(kept("1", "true"), 0u);
+  EXPECT_EQ(kept("5", "true") - kept("4", "true"), state);
+  EXPECT_GT(kept("5", "false") - kept("4", "false"), 8 * state);
 }
 
 TEST(EncoderDecoder, GradientsOfPostNormLayersAndListsOfTechniquesAreThoseOfTheDefinition) {
