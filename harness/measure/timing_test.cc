@@ -309,11 +309,11 @@ TEST_F(TimingTest, ALayerOfAnotherProcessTimesItself) {
     EXPECT_THAT(timing.cold_run_ns(), Each(3 * kRoundNs));
     EXPECT_THAT(timing.setup_ns(), Each(5 * kRoundNs));
     EXPECT_THAT(timing.end_to_end_ns(), Each(6 * kRoundNs));
-    EXPECT_EQ(toy.most_calls, 512);
     EXPECT_EQ(toy.CheckBackward(),
               absl::UnimplementedError("a contestant is measured in the forward pass alone"));
     EXPECT_EQ(timing.run_instructions_size(), 0);
-    if (breaks) continue;
+    if (breaks) continue;  // perhaps before the first sample of runs, as their order is drawn
+    EXPECT_EQ(toy.most_calls, 512);
     EXPECT_EQ(timing.run_ns_size(), 7);
     EXPECT_EQ(timing.cold_run_ns_size(), kIntervalSamples);
     EXPECT_EQ(timing.setup_ns_size(), kIntervalSamples);
