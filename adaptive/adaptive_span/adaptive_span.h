@@ -21,6 +21,7 @@
 // [query_heads]; with positions, position [max_span, head_dim], where row x - 1 is for distance x,
 // of the problem's dtype; the others are f32.
 // Statistics: mean_span and max_span, in tokens.
+// Training adds a penalty on spans: span_penalty.h.
 #ifndef TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_
 #define TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_
 
