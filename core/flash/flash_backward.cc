@@ -75,7 +75,7 @@ struct Scratch : FlashScores::Scratch {
   float* bias;           // [offsets]
   float* factor;         // [offsets]
   float* position_sums;  // [offsets]
-  float* relative_keys;  // [offsets][query_row], from the keys' least offset
+  float* relative_keys;  // [offsets][query_row]
   float* label_keys;     // [2][query_row]
   float* label_biases;   // [2]
   float* position_bias;  // [query_row]
@@ -586,7 +586,7 @@ class BackwardRun : public FlashScores {
   }
   // Returns the sum of an offset that has a relative key.
   float* RelativeRow(int64_t offset, const Scratch& scratch) const {
-    return scratch.relative_keys + (offset - call_.rule.relative_keys->low()) * layout_.query_row;
+    return scratch.relative_keys + (offset - least_offset_) * layout_.query_row;
   }
 
   // Calls body(scores, first offset) for the columns of a chunk that hold scores: whole rows, or row

@@ -23,8 +23,6 @@ namespace {
 
 using Numbers = std::map<std::string, std::vector<double>>;
 
-constexpr int64_t kFarthest = 50;  // offset of the farthest relative keys
-
 // A call with any of the terms.
 struct Setting {
   std::string name;
@@ -35,7 +33,8 @@ struct Setting {
   std::vector<int32_t> query_order = {};  // tokens by place; -1 for none
   std::vector<int32_t> key_order = {};
   DType dtype = DType::kF32;
-  int64_t clip = kFarthest;  // relative keys beyond this distance are the one at this distance
+  int64_t farthest = 50;            // offset of the farthest relative keys
+  int64_t clip = int64_t{1} << 20;  // those beyond this distance are the one at this distance
 
   bool Has(const std::string& term) const {
     return std::find(terms.begin(), terms.end(), term) != terms.end();
@@ -52,7 +51,8 @@ struct Setting {
   int64_t KeyToken(int64_t place) const { return key_order.empty() ? place : key_order[place]; }
   // Returns the number of an offset's relative key.
   int64_t KeyOf(int64_t offset) const {
-    return std::min(std::max(offset, -clip), clip) + kFarthest;
+    const int64_t last = std::min(clip, farthest);
+    return std::min(std::max(offset, -last), last) + farthest;
   }
 };
 
@@ -79,7 +79,7 @@ Numbers DrawNumbers(const Setting& s) {
   n["v"] = Draw("v", p.batch * p.kv_heads * p.kv_tokens * p.value_dim, 1);
   if (s.Has("u")) n["u"] = Draw("u", p.query_heads * p.head_dim, 1);
   if (s.Has("w")) n["w"] = Draw("w", p.query_heads * p.head_dim, 1);
-  if (s.Has("r")) n["r"] = Draw("r", p.query_heads * (2 * kFarthest + 1) * p.head_dim, 1);
+  if (s.Has("r")) n["r"] = Draw("r", p.query_heads * (2 * s.farthest + 1) * p.head_dim, 1);
   if (s.Has("l")) n["l"] = Draw("l", p.query_heads * 2 * p.head_dim, 1);
   if (s.Has("c")) n["c"] = Draw("c", p.query_heads * 2, 1);
   if (s.Has("bias")) n["bias"] = Draw("bias", p.query_heads * offsets, 1);
@@ -125,8 +125,8 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
           const double q = at("q", (bh * p.query_tokens + a) * D + c);
           score += (q + at("u", h * D + c)) * at("k", (kv * p.kv_tokens + b) * D + c);
           const double positioned = q + at("w", h * D + c);
-          if (s.Has("r") && std::abs(j - i) <= kFarthest) {
-            score += positioned * at("r", (h * (2 * kFarthest + 1) + s.KeyOf(j - i)) * D + c);
+          if (s.Has("r") && std::abs(j - i) <= s.farthest) {
+            score += positioned * at("r", (h * (2 * s.farthest + 1) + s.KeyOf(j - i)) * D + c);
           }
           if (s.Has("l")) score += positioned * at("l", (h * 2 + (Id(a) == Id(b))) * D + c);
         }
@@ -206,8 +206,8 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   RelativeKeys relative;
   if (s.Has("r")) {
     const Tensor r =
-        TensorFrom(x.at("r"), {p.query_heads, 2 * kFarthest + 1, p.head_dim}, DType::kF32);
-    relative = RelativeKeys(r.view(), -kFarthest, kFarthest,
+        TensorFrom(x.at("r"), {p.query_heads, 2 * s.farthest + 1, p.head_dim}, DType::kF32);
+    relative = RelativeKeys(r.view(), -s.farthest, s.farthest,
                             [&](int64_t offset) { return s.KeyOf(offset); });
     rule.relative_keys = &relative;
   }
@@ -267,8 +267,9 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   const size_t bytes =
       std::max(FlashEngine::WorkspaceBytes(Device::kCpu, of_places, s.Has("r"), threads),
                FlashBackwardWorkspaceBytes(of_places, s.Has("r"), threads));
-  Tensor memory(DType::kU8, {static_cast<int64_t>(bytes)});
-  std::memset(memory.raw(), 0xFF, bytes);  // NaN: what is read must have been written
+  constexpr size_t kGuard = size_t{1} << 20;  // behind the workspace
+  Tensor memory(DType::kU8, {static_cast<int64_t>(bytes + kGuard)});
+  std::memset(memory.raw(), 0xFF, bytes + kGuard);  // NaN: what is read must have been written
   Execution execution;
   execution.pool = &pool;
   execution.workspace = absl::MakeSpan(static_cast<std::byte*>(memory.raw()), bytes);
@@ -297,7 +298,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   if (s.Has("u")) backward.terms.content_bias = sum("u", u.size());
   if (s.Has("w")) backward.terms.position_bias = sum("w", w.size());
   if (s.Has("r")) {
-    backward.terms.relative_keys = sum("r", p.query_heads * (2 * kFarthest + 1) * row);
+    backward.terms.relative_keys = sum("r", p.query_heads * (2 * s.farthest + 1) * row);
   }
   if (s.Has("l")) backward.terms.label_keys = sum("l", l.size());
   if (s.Has("c")) backward.terms.label_biases = sum("c", c.size());
@@ -307,15 +308,18 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   if (s.Has("bias")) backward.terms.bias = sum("bias", p.query_heads * bias.entries().row);
   if (s.Has("span")) backward.terms.span = sum("span", span.size());
   EXPECT_TRUE(FlashBackwardCpu(of_places, backward, execution).ok());
+  const absl::Span<const uint8_t> guard = memory.span<uint8_t>().subspan(bytes);
+  EXPECT_EQ(std::count(guard.begin(), guard.end(), 0xFF), static_cast<int64_t>(kGuard))
+      << "something was written behind the workspace";
 
   Numbers gradients;
   for (const auto& [name, values] : sums) {
     std::vector<double>& of = gradients[name];
     if (name == "r") {
       of.assign(x.at("r").size(), 0.0);
-      for (int64_t n = 0; n < p.query_heads * (2 * kFarthest + 1); ++n) {
-        const int64_t h = n / (2 * kFarthest + 1), offset = n % (2 * kFarthest + 1) - kFarthest;
-        double* key = of.data() + (h * (2 * kFarthest + 1) + s.KeyOf(offset)) * p.head_dim;
+      for (int64_t n = 0; n < p.query_heads * (2 * s.farthest + 1); ++n) {
+        const int64_t h = n / (2 * s.farthest + 1), offset = n % (2 * s.farthest + 1) - s.farthest;
+        double* key = of.data() + (h * (2 * s.farthest + 1) + s.KeyOf(offset)) * p.head_dim;
         for (int64_t c = 0; c < p.head_dim; ++c) key[c] += values[n * row + c];
       }
     } else if (name == "factor" || name == "bias") {
@@ -443,6 +447,19 @@ TEST(FlashBackward, OfRelativeKeysThatAreTheSameBeyondADistance) {
       if (causal) s.sees = [](int64_t i, int64_t j) { return j <= i; };
       ExpectGradients(s);
     }
+  }
+}
+
+// As in the first segments of a long memory.
+TEST(FlashBackward, OfRelativeKeysThatReachFarBeyondTheTokens) {
+  for (const int64_t tokens : {27, 130}) {
+    Setting s;
+    s.name = std::to_string(tokens) + " tokens";
+    s.problem = Problem::SelfAttention(2, 2, tokens, 4, /*causal=*/true);
+    s.terms = {"u", "w", "r"};
+    s.sees = [](int64_t i, int64_t j) { return j <= i; };
+    s.farthest = 1500;
+    ExpectGradients(s);
   }
 }
 
