@@ -78,5 +78,36 @@ TEST(DepthAdaptiveThresholds, OfRandomTokensNoLayersThresholdIsBetteredByAnother
   EXPECT_GT(mean(found), mean({1001, 1001, 1001}));
 }
 
+// Moving one threshold at a time may end below what one that all layers share gives, unless it begins
+// there.
+TEST(DepthAdaptiveThresholds, AreAtLeastAsGoodAsAnyThatAllLayersShare) {
+  constexpr size_t kTokens = 6, kExits = 5;
+  std::mt19937 random(2);
+  std::uniform_real_distribution<double> uniform(0, 1);
+  for (int instance = 0; instance < 2000; ++instance) {
+    ExitValues values(kExits), confidences(kExits - 1);
+    for (size_t n = 0; n < kExits; ++n) {
+      for (size_t t = 0; t < kTokens; ++t) {
+        values[n].push_back(uniform(random));
+        if (n + 1 < kExits) confidences[n].push_back(uniform(random));
+      }
+    }
+    const auto sum = [&](const std::vector<int64_t>& thresholds) {
+      double gains = 0;
+      for (size_t t = 0; t < kTokens; ++t) {
+        size_t n = 0;
+        while (n < thresholds.size() && confidences[n][t] * 1000 < thresholds[n]) ++n;
+        gains += values[n][t];
+      }
+      return gains;
+    };
+    const double found = sum(SearchThresholds(values, confidences, /*penalty=*/0));
+    for (int64_t shared = 0; shared <= 1000; shared += 10) {
+      ASSERT_GE(found, sum({shared, shared, shared, shared}) - 1e-9)
+          << "instance " << instance << ", " << shared;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tfb::depth_adaptive
