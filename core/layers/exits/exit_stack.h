@@ -22,10 +22,9 @@
 // The backward pass, on the CPU, is of the exits as they were found: the gradient of out_t goes through
 // LN_n and layers n, n - 1, ..., 1, and joins there what later tokens give to the copied state through
 // its keys and values in the layers above n. Products have the rows of the tokens that were there, as
-// in the forward pass. What decides alone has no gradient; probabilities of leaving have. Segments, and
-// what is kept of them:
-// core/layers/stack/segmented_layer.h; and of each layer one byte a token, which tells whether the
-// token was there and whether it left.
+// in the forward pass. What decides alone has no gradient; probabilities of leaving have. A Run keeps
+// what core/layers/stack/segmented_layer.h says, and of each layer one byte a token, which tells
+// whether the token was there and whether it left.
 //
 // CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
 // as there are such tokens; reading a text segment by segment and decoding a batch token by token are
