@@ -112,8 +112,9 @@ class DynamicSpans : public FlashStep {
                                    : ComputeSpansOnCuda(x, execution);
   }
 
-  // With a = w . x + b, z = max_span sigmoid(a) and da = dz z (1 - z / max_span): dw = sum da x, db =
-  // sum da, and dx = sum over heads of da w.
+  // With a = w . x + b, z = max_span sigmoid(a) and da = dz max_span sigmoid(a) sigmoid(-a): dw = sum da
+  // x, db = sum da, and dx = sum over heads of da w. 1 - z / max_span would have lost what z rounds
+  // where a gate is all but open.
   absl::Status CheckBackward() const override { return absl::OkStatus(); }
   size_t backward_workspace_bytes(int threads) const override {
     return Workspace::Measure([&](Workspace& workspace) { TakeRows(threads, &workspace); });
@@ -163,6 +164,7 @@ class DynamicSpans : public FlashStep {
     TFB_ASSIGN_OR_RETURN(
         spans_, DeviceArray<float>::Allocate(device_, p.batch * p.query_heads * p.query_tokens));
     if (device_ == Device::kCpu) {
+      TFB_ASSIGN_OR_RETURN(slopes_, DeviceArray<float>::Allocate(device_, spans_.size()));
       TFB_ASSIGN_OR_RETURN(gate_, PackedMatrix::Create(device_, Transpose(weight, 0, 1), bias));
     } else {
       TFB_ASSIGN_OR_RETURN(gate_weight_, CopyFloats(device_, weight));
@@ -177,8 +179,7 @@ class DynamicSpans : public FlashStep {
   }
   // Returns da of a row, counted over batch, heads and queries.
   double GateGradient(const float* of_spans, int64_t row) const {
-    const double z = spans_.data()[row];
-    return of_spans[row] * z * (1 - z / static_cast<double>(options_.max_span));
+    return static_cast<double>(of_spans[row]) * slopes_.data()[row];
   }
   // Adds the gradients of a head's weight and bias.
   void AddToGate(const ConstTensorView& x, const float* of_spans, int64_t h, float* row,
@@ -219,8 +220,11 @@ class DynamicSpans : public FlashStep {
     call.y = TensorView(spans, DType::kF32, {p.batch, p.query_tokens, p.query_heads},
                         {p.query_heads * p.query_tokens, 1, p.query_tokens});
     TFB_RETURN_IF_ERROR(MatMul(gate_, call, execution));
+    const float most = static_cast<float>(options_.max_span);
     for (int64_t n = 0; n < spans_.size(); ++n) {
-      spans[n] = static_cast<float>(options_.max_span) / (1 + std::exp(-spans[n]));
+      const float e = std::exp(-spans[n]);
+      spans[n] = most / (1 + e);
+      slopes_.mutable_data()[n] = most / ((1 + e) * (1 + 1 / e));
     }
     return absl::OkStatus();
   }
@@ -252,9 +256,10 @@ class DynamicSpans : public FlashStep {
   AdaptiveSpanOptions options_;
   const NamedTensors& parameters_;
   Device device_ = Device::kCpu;
-  DeviceArray<float> spans_;  // [batch, query_heads, query_tokens]
-  bool has_run_ = false;      // since the last Setup
-  PackedMatrix gate_;         // on the CPU
+  DeviceArray<float> spans_;   // [batch, query_heads, query_tokens]
+  DeviceArray<float> slopes_;  // derivatives of the spans by a, on the CPU
+  bool has_run_ = false;       // since the last Setup
+  PackedMatrix gate_;          // on the CPU
   DeviceArray<float> gate_weight_;
   DeviceArray<float> gate_bias_;
 };

@@ -405,14 +405,18 @@ TEST(Hard, TheDefinitionFollowsALayersDrawWithin2e5OfTheSum) {
 // A u of 1 draws the last key of a weight above 0.
 TEST(Hard, WeightsBelowE87OfTheLargestAreZero) {
   const Options options = {{"sample", "inverse_cdf"}};
-  for (const bool counts : {true, false}) {
-    NamedTensors inputs = Scalars({1}, {0, counts ? -87.3f : -87.4f});
-    Fill((inputs["u"] = Tensor(DType::kF32, {1, 1, 1})).view(), 1);
-    const Problem problem = ScalarProblem(inputs);
-    const std::vector<int> last = {counts ? 1 : 0};
-    EXPECT_EQ(Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}).value()), last);
-    for (const Device device : kHostDevices) {
-      EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), last) << Name(device);
+  for (const float largest : {0.0f, -300.0f, 300.0f}) {
+    for (const bool counts : {true, false}) {
+      NamedTensors inputs = Scalars({1}, {largest, largest - (counts ? 87.3f : 87.4f)});
+      Fill((inputs["u"] = Tensor(DType::kF32, {1, 1, 1})).view(), 1);
+      const Problem problem = ScalarProblem(inputs);
+      const std::vector<int> last = {counts ? 1 : 0};
+      EXPECT_EQ(Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}).value()), last)
+          << largest;
+      for (const Device device : kHostDevices) {
+        EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), last)
+            << largest << " " << Name(device);
+      }
     }
   }
 }

@@ -14,7 +14,7 @@
 namespace tfb {
 namespace {
 
-constexpr double kStep = 1e-7;
+constexpr double kStep = 1e-6;
 constexpr double kDeviations = 3;
 
 double Square(double x) { return x * x; }

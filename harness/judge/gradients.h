@@ -5,14 +5,14 @@
 // the inputs and parameters. Its derivative along d, a unit vector in the space of one of them, x,
 // is
 //
-//   D = (f(x + h d) - f(x - h d)) / 2h,   h = 1e-7 |x|,
+//   D = (f(x + h d) - f(x - h d)) / 2h,   h = 1e-6 |x|,
 //
 // of which the differences are taken output by output. What h leaves out is of the order of
-// (h / |x|)^2 = 1e-14, and what rounding adds is at most
+// (h / |x|)^2 = 1e-12, and what rounding adds is at most
 //
 //   e = 2^-52 |g| |output| / h.
 //
-// An h that is larger by 100 has an e that is smaller, but so many more of a network's ReLUs change
+// An h that is larger by 10 has an e that is smaller, but so many more of a network's ReLUs change
 // sides between the two points, each of which moves D by a part of its own.
 //
 // The definition is evaluated as for fp32, whatever the precision of the problem, since a

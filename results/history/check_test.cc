@@ -386,6 +386,22 @@ TEST(Check, OptionsOutOfRangeAreNamed) {
   EXPECT_EQ(message(CheckOptions()), "");
 }
 
+// The reason of a failure is no remark on the run in which it is over.
+TEST(CheckReport, ACaseThatWorksAgainHasNoReason) {
+  HistoryMaker maker;
+  for (int run = 0; run + 1 < kRuns; ++run) {
+    maker.CaseOf(run, "dense").set_status(Outcome::STATUS_TIMEOUT);
+    maker.CaseOf(run, "dense").set_reason("took longer than 60 s");
+  }
+  const History history = maker.Make();
+  const HistoryCheck check = CheckOf(history);
+  EXPECT_THAT(Texts(history, check), testing::Contains(HasSubstr("status dense 29")));
+  const std::string text =
+      RenderCheck(history, check, CheckFormat::kTerminal, true, {false, true, 0});
+  EXPECT_THAT(text, HasSubstr("Improvements"));
+  EXPECT_THAT(text, Not(HasSubstr("took longer")));
+}
+
 TEST(CheckReport, SaysWhatHappenedInTextMarkdownAndJson) {
   HistoryMaker maker;
   maker.ChangeTimes("near", 1.1);
