@@ -184,7 +184,7 @@ class KnnLmLayer : public RetrievalLayer {
     if (count == 0) return 0;
     const float log_total = AddMasses(count, scratch);
     const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
-    float of_lambda = 0, sum = 0;
+    float of_lambda = 0;
     for (int64_t y = 0; y < retrieval().vocabulary; ++y) {
       scratch.log_p[y] =
           LogAdd(log_model + log_p[y], log_lambda + (scratch.log_mass[y] - log_total));
@@ -198,12 +198,15 @@ class KnnLmLayer : public RetrievalLayer {
                  ? 0
                  : std::exp(log_lambda + (scratch.exponents[n] - log_total) - log_all);
     };
+    // In double, in which products of floats are exact: those of a neighbour that is alone cancel.
+    const auto product = [&](int64_t n) {
+      return static_cast<double>(gradient[values()[scratch.entries[n]]]) * share(n);
+    };
+    double sum = 0;
+    for (int64_t n = 0; n < count; ++n) sum += product(n);
     for (int64_t n = 0; n < count; ++n) {
-      sum += gradient[values()[scratch.entries[n]]] * share(n);
-    }
-    for (int64_t n = 0; n < count; ++n) {
-      const float weight = std::exp(scratch.exponents[n] - log_total);
-      const double of_exponent = gradient[values()[scratch.entries[n]]] * share(n) - weight * sum;
+      const double weight = std::exp(scratch.exponents[n] - log_total);
+      const double of_exponent = product(n) - weight * sum;
       const float factor = static_cast<float>(-2 * of_exponent / options_.temperature);
       const float* key = keys() + scratch.entries[n] * dim;
       for (int64_t c = 0; c < dim; ++c) {

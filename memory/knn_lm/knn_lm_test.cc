@@ -385,6 +385,18 @@ TEST(KnnLm, GradientsReachTheLambdaOfEachToken) {
   ExpectGradientsOfDefinition(KnnLm(), random.problem, request);
 }
 
+// Its weight is 1, wherever it is.
+TEST(KnnLm, ANeighbourThatIsAloneGivesTheContextNoGradient) {
+  const Line line({0.3f, -2}, {1}, {2}, {{"lambda", "0.3"}});
+  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
+  ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
+  NamedTensors g;
+  g["out"] = Floats({1, 2, 3}, {0.1f, 0.7f, -1.3f, 2.1f, 0.3f, 0.9f});
+  const auto gradients = RunBackward(*layer, ViewsOf(line.inputs), g);
+  ASSERT_TRUE(gradients.ok()) << gradients.status();
+  EXPECT_EQ(MaxAbs(gradients->inputs.at("context").view()), 0);
+}
+
 TEST(KnnLm, ALambdaBeyondItsRangeHasNoGradient) {
   Line line({0, 0, 0}, {0, 1}, {2, 0});
   line.inputs["lambda"] = Floats({1, 3}, {0.5f, 7, -3});
