@@ -245,9 +245,9 @@ class KnnLmLayer : public RetrievalLayer {
             const float one =
                 MixBackward(tokens.neighbours + row * retrieval().k, LambdaOf(tokens, row), of_row,
                             scratch.log_p + row * vocabulary, gradient, of_row.context_gradient);
-            if (!of_lambda.empty()) {
-              const float lambda = *given.At<float>(b, i);
-              *of_lambda.MutableAt<float>(b, i) = lambda == InRange(lambda) ? one : 0;
+            if (!of_lambda.empty()) {  // of the option, where no input replaces it
+              const bool counts = given.empty() || *given.At<float>(b, i) == LambdaOf(tokens, row);
+              *of_lambda.MutableAt<float>(b, i) = counts ? one : 0;
             }
             if (gradients.context.empty()) continue;
             StoreRow(of_row.context_gradient, dim, gradients.context,

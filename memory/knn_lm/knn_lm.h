@@ -11,8 +11,8 @@
 // where p_LM has no weight, log p of the tokens that no neighbour has is -inf.
 //
 // The optional input lambda, f32 [batch, tokens], replaces the option, a number for each token; below
-// 0 it counts as 0, above 1 as 1. By its gradient, whose sum is that of one lambda for all tokens,
-// lambda or a network that foretells it is trained.
+// 0 it counts as 0, above 1 as 1. By its gradient lambda, or a network that foretells it, is trained:
+// the sum is that of one lambda for all tokens, and without the input that of the option.
 //
 // The backward pass, of the neighbours as found, with g_y = dL/dlog p(y), e_i = -d_i / temperature and
 // y_i the value of neighbour i:

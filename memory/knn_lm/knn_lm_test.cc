@@ -16,6 +16,7 @@
 #include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
+#include "core/thread_pool.h"
 #include "gtest/gtest.h"
 #include "memory/knn_lm/retrieval_testing.h"
 
@@ -383,6 +384,41 @@ TEST(KnnLm, GradientsReachTheLambdaOfEachToken) {
     request.inputs.at("lambda").span<float>()[n] = 0.05f + 0.9f * static_cast<float>(n) / 74;
   }
   ExpectGradientsOfDefinition(KnnLm(), random.problem, request);
+}
+
+// One that is asked for without the input is of the option, token by token.
+TEST(KnnLm, TheOptionsLambdaHasAGradientToo) {
+  Line line({0, 0.5f}, {0, 1}, {2, 0}, {{"lambda", "0.25"}});
+  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
+  ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
+  NamedTensors g, of_option, of_input;
+  g["out"] = Floats({1, 2, 3}, {1, -2, 0.5f, 0.3f, 0.7f, -1});
+  const auto differentiate = [&](NamedTensors* gradients) {
+    ThreadPool pool(1);
+    (*gradients)["lambda"] = Tensor(DType::kF32, {1, 2});
+    Execution execution;
+    execution.pool = &pool;
+    Tensor workspace(DType::kU8, {int64_t{1} << 20}), kept(DType::kU8, {int64_t{1} << 16});
+    const auto bytes = [](Tensor& memory) {
+      return absl::MakeSpan(static_cast<std::byte*>(memory.raw()), memory.bytes());
+    };
+    execution.workspace = bytes(workspace);
+    NamedTensors outputs;
+    outputs["out"] = Tensor(DType::kF32, {1, 2, 3});
+    const Inputs inputs = ViewsOf(line.inputs);
+    ASSERT_TRUE(layer->Setup(inputs, execution).ok());
+    ASSERT_TRUE(layer->SetUpBackward(inputs, execution).ok());
+    execution.kept = bytes(kept);
+    ASSERT_TRUE(layer->Run(inputs, MutableViewsOf(outputs), execution).ok());
+    const absl::Status status = layer->Backward(
+        {inputs, ViewsOf(outputs), ViewsOf(g), MutableViewsOf(*gradients), {}}, execution);
+    ASSERT_TRUE(status.ok()) << status;
+  };
+  differentiate(&of_option);
+  line.inputs["lambda"] = Floats({1, 2}, {0.25f, 0.25f});
+  differentiate(&of_input);
+  EXPECT_EQ(MaxDifference(of_option.at("lambda").view(), of_input.at("lambda").view()), 0);
+  EXPECT_GT(MaxAbs(of_option.at("lambda").view()), 0.1);
 }
 
 // Its weight is 1, wherever it is.
