@@ -16,6 +16,7 @@
 #include "core/flash/flash_engine.h"
 #include "core/flash/rows.h"
 #include "core/random.h"
+#include "core/schedule/band_schedule.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -448,6 +449,22 @@ TEST(FlashBackward, OfRelativeKeysThatAreTheSameBeyondADistance) {
       ExpectGradients(s);
     }
   }
+}
+
+TEST(FlashBackward, ACallWithoutWhatItsForwardPassLeftIsRefused) {
+  const Problem problem = Problem::SelfAttention(1, 1, 4, 8, false);
+  ThreadPool pool(1);
+  Execution execution;
+  execution.pool = &pool;
+  FlashCall forward;
+  FlashBackwardCall call;
+  call.forward = &forward;
+  EXPECT_EQ(FlashBackwardCpu(problem, call, execution).ToString(),
+            "INTERNAL: a backward call has no schedule of tiles of 64");
+  BandSchedule schedules(4);
+  forward.schedule = &schedules.Build(4, 4, Band());
+  EXPECT_EQ(FlashBackwardCpu(problem, call, execution).ToString(),
+            "INTERNAL: a backward call has no log-sum-exp of the forward pass");
 }
 
 // As in the first segments of a long memory.
