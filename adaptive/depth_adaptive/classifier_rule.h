@@ -85,7 +85,7 @@ class ClassifierRule : public layers::ExitRule {
   Device device_;
   Problem problem_;
   DepthAdaptiveOptions options_;
-  Names names_;  // of the parameters
+  Names names_;                 // of the parameters
   DeviceArray<float> weights_;  // [classes, model_dim]
   DeviceArray<float> bias_;     // [classes]
   // Scores and exits of tokens by their places, or of batch rows: the scores are [decisions, N].

@@ -7,6 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/layers/log_softmax.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/random.h"
 #include "core/retrieval/retrieval_functors.h"
 #include "core/search/search.h"
@@ -213,6 +215,14 @@ absl::Status RetrievalLayer::CheckBackward() const {
 size_t RetrievalLayer::kept_bytes() const {
   return Workspace::Measure(
       [this](Workspace& workspace) { workspace.Take<int32_t>(rows() * retrieval_.k); });
+}
+
+size_t RetrievalLayer::OutputBackwardWorkspaceBytes(int64_t rows, int threads) const {
+  const int64_t dim = problem().model_dim(), vocabulary = retrieval_.vocabulary;
+  return std::max({MatMulWorkspaceBytes(device_, rows, dim, vocabulary, threads),
+                   MatMulWorkspaceBytes(device_, rows, vocabulary, dim, threads),
+                   MatMulGradientWorkspaceBytes(rows, vocabulary, dim, threads),
+                   LogSoftmaxWorkspaceBytes(device_, vocabulary, threads)});
 }
 
 size_t RetrievalLayer::backward_workspace_bytes(int threads) const {

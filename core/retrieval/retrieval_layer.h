@@ -133,6 +133,9 @@ class RetrievalLayer : public StreamingLayer {
   virtual absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,
                                        const Execution& execution) = 0;
   virtual size_t predict_backward_workspace_bytes(int64_t rows, int threads) const = 0;
+  // Of output() and the log softmax after it: the most that one of their products needs, forward or
+  // backward, for `rows` tokens.
+  size_t OutputBackwardWorkspaceBytes(int64_t rows, int threads) const;
 
   // Returns InvalidArgument where a value is no token of the vocabulary.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;

@@ -421,7 +421,7 @@ TEST(KnnLm, TheOptionsLambdaHasAGradientToo) {
   EXPECT_GT(MaxAbs(of_option.at("lambda").view()), 0.1);
 }
 
-// Its weight is 1, wherever it is.
+// A neighbour that is alone has the weight 1, wherever it is.
 TEST(KnnLm, ANeighbourThatIsAloneGivesTheContextNoGradient) {
   const Line line({0.3f, -2}, {1}, {2}, {{"lambda", "0.3"}});
   const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();

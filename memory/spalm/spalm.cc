@@ -76,12 +76,8 @@ class SpalmLayer : public RetrievalLayer {
 
  protected:
   size_t predict_backward_workspace_bytes(int64_t rows, int threads) const override {
-    const int64_t dim = problem().model_dim(), vocabulary = retrieval().vocabulary;
     return Workspace::Measure([&](Workspace& w) { LayOutBackward(rows, w); }) +
-           std::max({MatMulWorkspaceBytes(device(), rows, dim, vocabulary, threads),
-                     MatMulWorkspaceBytes(device(), rows, vocabulary, dim, threads),
-                     MatMulGradientWorkspaceBytes(rows, vocabulary, dim, threads),
-                     LogSoftmaxWorkspaceBytes(device(), vocabulary, threads)});
+           OutputBackwardWorkspaceBytes(rows, threads);
   }
 
   absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,

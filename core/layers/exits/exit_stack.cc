@@ -38,7 +38,7 @@ void ForEachRow(int64_t rows, ThreadPool* pool, const Body& body) {
   });
 }
 
-// What a layer is to a token.
+// The part that a layer has for a token.
 enum class Role : uint8_t {
   kGone,    // the token left before it
   kStays,   // it goes through the layer, and on

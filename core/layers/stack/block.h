@@ -65,7 +65,7 @@ struct PastSegment {
   int64_t begin;           // as in Segment
   int64_t tokens;          // likewise
   ConstTensorView states;  // what went into the layer for all tokens of the Run
-  // What came out of it, where the blocks write the outputs; else empty.
+  // The layer's output for the same tokens, where the blocks write the outputs; else empty.
   ConstTensorView next_states;
   const Inputs& inputs;  // of the Run
   const Inputs& output_gradients;
