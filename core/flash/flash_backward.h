@@ -30,6 +30,7 @@
 
 #include "absl/status/status.h"
 #include "core/flash/flash.h"
+#include "core/flash/flash_backward_kernels.h"
 #include "core/problem.h"
 #include "core/schedule/transposed_schedule.h"
 #include "core/technique.h"
@@ -89,9 +90,10 @@ struct FlashBackwardCall {
   const TransposedSchedule* schedule;
   const RelativeKeyVectors* relative_keys = nullptr;  // where the rule has relative keys
   ConstTensorView out_gradient;  // g, of the shape of out, of any dtype and strides
-  ConstTensorView delta;         // D, f32, of the shape of log_sum_exp
+  ConstTensorView delta;         // D, f32, of the shape of log_sum_exp; on the CPU
+  RowNumbers numbers;            // on CUDA, of the rows of out
   // u8 [batch, query_tokens], 1 for rows that another call writes and this one's do not count; or
-  // empty.
+  // empty. On CUDA the numbers know.
   ConstTensorView overwritten;
   TensorView q_gradient;
   TensorView k_gradient;

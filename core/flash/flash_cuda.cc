@@ -62,15 +62,19 @@ absl::StatusOr<FlashCuda> FlashCuda::Create(CudaRuntime* runtime, const Problem&
                                             const BlockSchedule* schedule, const ScoreRule& rule) {
   FlashCuda flash;
   flash.runtime_ = runtime;
-  if (schedule != nullptr) {
-    if (schedule->query_tile != FlashCudaQueries(problem.dtype) ||
-        schedule->key_tile != kFlashTile) {
-      return absl::InternalError(absl::StrCat("schedule of ", schedule->query_tile, " x ",
-                                              schedule->key_tile, " tiles; CUDA wants ",
-                                              FlashCudaQueries(problem.dtype), " x ", kFlashTile));
-    }
-    TFB_RETURN_IF_ERROR(flash.KeepSchedule(*schedule));
-  }
+  flash.query_tile_ = FlashCudaQueries(problem.dtype);
+  flash.is_16_bit_ = problem.dtype != DType::kF32;
+  if (schedule != nullptr) TFB_RETURN_IF_ERROR(flash.KeepSchedule(*schedule));
+  TFB_RETURN_IF_ERROR(flash.KeepRule(problem, rule));
+  return flash;
+}
+
+absl::StatusOr<FlashCuda> FlashCuda::CreateForBackward(CudaRuntime* runtime, const Problem& problem,
+                                                       const BlockSchedule& schedule,
+                                                       const ScoreRule& rule) {
+  FlashCuda flash;
+  flash.runtime_ = runtime;
+  TFB_RETURN_IF_ERROR(flash.KeepSchedule(schedule));
   TFB_RETURN_IF_ERROR(flash.KeepRule(problem, rule));
   return flash;
 }
@@ -120,6 +124,11 @@ size_t BytesOf(const std::vector<T>& values) {
 }  // namespace
 
 absl::Status FlashCuda::KeepSchedule(const BlockSchedule& schedule) {
+  if (schedule.query_tile != query_tile_ || schedule.key_tile != kFlashTile) {
+    return absl::InternalError(absl::StrCat("schedule of ", schedule.query_tile, " x ",
+                                            schedule.key_tile, " tiles; CUDA wants ", query_tile_,
+                                            " x ", kFlashTile));
+  }
   has_schedule_ = true;
   schedule_.query_tiles = schedule.query_tiles();
   schedule_.heads = schedule.heads;
@@ -134,15 +143,14 @@ absl::Status FlashCuda::KeepSchedule(const BlockSchedule& schedule) {
   return keep(schedule.order, &schedule_.order);
 }
 
-// Converts panels [head_dim][64] of floats to rows of the problem's dtype, in the order of channels
-// that the kernel reads.
+// Converts panels [head_dim][64] of floats to rows, in the order of channels that the kernel reads, rounded to the
+// problem's dtype.
 absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys) {
   RelativeKeyRows& device = rule_.relative_key_rows;
   device.heads = keys.heads();
   device.low = keys.low();
   device.high = keys.high();
-  const bool is_16_bit = problem.dtype != DType::kF32;
-  const int64_t multiple = is_16_bit ? 32 : 8;
+  const int64_t multiple = is_16_bit_ ? 32 : 8;
   device.row = (problem.head_dim + multiple - 1) / multiple * multiple;
   const int64_t offsets = keys.high() - keys.low() + 1;
   TFB_ASSIGN_OR_RETURN(Tensor rows,
@@ -154,11 +162,12 @@ absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeK
       const int64_t panel = (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;
       const float* column = keys.Panel(h, panel) + (offset - panel * kFlashTile);
       for (int64_t c = 0; c < problem.head_dim; ++c) {
-        const int64_t place = is_16_bit ? RelativeKeyPlace16(c) : c;
+        const int64_t place = is_16_bit_ ? RelativeKeyPlace16(c) : c;
         rows.view().Set(rows.view().Offset(h, n, place), column[c * kFlashTile]);
       }
     }
   }
+  if (!is_16_bit_) rows = rows.CloneAs(DType::kF32);
   TFB_ASSIGN_OR_RETURN(device.rows, Keep(rows.raw(), rows.bytes()));
   return absl::OkStatus();
 }
@@ -187,8 +196,8 @@ absl::Status FlashCuda::KeepRule(const Problem& problem, const ScoreRule& rule) 
   return KeepRelativeKeys(problem, *rule.relative_keys);
 }
 
-absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
-                            const Execution& execution) const {
+absl::StatusOr<FlashArguments> FlashCuda::ArgumentsOf(const Problem& problem,
+                                                      const FlashCall& call) const {
   FlashArguments a = {};
   a.q = ToDeviceView(call.q);
   a.k = ToDeviceView(call.k);
@@ -206,6 +215,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   if (!call.log_sum_exp.empty()) {
     a.log_sum_exp = static_cast<float*>(call.log_sum_exp.mutable_data());
     std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
+    a.log_sum_exp_rest = static_cast<float*>(call.log_sum_exp_rest.mutable_data());
   }
   a.query_order = call.query_order;
   a.key_order = call.key_order;
@@ -221,8 +231,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   a.value_dim = static_cast<int>(problem.value_dim);
   a.causal_offset = problem.causal_offset();
   if (call.band != nullptr) {
-    const int64_t queries = FlashCudaQueries(problem.dtype);
-    a.schedule.query_tiles = (problem.query_tokens + queries - 1) / queries;
+    a.schedule.query_tiles = (problem.query_tokens + query_tile_ - 1) / query_tile_;
     a.schedule.heads = 1;
     a.schedule.band = *call.band;
   } else if (has_schedule_ && call.asked.rows == nullptr) {
@@ -238,6 +247,16 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   TFB_RETURN_IF_ERROR(CheckTokenRule(call.rule.tokens));
   a.rule.tokens = call.rule.tokens;
   a.scale = static_cast<float>(ProductScale(problem, call.scale));
+  a.splits = 1;
+  a.asked = call.asked;
+  a.max_blocks = max_blocks_;
+  a.decode_queries = static_cast<int>(query_tile_);
+  return a;
+}
+
+absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
+                            const Execution& execution) const {
+  TFB_ASSIGN_OR_RETURN(FlashArguments a, ArgumentsOf(problem, call));
   a.splits = static_cast<int>(Splits(*runtime_, problem));
   Workspace workspace(execution.workspace);
   if (part.rows != nullptr) {
@@ -247,10 +266,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   } else if (a.splits > 1) {
     a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
   }
-  a.asked = call.asked;
   a.packs_asked = PacksAsked(problem, a);
-  a.max_blocks = max_blocks_;
-  a.decode_queries = static_cast<int>(FlashCudaQueries(problem.dtype));
 
   const CudaTarget target = runtime_->target();
   TFB_RETURN_IF_ERROR(ToStatus(ForwardOf(target, problem, a)(a, execution.stream)));

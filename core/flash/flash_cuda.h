@@ -34,6 +34,12 @@ class FlashCuda {
   static absl::StatusOr<FlashCuda> Create(CudaRuntime* runtime, const Problem& problem,
                                           const BlockSchedule* schedule, const ScoreRule& rule);
 
+  // Creates what a backward pass reads of the device: a schedule of tiles of 64 queries and tables of f32 for problems of
+  // every dtype, in which the forward pass's tables of relative keys have been rounded.
+  static absl::StatusOr<FlashCuda> CreateForBackward(CudaRuntime* runtime, const Problem& problem,
+                                                     const BlockSchedule& schedule,
+                                                     const ScoreRule& rule);
+
   // Returns how many parts the keys of a call are cut into: more than one where queries are too few
   // to fill the device.
   static int64_t Splits(const CudaRuntime& runtime, const Problem& problem);
@@ -68,6 +74,10 @@ class FlashCuda {
   absl::Status Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
                    const Execution& execution) const;
 
+  // Returns what kernels read of a call, without a part of a softmax: keys are not split.
+  absl::StatusOr<FlashArguments> ArgumentsOf(const Problem& problem, const FlashCall& call) const;
+  CudaRuntime* runtime() const { return runtime_; }
+
   // Sets the blocks of a grid for tests; the default is 2^31 - 1.
   void set_max_blocks(int64_t max_blocks) { max_blocks_ = max_blocks; }
 
@@ -80,6 +90,8 @@ class FlashCuda {
   absl::Status KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys);
 
   CudaRuntime* runtime_ = nullptr;
+  int64_t query_tile_ = kFlashQueriesF32;
+  bool is_16_bit_ = false;  // whether tables are of the problem's dtype, of 16 bits, or of f32
   ScheduleView schedule_ = {};
   bool has_schedule_ = false;
   ScoreRule rule_;

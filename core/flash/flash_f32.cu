@@ -14,431 +14,68 @@
 //
 // Sums over keys go tile by tile in the order of the schedule, whatever the number of blocks: the
 // result is the same bit by bit in every run.
-#include "core/cuda/register_tile.cuh"
-#include "core/flash/flash_tile.cuh"
+#include "core/flash/flash_f32.cuh"
 
 namespace tfb {
 namespace {
 
-constexpr int kQueries = kFlashQueriesF32;
-constexpr int kThreadsX = 16;  // threads that share queries
-constexpr int ThreadsFor(int dim) { return dim <= 128 ? 128 : 256; }
 constexpr int kCombineThreads = 128;
-constexpr int kStride = 68;  // of 64 floats: float4 stay aligned, rows begin in other banks
-static_assert(kQueries == 64 && kKeys == 64, "threads are laid out for tiles of 64 x 64");
-
-// Offsets of the arrays in the block's shared memory, in floats.
-template <int kDim>
-struct Shared {
-  static constexpr int kValueStride = kDim + 4;
-  static constexpr int kKeysAndValues =
-      kDim * kStride > kKeys* kValueStride ? kDim* kStride : kKeys* kValueStride;
-
-  float* q;           // [kDim][kStride], by channel
-  float* kv;          // keys [kDim][kStride], by channel; or values [64][kValueStride]
-  float* p;           // [64 keys][kStride], by key
-  float* key_bias;    // [64] u . k
-  float* limit;       // [64] limits of the soft span
-  uint64_t* visible;  // [64] bit c of word r: query r sees key c
-  unsigned* flags;    // [4]: the tokens among the keys; whether a value is not finite
-  int* rows;          // [64] row of the call of each query; queries beyond the last repeat it
-  // Used where there are label or relative keys.
-  float2* label_scores;         // [64] queries against the label keys
-  int* query_ids;               // [64]
-  int* key_ids;                 // [64]
-  float* position;              // [64][kStride], where there are relative keys
-  TokenPairs<kQueries>* pairs;  // used where there is a token rule
-
-  __device__ Shared(float* memory, const ScoreRule& rule)
-      : q(memory),
-        kv(q + kDim * kStride),
-        p(kv + kKeysAndValues),
-        key_bias(p + kKeys * kStride),
-        limit(key_bias + 64),
-        visible(reinterpret_cast<uint64_t*>(limit + 64)),
-        flags(reinterpret_cast<unsigned*>(visible + 64)),
-        rows(reinterpret_cast<int*>(flags + 4)),
-        label_scores(reinterpret_cast<float2*>(rows + 64)),
-        query_ids(reinterpret_cast<int*>(label_scores + 64)),
-        key_ids(query_ids + 64),
-        position(reinterpret_cast<float*>(key_ids + 64)),
-        pairs(reinterpret_cast<TokenPairs<kQueries>*>(memory + Floats(rule))) {}
-
-  // Returns the floats of all arrays but `pairs`: an even number.
-  __host__ __device__ static constexpr size_t Floats(const ScoreRule& rule) {
-    const bool relative_keys = rule.relative_key_rows.rows != nullptr;
-    return kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 + 64 +
-           (relative_keys || rule.label_keys.keys != nullptr ? 128 + 64 + 64 : 0) +
-           (relative_keys ? kQueries * kStride : 0);
-  }
-  static size_t Bytes(const ScoreRule& rule) {
-    return Floats(rule) * sizeof(float) + (rule.tokens.acts() ? sizeof(TokenPairs<kQueries>) : 0);
-  }
-};
-
-// Reads four channels of a row of any dtype and stride, with zeros beyond the last channel.
-class RowReader {
- public:
-  // Reads zeros.
-  __device__ RowReader() : data_(nullptr) {}
-  __device__ RowReader(const DeviceView& view, int64_t b, int64_t h, int64_t token, int channels)
-      : data_(view.data),
-        offset_(b * view.strides[0] + h * view.strides[1] + token * view.strides[2]),
-        stride_(view.strides[3]),
-        channels_(channels),
-        element_(view.element) {
-    const float* row = static_cast<const float*>(data_) + offset_;
-    is_vector_ = element_ == Element::kF32 && stride_ == 1 &&
-                 reinterpret_cast<uintptr_t>(row) % sizeof(float4) == 0;
-  }
-  __device__ float4 Load(int channel) const {
-    if (data_ == nullptr) return make_float4(0, 0, 0, 0);
-    if (is_vector_ && channel + 4 <= channels_) {
-      return *reinterpret_cast<const float4*>(static_cast<const float*>(data_) + offset_ + channel);
-    }
-    float4 values;
-    values.x = LoadOne(channel);
-    values.y = LoadOne(channel + 1);
-    values.z = LoadOne(channel + 2);
-    values.w = LoadOne(channel + 3);
-    return values;
-  }
-
- private:
-  __device__ float LoadOne(int channel) const {
-    return channel < channels_ ? LoadElement(data_, element_, offset_ + channel * stride_) : 0;
-  }
-
-  const void* data_;
-  int64_t offset_ = 0;
-  int64_t stride_ = 1;
-  int channels_ = 0;
-  Element element_ = Element::kF32;
-  bool is_vector_ = false;
-};
-
-// Transposes rows to to[channel][n] for 64 rows n; reader_of(n) reads row n. Neighbouring threads
-// store neighbouring words.
-template <int kDim, class ReaderOf>
-__device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) {
-  const int n = threadIdx.x % 64;
-  const RowReader reader = reader_of(n);
-#pragma unroll 4
-  for (int channel = threadIdx.x / 64 * 4; channel < depth; channel += ThreadsFor(kDim) / 64 * 4) {
-    const float4 x = reader.Load(channel);
-    to[channel * kStride + n] = x.x;
-    to[(channel + 1) * kStride + n] = x.y;
-    to[(channel + 2) * kStride + n] = x.z;
-    to[(channel + 3) * kStride + n] = x.w;
-  }
-}
 
 template <int kDim, bool kRule>
-class FlashF32Block {
+class FlashF32Block : public ScoreTile<kDim, kRule> {
  public:
-  static constexpr int kThreads = ThreadsFor(kDim);
-  static constexpr int kRows = kQueries * kThreadsX / kThreads;  // per thread
-  static constexpr int kColumns = kDim / kThreadsX;              // columns of the output per thread
-  static constexpr int kVector = kColumns < 4 ? kColumns : 4;    // consecutive columns
-  static constexpr int kGroups = kColumns / kVector;
+  using Base = ScoreTile<kDim, kRule>;
+  using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kVector;
 
   __device__ FlashF32Block(const FlashArguments& a, const FlashTask& task, float* memory)
-      : a_(a),
-        task_(task),
-        shared_(memory, a.rule),
-        tx_(threadIdx.x % kThreadsX),
-        ty_(threadIdx.x / kThreadsX) {
-    depth_ = (a.head_dim + 3) / 4 * 4;
-    first_query_ = task.query_tile * kQueries;
-    queries_ = QueriesOf(a, task.batch);
+      : Base(a, task, memory) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) max_[r] = -INFINITY;
   }
 
   __device__ void Run() {
     if (!HasQueries()) return;
-    LoadQueries();
+    this->LoadQueries([&](int row) { return this->IsQuery(row); });
     __syncthreads();
-    FindSpan();
-    if (kRule && a_.rule.label_keys.keys != nullptr) ScoreLabels();
-    if (has_pairs()) LoadQueryTokens<kThreads>(a_, task_, first_query_, *shared_.pairs);
+    this->BeginQueries();
     TileWalk walk(a_, task_, kQueries);
     while (walk.Next()) {
-      if (kRule && !WithinAnySpan(walk.tile())) continue;
-      const bool whole = walk.full() && AllTokens(a_, walk.tile()) && InAllSpans(walk.tile()) &&
-                         !(kRule && a_.rule.tokens.hides());
-      if (has_pairs()) FindPairs<kThreads>(a_, task_, walk.tile(), *shared_.pairs);
-      LoadKeys(walk.tile());
-      if (kRule && a_.rule.label_keys.keys != nullptr) LoadKeyIds(walk.tile());
-      if (!whole) FindVisible(walk);
-      __syncthreads();
+      if (kRule && !this->WithinAnySpan(walk.tile())) continue;
+      const KeyTile tile = walk.key_tile();
+      const bool whole = this->IsWhole(tile);
       float scores[kRows][4] = {};
-      if (has_rows()) MultiplyQueries(scores);
-      if (kRule || a_.rule.content_bias != nullptr) ApplyKeyBias(scores);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) scores[r][c] *= a_.scale;
-      }
-      if (kRule) ApplyRule(walk.tile(), scores);
+      this->ComputeScores(tile, whole, scores);
       Softmax(walk.tile(), whole, scores);
       __syncthreads();
       const bool finite = LoadValues(walk.tile(), whole);
-      if (has_rows()) AddValues(finite);
+      if (this->has_rows()) {
+        this->AddRows(shared_.p, shared_.kv, finite, output_,
+                      [&](int r, int c) { return this->SeesKey(r, c); });
+      }
       __syncthreads();
     }
     Store();
   }
 
  private:
-  // Tells whether this thread has a query: the last tile leaves out products of the other threads.
-  __device__ bool has_rows() const { return first_query_ + ty_ * kRows < queries_; }
-  __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts(); }
-  // Returns the row of the call that query `row` of the tile is; the last row beyond it.
-  __device__ int64_t RowOf(int row) const {
-    return QueryRow(a_, task_.batch, min(first_query_ + row, queries_ - 1));
-  }
-  __device__ int64_t QueryToken(int row) const {
-    return a_.query_order(task_.batch, task_.head, RowOf(row));
-  }
-  __device__ bool IsQuery(int row) const {
-    return first_query_ + row < queries_ &&
-           (a_.packs_asked || IsAsked(a_, task_.batch, RowOf(row)));
-  }
+  using Base::a_, Base::first_query_, Base::queries_, Base::shared_, Base::task_, Base::tx_,
+      Base::ty_;
+
   // Tells whether the task has any query, with the same answer for all threads.
   __device__ bool HasQueries() {
     if (first_query_ >= queries_) return false;
     if (a_.packs_asked || a_.asked.rows == nullptr) return true;
     const int t = static_cast<int>(threadIdx.x);
     if (t < kQueries) {
-      const unsigned asked = __ballot_sync(~0u, IsQuery(t));
+      const unsigned asked = __ballot_sync(~0u, this->IsQuery(t));
       if (t % kWarp == 0) shared_.flags[t / kWarp] = asked;
     }
     __syncthreads();
     return (shared_.flags[0] | shared_.flags[1]) != 0;
   }
 
-  __device__ void LoadQueries() {
-    if (threadIdx.x < kQueries) {
-      shared_.rows[threadIdx.x] = static_cast<int>(RowOf(static_cast<int>(threadIdx.x)));
-    }
-    LoadTransposed<kDim>(shared_.q, depth_, [&](int row) {
-      if (!IsQuery(row)) return RowReader();
-      return RowReader(a_.q, task_.batch, task_.head, QueryToken(row), a_.head_dim);
-    });
-    if (kRule && a_.rule.soft_span.span != nullptr && threadIdx.x < kQueries) {
-      const int64_t i = first_query_ + threadIdx.x;
-      // Rows that are no queries see nothing, and keep no tile from being whole.
-      shared_.limit[threadIdx.x] =
-          RampLimit(a_, task_, i < a_.query_tokens ? i : a_.query_tokens - 1);
-    }
-  }
-
-  __device__ void FindSpan() {
-    if (!kRule || a_.rule.soft_span.span == nullptr) return;
-    widest_ = narrowest_ = shared_.limit[0];
-    for (int r = 1; r < kQueries; ++r) {
-      widest_ = fmaxf(widest_, shared_.limit[r]);
-      narrowest_ = fminf(narrowest_, shared_.limit[r]);
-    }
-  }
-  __device__ bool WithinAnySpan(int64_t tile) const {
-    return a_.rule.soft_span.span == nullptr ||
-           widest_ + static_cast<float>(tile * kKeys + kKeys - 1) > 0;
-  }
-  __device__ bool InAllSpans(int64_t tile) const {
-    return !kRule || a_.rule.soft_span.span == nullptr ||
-           narrowest_ + static_cast<float>(tile * kKeys) > 0;
-  }
-
-  // Loads the queries' ids and computes their scores against the two label keys. For rows that are
-  // no queries both are arbitrary.
-  __device__ void ScoreLabels() {
-    if (threadIdx.x >= 2 * kQueries) return;
-    const int row = threadIdx.x % kQueries, label = threadIdx.x / kQueries;
-    const LabelKeys& labels = a_.rule.label_keys;
-    const float* key = labels.keys + (task_.head % labels.heads * 2 + label) * a_.head_dim;
-    const float* bias = a_.rule.position_bias;
-    if (bias != nullptr) bias += task_.head * a_.head_dim;
-    const float* number = labels.biases;
-    float sum = number == nullptr ? 0 : number[task_.head % labels.heads * 2 + label];
-    for (int c = 0; c < a_.head_dim; ++c) {
-      const float query = shared_.q[c * kStride + row];
-      sum = fmaf(bias == nullptr ? query : query + bias[c], key[c], sum);
-    }
-    reinterpret_cast<float*>(shared_.label_scores)[row * 2 + label] = sum * a_.scale;
-    if (label != 0) return;
-    shared_.query_ids[row] = IsQuery(row) ? IdOf(a_.query_ids, task_.batch, QueryToken(row)) : 0;
-  }
-  __device__ void LoadKeyIds(int64_t tile) {
-    const int c = threadIdx.x;
-    if (c >= kKeys) return;
-    const bool exists = tile * kKeys + c < a_.kv_tokens;
-    shared_.key_ids[c] = exists ? IdOf(a_.key_ids, task_.batch, KeyToken(a_, task_, tile, c)) : 0;
-  }
-  __device__ void AddLabels(float scores[kRows][4]) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int row = ty_ * kRows + r, id = shared_.query_ids[row];
-      const float2 score = shared_.label_scores[row];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        scores[r][c] += shared_.key_ids[tx_ * 4 + c] == id ? score.y : score.x;
-      }
-    }
-  }
-
-  __device__ void LoadKeys(int64_t tile) {
-    LoadTransposed<kDim>(shared_.kv, depth_, [&](int c) {
-      if (!IsToken(a_, task_, tile, c)) return RowReader();
-      return RowReader(a_.k, task_.batch, task_.kv_head, KeyToken(a_, task_, tile, c), a_.head_dim);
-    });
-  }
-
-  // Adds the products of the queries and what lies in kv by channel.
-  __device__ void MultiplyQueries(float (&products)[kRows][4]) const {
-    AddProduct<4>({shared_.q + ty_ * kRows, kStride}, {shared_.kv + tx_ * 4, kStride}, depth_,
-                  products);
-  }
-
-  // Finds which keys of the tile each query sees.
-  __device__ void FindVisible(const TileWalk& walk) {
-    const int t = static_cast<int>(threadIdx.x);
-    if (t < kKeys) {
-      const unsigned tokens = __ballot_sync(~0u, IsToken(a_, task_, walk.tile(), t));
-      if (t % kWarp == 0) shared_.flags[t / kWarp] = tokens;
-    }
-    if (t == kKeys) shared_.flags[2] = 0;
-    __syncthreads();
-    if (t < kQueries) {
-      uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
-      word &= walk.Mask(shared_.rows[t], t, kQueries);
-      if (kRule && a_.rule.soft_span.span != nullptr)
-        word &= WithinSpan(shared_.limit[t], walk.tile());
-      if (kRule && a_.rule.tokens.hides()) word &= shared_.pairs->visible[t];
-      shared_.visible[t] = word;
-    }
-  }
-
-  // Adds u . k_c to each score of key c.
-  __device__ void ApplyKeyBias(float scores[kRows][4]) {
-    if (a_.rule.content_bias == nullptr) return;
-    AddColumnBias(a_.rule.content_bias, scores);
-  }
-  // Adds bias . (column c of the matrix in kv) to column c of the products. When it ends, other
-  // threads may still be reading kv.
-  __device__ void AddColumnBias(const float* bias, float products[kRows][4]) {
-    if (threadIdx.x < kKeys) {
-      const float* row = bias + task_.head * a_.head_dim;
-      float sum = 0;
-      for (int d = 0; d < a_.head_dim; ++d) {
-        sum = fmaf(row[d], shared_.kv[d * kStride + threadIdx.x], sum);
-      }
-      shared_.key_bias[threadIdx.x] = sum;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float extra = shared_.key_bias[tx_ * 4 + c];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) products[r][c] += extra;
-    }
-    __syncthreads();
-  }
-
-  // Applies everything of the rule that acts on scores; the soft span acts on weights.
-  __device__ void ApplyRule(int64_t tile, float scores[kRows][4]) {
-    const ScoreRule& rule = a_.rule;
-    // The offset of row 0, column 0.
-    const int64_t first = tile * kKeys - first_query_ - rule.query_position;
-    if (rule.relative_key_rows.rows != nullptr) AddPositions(tile, scores);
-    if (rule.label_keys.keys != nullptr) AddLabels(scores);
-    if (rule.relu_multiplier.values != nullptr) {
-      ForEachEntry(rule.relu_multiplier, tile, first, [&](int r, int c, float entry) {
-        scores[r][c] = (scores[r][c] < 0 ? 0 : scores[r][c]) * entry;  // a NaN stays NaN
-      });
-    }
-    if (rule.bias.values != nullptr) {
-      ForEachEntry(rule.bias, tile, first,
-                   [&](int r, int c, float entry) { scores[r][c] += entry; });
-    }
-    if (rule.tokens.adjusts()) AddPairTerms(scores);
-  }
-  __device__ void AddPairTerms(float scores[kRows][4]) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        scores[r][c] += PairTerm(a_.rule.tokens, *shared_.pairs, ty_ * kRows + r, tx_ * 4 + c);
-      }
-    }
-  }
-
-  // Calls act(r, c, the table's entry for score r, c). Offsets of rows and keys that do not exist
-  // may lie outside the table.
-  template <class Act>
-  __device__ void ForEachEntry(const DistanceEntries& table, int64_t tile, int64_t first,
-                               const Act& act) {
-    const int rows =
-        static_cast<int>(min(a_.query_tokens - first_query_, int64_t{64})) - ty_ * kRows;
-    const int keys = static_cast<int>(min(a_.kv_tokens - tile * kKeys, int64_t{64})) - tx_ * 4;
-    const float* entries = table.Of(task_.head) + first + (tx_ * 4 - ty_ * kRows);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (r < rows && c < keys) act(r, c, entries[c - r]);
-      }
-    }
-  }
-
-  // Adds scores against the relative keys of the tile's offsets, which are as many as its keys and
-  // the rows from its first query to its last. It does 64 at a time through shared memory, where
-  // the column of a query's key c depends on the query's row. Queries that follow one another have
-  // 127 offsets. Where only one in n is asked, 64 of them have 64 (n + 1), so that this product
-  // falls to 1/2 (1 + 1/n) of what it is for all queries, while the others fall to 1/n.
-  __device__ void AddPositions(int64_t tile, float scores[kRows][4]) {
-    const RelativeKeyRows& keys = a_.rule.relative_key_rows;
-    const int last_row = shared_.rows[kQueries - 1];
-    const int offsets = kKeys + last_row - shared_.rows[0];
-    const int64_t lowest = tile * kKeys - last_row - a_.rule.query_position;
-    for (int begin = 0; begin < offsets; begin += 64) {
-      if (lowest + begin > keys.high || lowest + begin + 63 < keys.low) continue;  // all are zero
-      __syncthreads();  // the keys, or the previous offsets, have been read
-      LoadTransposed<kDim>(shared_.kv, depth_, [&](int n) {
-        const int64_t offset = lowest + begin + n;
-        if (offset < keys.low || offset > keys.high) return RowReader();
-        const int64_t row =
-            task_.head % keys.heads * (keys.high - keys.low + 1) + offset - keys.low;
-        const DeviceView rows = {const_cast<void*>(keys.rows), {0, 0, keys.row, 1}, Element::kF32};
-        return RowReader(rows, 0, 0, row, a_.head_dim);
-      });
-      __syncthreads();
-      float products[kRows][4] = {};
-      if (has_rows()) MultiplyQueries(products);
-      if (a_.rule.position_bias != nullptr) AddColumnBias(a_.rule.position_bias, products);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        *reinterpret_cast<float4*>(shared_.position + (ty_ * kRows + r) * kStride + tx_ * 4) =
-            make_float4(products[r][0] * a_.scale, products[r][1] * a_.scale,
-                        products[r][2] * a_.scale, products[r][3] * a_.scale);
-      }
-      __syncthreads();
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = ty_ * kRows + r, shift = last_row - shared_.rows[row] - begin;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int column = tx_ * 4 + c + shift;
-          if (column < 0 || column >= 64) continue;
-          scores[r][c] += shared_.position[row * kStride + column];
-        }
-      }
-    }
-  }
-
   // Turns scores into softmax numerators, in shared memory, and rescales the earlier sums.
-  __device__ void Softmax(int64_t tile, bool whole, float scores[kRows][4]) {
+  __device__ void Softmax(int64_t tile, bool whole, float (&scores)[kRows][4]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (!whole) {
@@ -473,60 +110,16 @@ class FlashF32Block {
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) output_[r][n] *= rescale;
     }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      float4* column = reinterpret_cast<float4*>(shared_.p + (tx_ * 4 + c) * kStride + ty_ * kRows);
-#pragma unroll
-      for (int r = 0; r < kRows; r += 4) {
-        column[r / 4] =
-            make_float4(scores[r][c], scores[r + 1][c], scores[r + 2][c], scores[r + 3][c]);
-      }
-    }
+    this->StoreByKey(scores, shared_.p);
   }
 
-  // Returns whether all values are finite, or need not be, since every query sees every key. Ends
-  // with a barrier.
+  // Loads the values of a tile as rows.
   __device__ bool LoadValues(int64_t tile, bool whole) {
-    constexpr int kVectors = kDim / 4;
-    const int channel = threadIdx.x % kVectors * 4;
-    bool finite = true;
-    for (int c = threadIdx.x / kVectors; c < kKeys; c += kThreads / kVectors) {
-      float4 x = make_float4(0, 0, 0, 0);
-      if (IsToken(a_, task_, tile, c)) {
-        x = RowReader(a_.v, task_.batch, task_.kv_head, KeyToken(a_, task_, tile, c), a_.value_dim)
-                .Load(channel);
-      }
-      finite = finite && isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
-      *reinterpret_cast<float4*>(shared_.kv + c * Shared<kDim>::kValueStride + channel) = x;
-    }
-    if (!whole && !finite) atomicOr(shared_.flags + 2, 1u);
-    __syncthreads();
-    return whole || shared_.flags[2] == 0;
-  }
-
-  // Adds the tile's weighted values. A weight of 0 must not be multiplied by a NaN that its query
-  // does not see.
-  __device__ void AddValues(bool finite) {
-    if (finite) {
-#pragma unroll 2
-      for (int c = 0; c < kKeys; ++c) AddValue(c, [](int) { return true; });
-    } else {
-      for (int c = 0; c < kKeys; ++c) {
-        AddValue(c, [&](int r) { return (shared_.visible[ty_ * kRows + r] >> c & 1) != 0; });
-      }
-    }
-  }
-  template <class Sees>
-  __device__ void AddValue(int c, const Sees& sees) {
-    float weights[kRows];
-    LoadVectors(shared_.p + c * kStride + ty_ * kRows, weights);
-    const float* row = shared_.kv + c * Shared<kDim>::kValueStride;
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      float values[kVector];
-      LoadVectors(row + g * 64 + tx_ * kVector, values);
-      AddOuterProduct(weights, values, output_, g * kVector, sees);
-    }
+    return this->LoadRows(whole, Base::kFirstRows, [&](int c) {
+      if (!IsToken(a_, task_, tile, c)) return RowReader();
+      return RowReader(a_.v, task_.batch, task_.kv_head, KeyToken(a_, task_, tile, c),
+                       a_.value_dim);
+    });
   }
 
   __device__ void Store() {
@@ -534,8 +127,8 @@ class FlashF32Block {
     for (int r = 0; r < kRows; ++r) {
       const float sum = SumOfLanes<kThreadsX>(sum_[r]);
       const int row = ty_ * kRows + r;
-      if (!IsQuery(row)) continue;
-      const int64_t i = shared_.rows[row], token = QueryToken(row);
+      if (!this->IsQuery(row)) continue;
+      const int64_t i = shared_.rows[row], token = this->QueryToken(row);
       const OutputRow output(a_, task_, i, token, sum);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -548,16 +141,6 @@ class FlashF32Block {
     }
   }
 
-  const FlashArguments& a_;
-  const FlashTask task_;
-  const Shared<kDim> shared_;
-  const int tx_;
-  const int ty_;
-  int depth_;
-  int64_t first_query_;
-  int64_t queries_;
-  float widest_ = 0;
-  float narrowest_ = 0;
   float max_[kRows];
   float sum_[kRows] = {};  // sums over this thread's keys
   float output_[kRows][kColumns] = {};

@@ -40,11 +40,12 @@ struct FlashArguments {
   DeviceIds key_ids;
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
-  TokenOrder query_order;  // order of q, query_ids, out, log_sum_exp
-  bool out_by_row;         // out and log_sum_exp have the rows of the call instead
-  TokenOrder key_order;    // order of k, v, key_mask, key_ids
-  RowList asked;           // rows of the call that are computed
-  bool packs_asked;        // tiles are filled from the list
+  float* log_sum_exp_rest;  // of the same strides, or null
+  TokenOrder query_order;   // order of q, query_ids, out, log_sum_exp
+  bool out_by_row;          // out and log_sum_exp have the rows of the call instead
+  TokenOrder key_order;     // order of k, v, key_mask, key_ids
+  RowList asked;            // rows of the call that are computed
+  bool packs_asked;         // tiles are filled from the list
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
   // (t + first_tile) % ring_tiles.
   int64_t ring_tiles;

@@ -171,6 +171,7 @@ class TileWalk {
   __device__ int64_t tile() const { return state_.tile; }
   // Tells whether every query of the tile sees every key of it that is a token.
   __device__ bool full() const { return state_.full; }
+  __device__ KeyTile key_tile() const { return state_.key_tile(schedule_); }
   // Returns a word whose bit c says that the schedule shows key c to query `row` of the tile, row i
   // of the call.
   __device__ uint64_t Mask(int64_t i, int row, int queries) const {
@@ -383,9 +384,15 @@ __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task,
     row[a.value_dim] = maximum;
     row[a.value_dim + 1] = sum;
   } else if (a.log_sum_exp != nullptr) {
-    a.log_sum_exp[task.batch * a.log_sum_exp_strides[0] + task.head * a.log_sum_exp_strides[1] +
-                  OutRow(a, i, token) * a.log_sum_exp_strides[2]] =
-        sum == 0 ? -INFINITY : maximum + logf(sum);
+    const int64_t row = task.batch * a.log_sum_exp_strides[0] +
+                        task.head * a.log_sum_exp_strides[1] +
+                        OutRow(a, i, token) * a.log_sum_exp_strides[2];
+    const float log_of_sum = logf(sum), whole = maximum + log_of_sum;
+    a.log_sum_exp[row] = sum == 0 ? -INFINITY : whole;
+    if (a.log_sum_exp_rest == nullptr) return;
+    // What rounding took from the larger of the two is known, whichever it is (Knuth's sum of two numbers).
+    const float part = whole - maximum;
+    a.log_sum_exp_rest[row] = sum == 0 ? 0 : (maximum - (whole - part)) + (log_of_sum - part);
   }
 }
 

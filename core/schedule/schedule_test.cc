@@ -66,7 +66,7 @@ void ExpectTransposes(const BlockSchedule& schedule) {
       for (const QueryRun& run : transposed.Chunk(head, chunk)) {
         ASSERT_GE(run.first_tile, end);
         if (last != nullptr && run.first_tile == end) {
-          EXPECT_TRUE(run.masks != last->masks || run.rank != last->rank);
+          EXPECT_FALSE(run.SeesAlike(*last));
         }
         end = run.first_tile + run.tiles;
         last = &run;

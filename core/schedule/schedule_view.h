@@ -15,6 +15,25 @@ struct TileRun {
                  // each of the tiles has
 };
 
+constexpr int kChunkKeyTiles = 4;  // key tiles of a chunk
+
+// `tiles` consecutive tiles of queries that see a chunk of keys alike (core/schedule/transposed_schedule.h).
+struct QueryRun {
+  static constexpr int32_t kNotSeen = -2;
+  int32_t first_tile;
+  int32_t tiles;
+  int32_t rank;  // how many chunks of smaller keys these queries see
+  // Of each key tile of the chunk: kNotSeen, TileRun::kFull, or the index of a mask of the schedule.
+  int32_t masks[kChunkKeyTiles];
+
+  bool SeesAlike(const QueryRun& other) const {
+    for (int n = 0; n < kChunkKeyTiles; ++n) {
+      if (masks[n] != other.masks[n]) return false;
+    }
+    return rank == other.rank;
+  }
+};
+
 // Query i sees key j when first_key <= j and low <= j - i <= high.
 struct Band {
   int64_t first_key = 0;
@@ -32,6 +51,14 @@ struct ScheduleView {
   const uint64_t* masks;  // [count][query_tile]
   const int32_t* order;   // [heads][query_tiles]; null: ascending
   Band band;
+};
+
+// The arrays of a TransposedSchedule, see there.
+struct TransposedView {
+  int64_t heads;
+  int64_t chunks;
+  const int64_t* begin;  // [heads * chunks + 1] into runs
+  const QueryRun* runs;
 };
 
 }  // namespace tfb

@@ -9,8 +9,7 @@ namespace {
 void AddTile(const QueryRun& tile, std::vector<QueryRun>* runs) {
   if (!runs->empty()) {
     QueryRun& last = runs->back();
-    if (last.first_tile + last.tiles == tile.first_tile && last.rank == tile.rank &&
-        last.masks == tile.masks) {
+    if (last.first_tile + last.tiles == tile.first_tile && last.SeesAlike(tile)) {
       ++last.tiles;
       return;
     }
@@ -40,7 +39,7 @@ TransposedSchedule::TransposedSchedule(const BlockSchedule& schedule)
             finish();
             chunk = tile / kChunkKeyTiles;
             current = {static_cast<int32_t>(query_tile), 1, rank, {}};
-            current.masks.fill(QueryRun::kNotSeen);
+            std::fill_n(current.masks, kChunkKeyTiles, QueryRun::kNotSeen);
           }
           current.masks[tile % kChunkKeyTiles] = run.mask;
         }

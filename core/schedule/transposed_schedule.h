@@ -3,27 +3,15 @@
 #ifndef TFB_CORE_SCHEDULE_TRANSPOSED_SCHEDULE_H_
 #define TFB_CORE_SCHEDULE_TRANSPOSED_SCHEDULE_H_
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "absl/types/span.h"
 #include "core/schedule/block_schedule.h"
+#include "core/schedule/schedule_view.h"
 
 namespace tfb {
-
-constexpr int64_t kChunkKeyTiles = 4;  // key tiles of a chunk
-
-// `tiles` consecutive tiles of queries that see a chunk alike.
-struct QueryRun {
-  static constexpr int32_t kNotSeen = -2;
-  int32_t first_tile;
-  int32_t tiles;
-  int32_t rank;  // how many chunks of smaller keys these queries see
-  // Of each key tile of the chunk: kNotSeen, TileRun::kFull, or the index of a mask of the schedule.
-  std::array<int32_t, kChunkKeyTiles> masks;
-};
 
 // Runs are ascending and disjoint in a chunk. They are as few as the pattern allows: one run holds
 // all queries of dense attention, so that the memory is that of the schedule.
@@ -32,7 +20,10 @@ class TransposedSchedule {
   TransposedSchedule() = default;
   explicit TransposedSchedule(const BlockSchedule& schedule);
 
+  int64_t heads() const { return heads_; }
   int64_t chunks() const { return chunks_; }
+  const std::vector<int64_t>& begin() const { return begin_; }
+  const std::vector<QueryRun>& runs() const { return runs_; }
   absl::Span<const QueryRun> Chunk(int64_t head, int64_t chunk) const {
     const int64_t n = head % heads_ * chunks_ + chunk;
     return absl::MakeConstSpan(runs_).subspan(begin_[n], begin_[n + 1] - begin_[n]);

@@ -1,0 +1,241 @@
+#include "core/flash/flash_backward_cuda.h"
+
+#include <algorithm>
+
+#include "core/cuda/for_each.h"
+#include "core/flash/flash_backward_sums.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+int64_t TilesOf(int64_t tokens) { return (tokens + kFlashTile - 1) / kFlashTile; }
+
+int64_t BlocksOfOffsets(const Problem& p) {
+  return p.query_tokens == 0 || p.kv_tokens == 0
+             ? 0
+             : TilesOf(p.query_tokens) + TilesOf(p.kv_tokens) - 1;
+}
+
+bool IsThere(const TensorView& view) { return !view.empty(); }
+
+}  // namespace
+
+ScoreSums& ScoreSums::operator|=(const ScoreSums& other) {
+  content_bias |= other.content_bias;
+  labels |= other.labels;
+  offsets |= other.offsets;
+  relative_keys |= other.relative_keys;
+  key_order |= other.key_order;
+  return *this;
+}
+
+// What kernels store by block, 0 at first.
+struct FlashBackwardCuda::Parts {
+  float* content_bias = nullptr;
+  float* labels = nullptr;
+  float* bias = nullptr;
+  float* relu_multiplier = nullptr;
+  float* positions = nullptr;
+  float* relative_keys = nullptr;
+  float* k_by_place = nullptr;
+  float* v_by_place = nullptr;
+};
+
+FlashBackwardCuda::Parts FlashBackwardCuda::LayOut(const Problem& p, const ScoreSums& sums,
+                                                   Workspace* workspace) {
+  const int64_t rows = p.batch * p.query_heads,
+                offsets = p.query_heads * BlocksOfOffsets(p) * kBlockOffsets;
+  const auto take = [&](bool wanted, int64_t floats) {
+    return wanted ? workspace->Take<float>(floats) : nullptr;
+  };
+  Parts parts;
+  parts.content_bias = take(sums.content_bias, rows * TilesOf(p.kv_tokens) * p.head_dim);
+  parts.labels = take(sums.labels, rows * TilesOf(p.query_tokens) * 2 * (p.head_dim + 1));
+  parts.bias = take(sums.offsets, offsets);
+  parts.relu_multiplier = take(sums.offsets, offsets);
+  parts.positions = take(sums.offsets, offsets);
+  parts.relative_keys = take(sums.relative_keys, offsets * p.head_dim);
+  const int64_t places = p.batch * p.kv_heads * p.kv_tokens;
+  parts.k_by_place = take(sums.key_order, places * p.head_dim);
+  parts.v_by_place = take(sums.key_order, places * p.value_dim);
+  return parts;
+}
+
+size_t FlashBackwardCuda::WorkspaceBytes(const Problem& problem, const ScoreSums& sums) {
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(problem, sums, &workspace); });
+}
+
+absl::StatusOr<FlashBackwardCuda> FlashBackwardCuda::Create(CudaRuntime* runtime,
+                                                            const Problem& problem,
+                                                            const BlockSchedule& schedule,
+                                                            const ScoreRule& rule) {
+  FlashBackwardCuda backward;
+  TFB_ASSIGN_OR_RETURN(backward.flash_,
+                       FlashCuda::CreateForBackward(runtime, problem, schedule, rule));
+  const TransposedSchedule transposed(schedule);
+  TFB_ASSIGN_OR_RETURN(backward.begin_,
+                       DeviceArray<int64_t>::Create(runtime->device(), transposed.begin()));
+  const std::vector<QueryRun>& runs = transposed.runs();
+  TFB_ASSIGN_OR_RETURN(backward.runs_,
+                       runtime->Upload(runs.data(), runs.size() * sizeof(QueryRun)));
+  backward.transposed_ = {transposed.heads(), transposed.chunks(), backward.begin_.data(),
+                          backward.runs_.As<QueryRun>()};
+  return backward;
+}
+
+ScoreSums FlashBackwardCuda::SumsOf(const FlashBackwardCall& call, const ScoreRule& rule) {
+  const ScoreGradients& terms = call.terms;
+  const bool has_relative_keys = rule.relative_key_rows.rows != nullptr;
+  ScoreSums sums;
+  sums.content_bias = terms.content_bias != nullptr;
+  sums.labels = rule.label_keys.keys != nullptr &&
+                (terms.label_keys != nullptr || terms.label_biases != nullptr ||
+                 terms.position_bias != nullptr);
+  sums.relative_keys = terms.relative_keys != nullptr && has_relative_keys;
+  sums.offsets = terms.bias != nullptr || terms.relu_multiplier != nullptr || sums.relative_keys ||
+                 (terms.position_bias != nullptr && has_relative_keys);
+  sums.key_order = call.forward->key_order.tokens != nullptr &&
+                   (IsThere(call.k_gradient) || IsThere(call.v_gradient));
+  return sums;
+}
+
+absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& call,
+                                    const Execution& execution) const {
+  CudaRuntime* const runtime = flash_.runtime();
+  FlashBackwardArguments b = {};
+  TFB_ASSIGN_OR_RETURN(b.forward, flash_.ArgumentsOf(p, *call.forward));
+  b.transposed = transposed_;
+  b.out_gradient = ToDeviceView(call.out_gradient);
+  b.numbers = call.numbers;
+  b.q_gradient = ToDeviceView(call.q_gradient);
+  b.k_gradient = ToDeviceView(call.k_gradient);
+  b.v_gradient = ToDeviceView(call.v_gradient);
+  b.span = call.terms.span;
+
+  const ScoreSums sums = SumsOf(call, b.forward.rule);
+  Workspace workspace(execution.workspace);
+  const Parts parts = LayOut(p, sums, &workspace);
+  TFB_RETURN_IF_ERROR(
+      runtime->Fill(execution.workspace.data(), 0, workspace.used(), execution.stream));
+  b.content_bias = parts.content_bias;
+  b.labels = parts.labels;
+  b.bias = call.terms.bias != nullptr ? parts.bias : nullptr;
+  b.relu_multiplier = call.terms.relu_multiplier != nullptr ? parts.relu_multiplier : nullptr;
+  b.positions = parts.positions;
+  b.relative_keys = parts.relative_keys;
+  b.keys_by_place = sums.key_order;
+  const auto by_place = [&](float* rows, int64_t channels) {
+    return ToDeviceView(
+        TensorView(rows, DType::kF32, {p.batch, p.kv_heads, p.kv_tokens, channels}));
+  };
+  if (sums.key_order) {
+    if (IsThere(call.k_gradient)) b.k_gradient = by_place(parts.k_by_place, p.head_dim);
+    if (IsThere(call.v_gradient)) b.v_gradient = by_place(parts.v_by_place, p.value_dim);
+  }
+
+  const FlashBackwardKernels& kernels = KernelsOn<FlashBackwardKernels>(runtime->target());
+  if (IsThere(call.q_gradient) || b.labels != nullptr || b.span != nullptr) {
+    TFB_RETURN_IF_ERROR(ToStatus(kernels.queries(b, execution.stream)));
+  }
+  if (IsThere(call.k_gradient) || IsThere(call.v_gradient) || b.content_bias != nullptr) {
+    TFB_RETURN_IF_ERROR(ToStatus(kernels.keys(b, execution.stream)));
+  }
+  if (b.has_offset_sums()) TFB_RETURN_IF_ERROR(ToStatus(kernels.offsets(b, execution.stream)));
+  const auto add_by_token = [&](const float* rows, int64_t channels,
+                                const TensorView& to) -> absl::Status {
+    if (!sums.key_order || to.empty()) return absl::OkStatus();
+    return ForEach(runtime->device(), p.batch * p.kv_heads * channels,
+                   AddByToken{rows, p.kv_heads, p.kv_tokens, channels, call.forward->key_order,
+                              ToDeviceView(to)},
+                   execution);
+  };
+  TFB_RETURN_IF_ERROR(add_by_token(parts.k_by_place, p.head_dim, call.k_gradient));
+  TFB_RETURN_IF_ERROR(add_by_token(parts.v_by_place, p.value_dim, call.v_gradient));
+  return AddSums(b, call.terms, execution);
+}
+
+absl::Status FlashBackwardCuda::AddSums(const FlashBackwardArguments& b,
+                                        const ScoreGradients& terms,
+                                        const Execution& execution) const {
+  const FlashArguments& a = b.forward;
+  const Device device = flash_.runtime()->device();
+  const int64_t heads = a.query_heads, dim = a.head_dim, position = a.rule.query_position;
+  const int64_t blocks = b.offset_blocks(), tiles = a.schedule.query_tiles;
+  const auto of_offset = [&](const float* parts, int64_t row) {
+    return SumOfOffset{parts, blocks, tiles, row};
+  };
+  const SumOfTiles labels = {b.labels, a.batch, heads, tiles, 2 * (dim + 1)};
+  if (b.content_bias != nullptr) {
+    const SumOfTiles sum = {b.content_bias, a.batch, heads, b.key_tiles(), dim};
+    TFB_RETURN_IF_ERROR(
+        ForEach(device, heads * dim, AddSumOfTiles{sum, terms.content_bias}, execution));
+  }
+  if (terms.label_keys != nullptr || terms.label_biases != nullptr) {
+    const AddLabelSums add = {labels, dim, terms.label_keys, terms.label_biases};
+    TFB_RETURN_IF_ERROR(ForEach(device, heads * labels.row, add, execution));
+  }
+  // The pairs' offsets j - i.
+  const int64_t first = 1 - a.query_tokens, end = a.kv_tokens;
+  const auto add_table = [&](const float* parts, const DistanceEntries& entries,
+                             float* to) -> absl::Status {
+    if (to == nullptr || blocks == 0) return absl::OkStatus();
+    const int64_t low = std::max<int64_t>(first - position + entries.zero, 0);
+    const int64_t high = std::min(end - position + entries.zero, entries.row);
+    if (high <= low) return absl::OkStatus();
+    return ForEach(
+        device, heads * (high - low),
+        AddTableSums{of_offset(parts, 1), position, low, high - low, entries.zero, entries.row, to},
+        execution);
+  };
+  TFB_RETURN_IF_ERROR(add_table(b.bias, a.rule.bias, terms.bias));
+  TFB_RETURN_IF_ERROR(add_table(b.relu_multiplier, a.rule.relu_multiplier, terms.relu_multiplier));
+  const RelativeKeyRows& keys = a.rule.relative_key_rows;
+  if (b.relative_keys != nullptr && blocks > 0) {
+    const int64_t offsets = keys.high - keys.low + 1;
+    const AddRelativeKeySums add = {of_offset(b.relative_keys, dim),
+                                    of_offset(b.positions, 1),
+                                    position,
+                                    a.rule.position_bias,
+                                    a.scale,
+                                    keys.low,
+                                    offsets,
+                                    dim,
+                                    (dim + 15) / 16 * 16,
+                                    terms.relative_keys};
+    TFB_RETURN_IF_ERROR(ForEach(device, heads * offsets * dim, add, execution));
+  }
+  if (terms.position_bias == nullptr) return absl::OkStatus();
+  AddPositionBiasSums add = {
+      of_offset(b.positions, 1), position, {}, labels, {}, a.scale, first, end, dim,
+      terms.position_bias};
+  if (blocks > 0) add.keys = keys;
+  if (b.labels != nullptr) add.label_keys = a.rule.label_keys;
+  return ForEach(device, heads * dim, add, execution);
+}
+
+absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call,
+                             const ConstTensorView& out,
+                             const ConstTensorView& log_sum_exp_gradient,
+                             const ConstTensorView& marks, bool counts,
+                             const Execution& execution) {
+  FlashDeltaArguments a = {};
+  a.out = ToDeviceView(out);
+  a.out_gradient = ToDeviceView(call.out_gradient);
+  a.log_sum_exp = ToDeviceView(call.forward->log_sum_exp);
+  a.rest = ToDeviceView(call.forward->log_sum_exp_rest);
+  a.log_sum_exp_gradient = ToDeviceView(log_sum_exp_gradient);
+  if (!marks.empty()) {
+    a.marks = static_cast<const uint8_t*>(marks.data);
+    a.marks_stride = marks.stride(0);
+    a.counts_marked = counts;
+  }
+  a.batch = out.dim(0);
+  a.heads = out.dim(1);
+  a.value_dim = static_cast<int>(out.dim(3));
+  a.numbers = call.numbers;
+  return ToStatus(KernelsOn<FlashBackwardKernels>(runtime->target()).delta(a, execution.stream));
+}
+
+}  // namespace tfb

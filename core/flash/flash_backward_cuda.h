@@ -1,0 +1,73 @@
+// Engine flash's backward pass on CUDA devices: the GPU or the simulator. Formulas and the parts of a call are those of
+// core/flash/flash_backward.h; views, orders and sums of a call point to device memory.
+#ifndef TFB_CORE_FLASH_FLASH_BACKWARD_CUDA_H_
+#define TFB_CORE_FLASH_FLASH_BACKWARD_CUDA_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/runtime.h"
+#include "core/flash/flash_backward.h"
+#include "core/flash/flash_backward_kernels.h"
+#include "core/flash/flash_cuda.h"
+#include "core/problem.h"
+#include "core/schedule/block_schedule.h"
+#include "core/technique.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+// The sums of terms of a score that a backward pass makes, which need workspace.
+struct ScoreSums {
+  bool content_bias = false;
+  bool labels = false;         // label keys and their numbers
+  bool offsets = false;        // distance tables, the position bias of relative keys
+  bool relative_keys = false;  // with `offsets`
+  bool key_order = false;      // gradients by place, of an order of keys
+
+  ScoreSums& operator|=(const ScoreSums& other);
+};
+
+class FlashBackwardCuda {
+ public:
+  FlashBackwardCuda() = default;
+  // Copies the schedule, of tiles of 64 queries, and the rule's tables, which lie in host memory, to the device.
+  static absl::StatusOr<FlashBackwardCuda> Create(CudaRuntime* runtime, const Problem& problem,
+                                                  const BlockSchedule& schedule,
+                                                  const ScoreRule& rule);
+
+  // Returns the device memory that a call needs. It is linear in the tokens.
+  static size_t WorkspaceBytes(const Problem& problem, const ScoreSums& sums);
+
+  // Enqueues a call, which has `numbers` in place of `delta`. Arithmetic is fp32, and the result has the same bits in every
+  // run. It allocates nothing.
+  absl::Status Run(const Problem& problem, const FlashBackwardCall& call,
+                   const Execution& execution) const;
+
+ private:
+  struct Parts;
+  static Parts LayOut(const Problem& problem, const ScoreSums& sums, Workspace* workspace);
+  static ScoreSums SumsOf(const FlashBackwardCall& call, const ScoreRule& rule);
+  absl::Status AddSums(const FlashBackwardArguments& b, const ScoreGradients& terms,
+                       const Execution& execution) const;
+
+  FlashCuda flash_;
+  TransposedView transposed_ = {};
+  DeviceArray<int64_t> begin_;
+  DeviceBuffer runs_;
+};
+
+// Writes the numbers of rows of an output [batch, query_heads, rows, value_dim], of any dtype and strides, from its
+// log-sum-exp, what rounding took from that, which may be empty, and the gradients of both, of which that of the
+// log-sum-exp may be empty. `marks`, u8 [batch, rows], may be empty: rows where it is not `counts` have no gradients.
+absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call,
+                             const ConstTensorView& out,
+                             const ConstTensorView& log_sum_exp_gradient,
+                             const ConstTensorView& marks, bool counts, const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_BACKWARD_CUDA_H_

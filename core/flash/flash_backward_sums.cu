@@ -1,0 +1,14 @@
+#include "core/flash/flash_backward_sums.h"
+
+#include "core/cuda/for_each.cuh"
+
+namespace tfb {
+
+TFB_FOR_EACH(AddSumOfTiles);
+TFB_FOR_EACH(AddLabelSums);
+TFB_FOR_EACH(AddTableSums);
+TFB_FOR_EACH(AddRelativeKeySums);
+TFB_FOR_EACH(AddPositionBiasSums);
+TFB_FOR_EACH(AddByToken);
+
+}  // namespace tfb
