@@ -75,7 +75,7 @@ class FixedSpans : public FlashStep {
     return absl::OkStatus();
   }
   std::map<std::string, double> statistics() const override { return StatisticsOf(spans_); }
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
 
  private:
   std::vector<float> spans_;
@@ -115,7 +115,9 @@ class DynamicSpans : public FlashStep {
   // With a = w . x + b, z = max_span sigmoid(a) and da = dz max_span sigmoid(a) sigmoid(-a): dw = sum da
   // x, db = sum da, and dx = sum over heads of da w. 1 - z / max_span would have lost what z rounds
   // where a gate is all but open.
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "dynamic spans");
+  }
   size_t backward_workspace_bytes(int threads) const override {
     return Workspace::Measure([&](Workspace& workspace) { TakeRows(threads, &workspace); });
   }

@@ -199,7 +199,9 @@ class Compress : public FlashStep {
     return values_.Run(tensors.Get("v"), key_mask, value_memory_, execution);
   }
 
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "compressed keys");
+  }
   std::vector<std::string> written_gradients() const override {
     std::vector<std::string> names;
     if (plan_.has_e) names.push_back("e");

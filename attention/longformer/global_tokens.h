@@ -29,7 +29,7 @@ class GlobalTokens : public FlashStep {
   absl::Status Setup(Device device, const Inputs&, const Execution&) override;
   void LayOut(Workspace* workspace, Inputs* tensors) override;
   absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override;
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
 
  private:
   void FindOnCpu(int64_t b) const;

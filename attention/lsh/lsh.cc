@@ -155,7 +155,9 @@ class SortByBucket : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "sorting by buckets");
+  }
   double backward_flops() const override { return flops(); }  // buckets are found again
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients, const ParameterGradients&,
                         const Execution& execution) override {

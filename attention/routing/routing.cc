@@ -170,7 +170,9 @@ class Clusters : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "clusters");
+  }
   double backward_flops() const override { return flops(); }  // members are found again
   absl::Status FinishBackward(const Inputs& tensors, const Inputs& output_gradients,
                               const Outputs& gradients, const ParameterGradients&,

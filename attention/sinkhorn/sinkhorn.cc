@@ -168,7 +168,9 @@ class SortBlocks : public FlashStep {
     return product(s.batch, s.heads) * of_head;
   }
 
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "sorted blocks");
+  }
   size_t backward_workspace_bytes(int threads) const override {
     return SortBackwardWorkspaceBytes(sizes_, {problem_.head_dim, problem_.value_dim}, threads);
   }

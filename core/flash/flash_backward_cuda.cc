@@ -22,6 +22,32 @@ bool IsThere(const TensorView& view) { return !view.empty(); }
 
 }  // namespace
 
+ScoreSums ScoreSums::OfLabels() {
+  ScoreSums sums;
+  sums.labels = true;
+  return sums;
+}
+ScoreSums ScoreSums::OfOffsets() {
+  ScoreSums sums;
+  sums.offsets = true;
+  return sums;
+}
+ScoreSums ScoreSums::OfRelativeKeys() {
+  ScoreSums sums = OfOffsets();
+  sums.relative_keys = true;
+  return sums;
+}
+ScoreSums ScoreSums::OfKeyOrder() {
+  ScoreSums sums;
+  sums.key_order = true;
+  return sums;
+}
+
+bool ScoreSums::operator==(const ScoreSums& other) const {
+  return content_bias == other.content_bias && labels == other.labels && offsets == other.offsets &&
+         relative_keys == other.relative_keys && key_order == other.key_order;
+}
+
 ScoreSums& ScoreSums::operator|=(const ScoreSums& other) {
   content_bias |= other.content_bias;
   labels |= other.labels;

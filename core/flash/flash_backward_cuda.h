@@ -28,7 +28,13 @@ struct ScoreSums {
   bool relative_keys = false;  // with `offsets`
   bool key_order = false;      // gradients by place, of an order of keys
 
+  static ScoreSums OfLabels();
+  static ScoreSums OfOffsets();
+  static ScoreSums OfRelativeKeys();
+  static ScoreSums OfKeyOrder();
+
   ScoreSums& operator|=(const ScoreSums& other);
+  bool operator==(const ScoreSums& other) const;
 };
 
 class FlashBackwardCuda {

@@ -1,6 +1,5 @@
-#include "core/flash/flash_backward_sums.h"
-
 #include "core/cuda/for_each.cuh"
+#include "core/flash/flash_backward_sums.h"
 
 namespace tfb {
 

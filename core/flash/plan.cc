@@ -4,6 +4,16 @@
 
 namespace tfb {
 
+std::shared_ptr<const Pattern> FlashPart::seen() const {
+  return pattern != nullptr ? pattern : std::make_shared<FullPattern>();
+}
+
+ScoreSums FlashPart::sums() const {
+  ScoreSums sums = key_order.empty() ? ScoreSums() : ScoreSums::OfKeyOrder();
+  for (const std::shared_ptr<ScoreTerm>& term : terms) sums |= term->sums();
+  return sums;
+}
+
 bool FlashPart::has_relative_keys() const {
   return std::any_of(terms.begin(), terms.end(), [](const std::shared_ptr<ScoreTerm>& term) {
     return term->has_relative_keys();

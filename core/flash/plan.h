@@ -78,11 +78,11 @@ class FlashStep {
   virtual double flops() const { return 0; }
   virtual std::map<std::string, double> statistics() const { return {}; }
 
-  // ---- The backward pass, on the CPU ----
+  // ---- The backward pass ----
 
   // Returns OK where the step's tensors are no functions of floating inputs or parameters, or where
-  // Backward takes their gradients on to these; otherwise Unimplemented with the reason.
-  virtual absl::Status CheckBackward() const {
+  // Backward takes their gradients on to these on the device; otherwise Unimplemented with the reason.
+  virtual absl::Status CheckBackward(Device) const {
     return absl::UnimplementedError("a step of the technique has no backward pass");
   }
   // Returns the parameters whose gradients Backward writes itself, every element, to
@@ -137,6 +137,10 @@ struct FlashPart {
   MaskInput mask;
 
   bool has_relative_keys() const;
+  // Returns which places of queries see which of keys, but for the causal mask.
+  std::shared_ptr<const Pattern> seen() const;
+  // Returns what a backward pass on CUDA sums.
+  ScoreSums sums() const;
   bool has_tensor_order() const { return !query_order.tensor.empty() || !key_order.tensor.empty(); }
 };
 

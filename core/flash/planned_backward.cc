@@ -2,30 +2,21 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/for_each.h"
 #include "core/flash/crop.h"
+#include "core/flash/flash_backward_sums.h"
+#include "core/flash/gradient_rows.h"
 #include "core/flash/planned_layer.h"
-#include "core/flash/rows.h"
 #include "core/status.h"
 #include "core/zeros.h"
 
 namespace tfb {
 namespace {
 
-// Copies contiguous rows of f32 to a view of another dtype.
-void RoundTo(const ConstTensorView& from, const TensorView& to, ThreadPool* pool) {
-  constexpr int64_t kRows = 256;
-  const int64_t channels = from.dim(from.rank - 1);
-  pool->ParallelForRanges(RowsOf(to), kRows, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      StoreRow(static_cast<const float*>(from.data) + row * channels, channels, to,
-               RowOffset(to, row), to.stride(to.rank - 1));
-    }
-  });
-}
-
-// Adds rows of f32, the places of an order, to the tokens that these name, in the order of places.
-void AddByToken(const ConstTensorView& rows, const TokenOrder& order, const TensorView& to,
-                ThreadPool* pool) {
+// Adds rows of f32, the places of an order, to the tokens that these name, in the order of places, on
+// the CPU.
+void AddRowsByToken(const ConstTensorView& rows, const TokenOrder& order, const TensorView& to,
+                    ThreadPool* pool) {
   const int64_t heads = rows.dim(1), channels = rows.dim(3);
   pool->ParallelFor(rows.dim(0) * heads, [&](int64_t task, int) {
     const int64_t b = task / heads, h = task % heads;
@@ -42,10 +33,6 @@ void AddByToken(const ConstTensorView& rows, const TokenOrder& order, const Tens
 }  // namespace
 
 absl::Status PlannedLayer::CheckBackward() const {
-  if (device_ != Device::kCpu) {
-    return absl::UnimplementedError(absl::StrCat(
-        "the backward pass of engine flash is on the CPU alone, not on ", Name(device_)));
-  }
   for (const FlashRows& rows : plan_.rows()) {
     if (rows.log_sum_exp.empty()) {
       return absl::UnimplementedError(
@@ -53,9 +40,34 @@ absl::Status PlannedLayer::CheckBackward() const {
     }
   }
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
-    TFB_RETURN_IF_ERROR(step->CheckBackward());
+    TFB_RETURN_IF_ERROR(step->CheckBackward(device_));
   }
+  for (const ScoreTerm* term : terms_) TFB_RETURN_IF_ERROR(term->CheckBackward(device_));
   return absl::OkStatus();
+}
+
+absl::Status PlannedLayer::Clear(absl::Span<std::byte> memory, const Execution& execution) const {
+  if (device_ == Device::kCpu) {
+    SetToZero(memory, execution.pool);
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  return runtime->Fill(memory.data(), 0, memory.size(), execution.stream);
+}
+
+absl::Status PlannedLayer::Clear(const TensorView& view, const Execution& execution) const {
+  if (device_ == Device::kCpu) {
+    SetToZero(view, execution.pool);
+    return absl::OkStatus();
+  }
+  return CopyTo(view, {}, execution);
+}
+
+absl::Status PlannedLayer::CopyTo(const TensorView& to, const ConstTensorView& from,
+                                  const Execution& execution) const {
+  const GradientRows rows(to);
+  return ForEachInRows(device_, rows.rows(), rows.columns(),
+                       CopyToRows{GradientRows(from).view(), rows.view()}, execution);
 }
 
 std::vector<std::string> PlannedLayer::differentiable_outputs() const {
@@ -80,7 +92,10 @@ size_t PlannedLayer::BackwardScratchBytes(int threads) const {
   }
   for (const Sizes& sizes : sizes_) {
     for (const Problem& part : sizes.parts) {
-      bytes = std::max(bytes, FlashBackwardWorkspaceBytes(part, sizes.has_relative_keys, threads));
+      bytes =
+          std::max(bytes, device_ == Device::kCpu
+                              ? FlashBackwardWorkspaceBytes(part, sizes.has_relative_keys, threads)
+                              : FlashBackwardCuda::WorkspaceBytes(part, sizes.sums));
     }
   }
   return bytes;
@@ -103,9 +118,16 @@ PlannedLayer::BackwardMemory PlannedLayer::LayOutBackward(const BackwardCall& ca
     if (softmax.out_by_place) places = std::max(places, all);
   }
   BackwardMemory memory;
-  memory.delta = workspace->Take<float>(rows);
+  if (device_ == Device::kCpu) {
+    memory.delta = workspace->Take<float>(rows);
+  } else {
+    for (float** number : {&memory.numbers.shift, &memory.numbers.rest, &memory.numbers.delta}) {
+      *number = workspace->Take<float>(rows);
+    }
+  }
   memory.by_place = workspace->Take<float>(places * p.head_dim);
   memory.sums_begin = workspace->used();
+  if (device_ != Device::kCpu) memory.zero = workspace->Take<float>(1);
   const auto take = [&](const Shape& shape) {
     return TensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape);
   };
@@ -131,21 +153,66 @@ PlannedLayer::BackwardMemory PlannedLayer::LayOutBackward(const BackwardCall& ca
   return memory;
 }
 
+absl::StatusOr<PlannedLayer::PartBackward> PlannedLayer::SetUpPart(const Softmax& softmax,
+                                                                   size_t n) const {
+  const FlashRows& rows = *softmax.rows;
+  const FlashPart& part = *softmax.parts[n].part;
+  const FlashEngine& engine = softmax.engines.engines()[n];
+  PartBackward backward;
+  if (device_ != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    Problem problem = engine.problem();
+    problem.causal |= part.causal && !rows.marked.tensor.empty();
+    TFB_ASSIGN_OR_RETURN(backward.cuda, FlashBackwardCuda::Create(
+                                            runtime, problem, BuildSchedule(problem, *part.seen()),
+                                            RuleOf(rows, part)));
+    return backward;
+  }
+  backward.schedule = TransposedSchedule(engine.schedule());
+  const RelativeKeys* keys = engine.NewCall().rule.relative_keys;
+  if (keys == nullptr) return backward;
+  backward.relative_keys =
+      RelativeKeyVectors(*keys, problem().head_dim, ProductScale(engine.problem(), rows.scale));
+  return backward;
+}
+
 absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
   backward_parts_.clear();
   for (const Softmax& softmax : softmaxes_) {
     std::vector<PartBackward>& parts = backward_parts_.emplace_back();
-    for (const FlashEngine& engine : softmax.engines.engines()) {
-      PartBackward& part = parts.emplace_back();
-      part.schedule = TransposedSchedule(engine.schedule());
-      const RelativeKeys* keys = engine.NewCall().rule.relative_keys;
-      if (keys == nullptr) continue;
-      part.relative_keys = RelativeKeyVectors(*keys, problem().head_dim,
-                                              ProductScale(engine.problem(), softmax.rows->scale));
+    for (size_t n = 0; n < softmax.parts.size(); ++n) {
+      TFB_ASSIGN_OR_RETURN(PartBackward part, SetUpPart(softmax, n));
+      parts.push_back(std::move(part));
     }
   }
   parameter_gradients_ = ParameterGradients(parameters(), WrittenBySteps(plan_));
+  Workspace::Measure([&](Workspace& workspace) { LayOutBackward(BackwardCall(), &workspace); });
+  for (ScoreTerm* term : terms_) {
+    TFB_RETURN_IF_ERROR(term->SetUpGradients(device_, parameter_gradients_));
+  }
   return absl::OkStatus();
+}
+
+absl::Status PlannedLayer::FindRowNumbers(const Softmax& softmax, const ConstTensorView& out,
+                                          const BackwardMemory& memory, FlashBackwardCall* call,
+                                          const Execution& execution) const {
+  const FlashRows& rows = *softmax.rows;
+  const ConstTensorView* of_output = output_gradients_.Find(rows.log_sum_exp);
+  const ConstTensorView log_sum_exp_gradient = Crop(
+      of_output != nullptr ? *of_output : ConstTensorView(gradients_.Get(rows.log_sum_exp)), rows);
+  if (device_ == Device::kCpu) {
+    const TensorView delta(memory.delta, DType::kF32, {out.dim(0), out.dim(1), out.dim(2)});
+    FlashDelta(out, call->out_gradient, log_sum_exp_gradient, delta, execution.pool);
+    call->delta = delta;
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  call->numbers = memory.numbers;
+  call->numbers.rows = out.dim(2);
+  const bool is_marked = !rows.marked.tensor.empty();
+  ConstTensorView marks = is_marked ? tensors_.Get(rows.marked.tensor) : call->overwritten;
+  if (is_marked) marks = Crop(marks, 1, rows.queries);
+  return FlashRowNumbers(runtime, *call, out, log_sum_exp_gradient, marks, is_marked, execution);
 }
 
 absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_out,
@@ -155,46 +222,53 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
   const bool is_marked = !rows.marked.tensor.empty();
   const int64_t group = problem().group();
   const TokenRange kv_heads = {rows.heads.begin / group, rows.heads.end / group};
-  const auto gradient_of = [&](const std::string& name) -> ConstTensorView {
-    const ConstTensorView* of_output = output_gradients_.Find(name);
-    return Crop(of_output != nullptr ? *of_output : ConstTensorView(gradients_.Get(name)), rows);
-  };
+  const ConstTensorView* of_output = output_gradients_.Find(rows.out);
   const ConstTensorView* of_step = tensors_.Find(rows.out);
   const ConstTensorView out = Crop(of_step != nullptr ? *of_step : all_out, rows);
-  const ConstTensorView out_gradient = gradient_of(rows.out);
-  const TensorView delta(memory.delta, DType::kF32, {out.dim(0), out.dim(1), out.dim(2)});
-  FlashDelta(out, out_gradient, gradient_of(rows.log_sum_exp), delta, execution.pool);
+  const ConstTensorView out_gradient =
+      Crop(of_output != nullptr ? *of_output : ConstTensorView(gradients_.Get(rows.out)), rows);
+  FlashBackwardCall backward;
+  backward.out_gradient = out_gradient;
+  // What a softmax over marked queries writes is not another's.
+  for (const FlashRows& other : plan_.rows()) {
+    if (is_marked || other.marked.tensor.empty()) continue;
+    backward.overwritten = Crop(tensors_.Get(other.marked.tensor), 1, rows.queries);
+  }
   for (size_t n = 0; n < softmax.parts.size(); ++n) {
     const FlashPart& part = *softmax.parts[n].part;
-    const FlashCall forward =
-        is_marked ? MarkedCallOf(softmax, Outputs()) : CallOf(softmax, n, Outputs());
-    FlashBackwardCall backward;
+    const FlashCall forward = is_marked && device_ == Device::kCpu
+                                  ? MarkedCallOf(softmax, Outputs())
+                                  : CallOf(softmax, n, Outputs());
     backward.forward = &forward;
-    backward.schedule = &backward_parts_[index][n].schedule;
-    backward.relative_keys = &backward_parts_[index][n].relative_keys;
-    backward.out_gradient = out_gradient;
-    backward.delta = delta;
-    // What a softmax over marked queries writes is not another's.
-    for (const FlashRows& other : plan_.rows()) {
-      if (is_marked || other.marked.tensor.empty()) continue;
-      backward.overwritten = Crop(tensors_.Get(other.marked.tensor), 1, rows.queries);
-    }
+    if (n == 0) TFB_RETURN_IF_ERROR(FindRowNumbers(softmax, out, memory, &backward, execution));
+    const PartBackward& own = backward_parts_[index][n];
+    backward.schedule = &own.schedule;
+    backward.relative_keys = &own.relative_keys;
     const TensorView q_gradient = Crop(gradients_.Get(part.q), rows.heads, rows.queries);
     backward.q_gradient = q_gradient;
     if (rows.out_by_place && !q_gradient.empty()) {
       backward.q_gradient = TensorView(memory.by_place, DType::kF32,
                                        {out.dim(0), out.dim(1), out.dim(2), q_gradient.dim(3)});
-      SetToZero(backward.q_gradient, execution.pool);
+      TFB_RETURN_IF_ERROR(Clear(backward.q_gradient, execution));
     }
     backward.k_gradient = Crop(gradients_.Get(part.k), kv_heads, part.keys);
     backward.v_gradient = Crop(gradients_.Get(part.v), kv_heads, part.keys);
     for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
       term->BindGradients(gradients_, &backward.terms);
     }
-    TFB_RETURN_IF_ERROR(
-        FlashBackwardCpu(softmax.engines.engines()[n].problem(), backward, execution));
-    if (rows.out_by_place && !q_gradient.empty()) {
-      AddByToken(backward.q_gradient, forward.query_order, q_gradient, execution.pool);
+    const Problem& problem = softmax.engines.engines()[n].problem();
+    TFB_RETURN_IF_ERROR(device_ == Device::kCpu ? FlashBackwardCpu(problem, backward, execution)
+                                                : own.cuda.Run(problem, backward, execution));
+    if (!rows.out_by_place || q_gradient.empty()) continue;
+    if (device_ == Device::kCpu) {
+      AddRowsByToken(backward.q_gradient, forward.query_order, q_gradient, execution.pool);
+    } else {
+      const TensorView& by_place = backward.q_gradient;
+      TFB_RETURN_IF_ERROR(
+          ForEach(device_, by_place.dim(0) * by_place.dim(1) * by_place.dim(3),
+                  AddByToken{memory.by_place, by_place.dim(1), by_place.dim(2), by_place.dim(3),
+                             forward.query_order, ToDeviceView(q_gradient)},
+                  execution));
     }
   }
   return absl::OkStatus();
@@ -205,15 +279,19 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   const BackwardMemory memory = LayOutBackward(call, &workspace);
   LayOutKept(execution.kept);
   const ConstTensorView out = call.outputs.Get("out");
-  output_gradients_.Set("out", OrZeros(call.output_gradients.Get("out"), out));
+  const ConstTensorView given = call.output_gradients.Get("out");
+  const ConstTensorView zeros(memory.zero, DType::kF32, out.shape(), Shape(out.rank, 0));
+  output_gradients_.Set("out",
+                        device_ == Device::kCpu || !given.empty() ? OrZeros(given, out) : zeros);
   output_gradients_.Set("log_sum_exp", call.output_gradients.Get("log_sum_exp"));
   parameter_gradients_.SetOutputs(&call.parameter_gradients);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  SetToZero(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
-            execution.pool);
+  TFB_RETURN_IF_ERROR(
+      Clear(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
+            execution));
   for (const auto& [name, gradient] : call.input_gradients) {
-    if (!gradient.empty()) SetToZero(gradient, execution.pool);
+    if (!gradient.empty()) TFB_RETURN_IF_ERROR(Clear(gradient, execution));
   }
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Run(tensors_, Outputs(), rest));
@@ -225,17 +303,18 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   for (size_t n = 0; n < softmaxes_.size(); ++n) {
     TFB_RETURN_IF_ERROR(BackwardOf(n, out, memory, rest));
   }
-  for (const ScoreTerm* term : terms_) term->AddGradients(parameter_gradients_, execution.pool);
+  for (const ScoreTerm* term : terms_) {
+    TFB_RETURN_IF_ERROR(term->AddGradients(parameter_gradients_, rest));
+  }
   for (auto step = plan_.steps().rbegin(); step != plan_.steps().rend(); ++step) {
     TFB_RETURN_IF_ERROR((*step)->Backward(tensors_, gradients_, parameter_gradients_, rest));
   }
   for (const TensorSpec& input : inputs()) {
     const TensorView wanted = call.input_gradients.Get(input.name);
     if (wanted.empty() || input.dtype == DType::kF32) continue;
-    RoundTo(gradients_.Get(input.name), wanted, execution.pool);
+    TFB_RETURN_IF_ERROR(CopyTo(wanted, gradients_.Get(input.name), execution));
   }
-  parameter_gradients_.Write();
-  return absl::OkStatus();
+  return parameter_gradients_.Write(device_, execution);
 }
 
 }  // namespace tfb

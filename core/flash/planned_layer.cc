@@ -12,10 +12,6 @@
 namespace tfb {
 namespace {
 
-std::shared_ptr<const Pattern> PatternOf(const FlashPart& part) {
-  return part.pattern != nullptr ? part.pattern : std::make_shared<FullPattern>();
-}
-
 // What is computed once in a Run is computed again in Backward, with the gradients of both operands.
 constexpr double kBackwardFactor = 3;
 constexpr absl::string_view kLogSumExp = "log_sum_exp";
@@ -35,7 +31,7 @@ std::vector<int32_t> LongRowsOf(const FlashPlan& plan, const FlashRows& rows) {
   for (const FlashPart& part : rows.parts) {
     if (part.causal || !part.query_order.empty() || !rows.marked.tensor.empty()) return {};
     const Problem problem = plan.ProblemOf(rows, part, Device::kCuda);
-    const std::shared_ptr<const Pattern> pattern = PatternOf(part);
+    const std::shared_ptr<const Pattern> pattern = part.seen();
     const std::vector<int32_t> longest =
         LongRows(*pattern, BuildSchedule(problem, *pattern, FlashCudaQueries(problem.dtype)));
     if (!places.empty() && !longest.empty()) return {};
@@ -43,7 +39,7 @@ std::vector<int32_t> LongRowsOf(const FlashPlan& plan, const FlashRows& rows) {
   }
   if (places.empty()) return {};
   const auto shows_nothing = [&](const FlashPart& part) {
-    return SeeNothing(*PatternOf(part), places);
+    return SeeNothing(*part.seen(), places);
   };
   const auto silent = std::count_if(rows.parts.begin(), rows.parts.end(), shows_nothing);
   return silent + 1 == static_cast<int64_t>(rows.parts.size()) ? places : std::vector<int32_t>();
@@ -58,7 +54,7 @@ void CutLongRows(FlashPlan* plan) {
     FlashRows& of_long = cut.emplace_back(rows);
     of_long.parts.clear();
     for (FlashPart& part : rows.parts) {
-      const std::shared_ptr<const Pattern> pattern = PatternOf(part);
+      const std::shared_ptr<const Pattern> pattern = part.seen();
       if (SeeNothing(*pattern, places)) continue;
       FlashPart& of_part = of_long.parts.emplace_back(part);
       of_part.pattern = RowsOf(pattern, places);
@@ -172,6 +168,7 @@ std::vector<PlannedLayer::Sizes> PlannedLayer::SizesOf(const FlashPlan& plan) co
     for (const FlashPart& part : rows.parts) {
       sizes.parts.push_back(plan.ProblemOf(rows, part, device_));
       sizes.has_relative_keys |= part.has_relative_keys();
+      sizes.sums |= part.sums();
     }
   }
   return all;
@@ -303,6 +300,13 @@ void PlannedLayer::ListTerms() {
   }
 }
 
+ScoreRule PlannedLayer::RuleOf(const FlashRows& rows, const FlashPart& part) const {
+  ScoreRule rule;
+  for (const std::shared_ptr<ScoreTerm>& term : part.terms) term->AddTo(&rule);
+  rule.query_position = rows.queries.begin - part.keys.begin;
+  return rule;
+}
+
 absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows) const {
   Softmax softmax;
   softmax.rows = &rows;
@@ -322,15 +326,13 @@ absl::StatusOr<PlannedLayer::Softmax> PlannedLayer::Build(const FlashRows& rows)
   }
   std::vector<FlashEngine> engines;
   for (const FlashPart& part : rows.parts) {
-    ScoreRule rule;
-    for (const std::shared_ptr<ScoreTerm>& term : part.terms) term->AddTo(&rule);
-    rule.query_position = rows.queries.begin - part.keys.begin;
+    const ScoreRule rule = RuleOf(rows, part);
     const Problem problem = plan_.ProblemOf(rows, part, device_);
     const bool passes_over_rows = is_marked && device_ != Device::kCpu;
     TFB_ASSIGN_OR_RETURN(FlashEngine engine,
                          passes_over_rows
                              ? FlashEngine::CreateForStream(device_, problem, rule)
-                             : FlashEngine::Create(device_, problem, *PatternOf(part), rule));
+                             : FlashEngine::Create(device_, problem, *part.seen(), rule));
     // A part of which no query sees anything is left out; one part remains, to write the rows.
     if (engine.schedule().runs.empty() && &part != &rows.parts[0]) continue;
     Part on_device;
@@ -476,8 +478,8 @@ absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
     TFB_RETURN_IF_ERROR(step->Finish(tensors_, outputs, rest));
   }
   const TensorView kept = kept_.Get(kLogSumExp), log_sum_exp = outputs.Get(kLogSumExp);
-  if (!kept.empty() && !log_sum_exp.empty()) CopyElements(kept, log_sum_exp);
-  return absl::OkStatus();
+  if (kept.empty() || log_sum_exp.empty()) return absl::OkStatus();
+  return CopyTo(log_sum_exp, kept, execution);
 }
 
 }  // namespace tfb

@@ -50,7 +50,7 @@ class PlannedLayer : public Layer {
   Cost cost() const override;
   std::map<std::string, double> statistics() const override;
 
-  // The backward pass is on the CPU. A Run keeps the log-sum-exp of every row, and what rounding
+  // A Run keeps the log-sum-exp of every row, and what rounding
   // took of it; Backward runs the steps again. What softmaxes write to tensors of steps is kept,
   // too: it has the size of the output, which is kept for Backward alike, and a softmax that runs
   // again costs two products beside the five of its backward pass.
@@ -75,8 +75,10 @@ class PlannedLayer : public Layer {
   struct Sizes {
     std::vector<Problem> parts;
     bool has_relative_keys = false;
+    ScoreSums sums;
     bool operator==(const Sizes& other) const {
-      return parts == other.parts && has_relative_keys == other.has_relative_keys;
+      return parts == other.parts && has_relative_keys == other.has_relative_keys &&
+             sums == other.sums;
     }
   };
   // A part on the device.
@@ -143,12 +145,15 @@ class PlannedLayer : public Layer {
 
   // What a part has beside its forward call.
   struct PartBackward {
-    TransposedSchedule schedule;
-    RelativeKeyVectors relative_keys;
+    TransposedSchedule schedule;       // on the CPU
+    RelativeKeyVectors relative_keys;  // on the CPU
+    FlashBackwardCuda cuda;
   };
   // The tensors of a Backward, in its workspace.
   struct BackwardMemory {
-    float* delta = nullptr;  // of the rows of a softmax
+    float* delta = nullptr;  // of the rows of a softmax, on the CPU
+    RowNumbers numbers;      // of the rows of a softmax, on CUDA
+    float* zero = nullptr;   // a 0, on CUDA
     // Gradients of queries by the places of a softmax, where an order may name one several times.
     float* by_place = nullptr;
     size_t sums_begin = 0;  // where in the workspace the sums are that are 0 at first
@@ -158,8 +163,20 @@ class PlannedLayer : public Layer {
   // floating tensors: those of f32 inputs are the caller's, others are in the workspace.
   BackwardMemory LayOutBackward(const BackwardCall& call, Workspace* workspace);
   size_t BackwardScratchBytes(int threads) const;
+  absl::StatusOr<PartBackward> SetUpPart(const Softmax& softmax, size_t part) const;
   absl::Status BackwardOf(size_t softmax, const ConstTensorView& out, const BackwardMemory& memory,
                           const Execution& execution);
+  // Fills the numbers of a softmax's rows, and names them in the call.
+  absl::Status FindRowNumbers(const Softmax& softmax, const ConstTensorView& out,
+                              const BackwardMemory& memory, FlashBackwardCall* call,
+                              const Execution& execution) const;
+  ScoreRule RuleOf(const FlashRows& rows, const FlashPart& part) const;
+  // Sets a tensor to 0 on the layer's device.
+  absl::Status Clear(const TensorView& view, const Execution& execution) const;
+  absl::Status Clear(absl::Span<std::byte> memory, const Execution& execution) const;
+  // Copies a tensor of f32 to one of any dtype on the layer's device.
+  absl::Status CopyTo(const TensorView& to, const ConstTensorView& from,
+                      const Execution& execution) const;
   // Returns the share of an input's rows that a Run reads.
   double ShareRead(const TensorSpec& input) const;
 

@@ -3,11 +3,30 @@
 #include <algorithm>
 #include <limits>
 
+#include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
 #include "core/flash/rows.h"
 #include "core/status.h"
 
 namespace tfb {
+namespace {
+
+// Adds the slopes of a number by the elements of parameters that it was computed from.
+void AddSlopes(const Traced& value, int64_t number, const ParameterGradients& gradients,
+               std::vector<GradientMap::Slope>* slopes) {
+  for (const Traced::Derivative& d : value.derivatives()) {
+    const int64_t element = gradients.PlaceOf(d.element);
+    if (element >= 0) slopes->push_back({element, number, d.value});
+  }
+}
+
+}  // namespace
+
+absl::Status OnCpuAlone(Device device, absl::string_view what) {
+  if (device == Device::kCpu) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat("the backward pass of ", what, " is on the CPU alone, not on ", Name(device)));
+}
 
 void TracedTable::Build(const Problem& problem) {
   constexpr double kLargest = std::numeric_limits<float>::max();
@@ -24,19 +43,17 @@ void TracedTable::LayOutGradients(const Problem& problem, Workspace* workspace) 
                                  DistanceTable::Row(problem.query_tokens, problem.kv_tokens));
 }
 
-void TracedTable::AddGradients(const ParameterGradients& gradients) const {
+absl::Status TracedTable::SetUpGradients(Device device, const ParameterGradients& gradients) {
   const DistanceEntries entries = table_.entries();
+  std::vector<GradientMap::Slope> slopes;
   for (int64_t h = 0; h < problem_.query_heads; ++h) {
-    const float* of_zero = sums_ + h * entries.row + entries.zero;
     for (int64_t offset = 1 - problem_.query_tokens; offset < problem_.kv_tokens; ++offset) {
-      if (of_zero[offset] == 0) continue;
-      const Traced value = value_(h, problem_.causal_offset() - offset);
-      for (const Traced::Derivative& d : value.derivatives()) {
-        double* sum = gradients.Of(d.element);
-        if (sum != nullptr) *sum += d.value * of_zero[offset];
-      }
+      AddSlopes(value_(h, problem_.causal_offset() - offset),
+                h * entries.row + entries.zero + offset, gradients, &slopes);
     }
   }
+  TFB_ASSIGN_OR_RETURN(map_, GradientMap::Create(device, std::move(slopes)));
+  return absl::OkStatus();
 }
 
 absl::Status DistanceBias::Build(const Problem& problem, ThreadPool*) {
@@ -62,15 +79,17 @@ void RelativeKeySums::LayOut(const Problem& problem, Workspace* workspace) {
   data_ = workspace->Take<float>(query_heads_ * offsets * row_);
 }
 
-void RelativeKeyTerm::AddGradients(const ParameterGradients& gradients, ThreadPool*) const {
+absl::Status RelativeKeyTerm::SetUpGradients(Device device, const ParameterGradients& gradients) {
+  std::vector<GradientMap::Slope> slopes;
   for (int64_t h = 0; h < sums_.query_heads(); ++h) {
     for (int64_t offset = keys_.low(); offset <= keys_.high(); ++offset) {
-      double* vector = gradients.Of(keys_.ElementOf(h, offset));
-      if (vector == nullptr) continue;
-      const float* sums = sums_.Of(keys_, h, offset);
-      for (int64_t c = 0; c < sums_.head_dim(); ++c) vector[c * keys_.channel_stride()] += sums[c];
+      const int64_t vector = gradients.PlaceOf(keys_.ElementOf(h, offset));
+      if (vector >= 0) slopes.push_back({vector, sums_.PlaceOf(keys_, h, offset), 1});
     }
   }
+  TFB_ASSIGN_OR_RETURN(map_, GradientMap::Create(device, std::move(slopes), sums_.head_dim(),
+                                                 keys_.channel_stride()));
+  return absl::OkStatus();
 }
 
 LabelTerm::LabelTerm(const Tensor& vectors, const Tensor* biases, std::string ids)
@@ -106,21 +125,30 @@ void LabelTerm::LayOutGradients(const Problem& problem, Workspace* workspace) {
   bias_sums_ = workspace->Take<float>(problem.query_heads * 2);
 }
 
-void LabelTerm::AddGradients(const ParameterGradients& gradients, ThreadPool*) const {
+absl::Status LabelTerm::SetUpGradients(Device device, const ParameterGradients& gradients) {
+  std::vector<GradientMap::Slope> of_vectors, of_biases;
   for (int64_t n = 0; n < of_sums_[0] * 2; ++n) {
     const int64_t h = n / 2, label = n % 2;
     if (has_vectors_) {
       const int64_t element = parameter_.Offset(h % parameter_.dim(0), label);
-      double* vector = gradients.Of(static_cast<const std::byte*>(parameter_.data) +
-                                    element * SizeOf(parameter_.dtype));
-      for (int64_t c = 0; vector != nullptr && c < of_sums_[2]; ++c) {
-        vector[c] += vector_sums_[n * of_sums_[2] + c];
-      }
+      const int64_t vector = gradients.PlaceOf(static_cast<const std::byte*>(parameter_.data) +
+                                               element * SizeOf(parameter_.dtype));
+      if (vector >= 0) of_vectors.push_back({vector, n * of_sums_[2], 1});
     }
     if (biases_ == nullptr) continue;
-    double* bias = gradients.Of(biases_->view().At<float>(h % biases_->dim(0), label));
-    if (bias != nullptr) *bias += bias_sums_[n];
+    const int64_t bias = gradients.PlaceOf(biases_->view().At<float>(h % biases_->dim(0), label));
+    if (bias >= 0) of_biases.push_back({bias, n, 1});
   }
+  TFB_ASSIGN_OR_RETURN(vector_map_,
+                       GradientMap::Create(device, std::move(of_vectors), of_sums_[2]));
+  TFB_ASSIGN_OR_RETURN(bias_map_, GradientMap::Create(device, std::move(of_biases)));
+  return absl::OkStatus();
+}
+
+absl::Status LabelTerm::AddGradients(const ParameterGradients& gradients,
+                                     const Execution& execution) const {
+  TFB_RETURN_IF_ERROR(vector_map_.Add(vector_sums_, gradients.sums(), execution));
+  return bias_map_.Add(bias_sums_, gradients.sums(), execution);
 }
 
 SpanTerm::SpanTerm(std::vector<Traced> spans, double ramp)
@@ -158,16 +186,14 @@ void SpanTerm::BindGradients(const Outputs& tensors, ScoreGradients* gradients) 
   gradients->span = name_.empty() ? sums_ : static_cast<float*>(tensors.Get(name_).mutable_data());
 }
 
-void SpanTerm::AddGradients(const ParameterGradients& gradients, ThreadPool*) const {
-  if (!name_.empty()) return;
-  for (int64_t row = 0; row < of_sums_[0] * of_sums_[1]; ++row) {
-    double sum = 0;
-    for (int64_t i = 0; i < of_sums_[2]; ++i) sum += sums_[row * of_sums_[2] + i];
-    for (const Traced::Derivative& d : traced_[row % of_sums_[1]].derivatives()) {
-      double* of_parameter = gradients.Of(d.element);
-      if (of_parameter != nullptr) *of_parameter += d.value * sum;
-    }
+absl::Status SpanTerm::SetUpGradients(Device device, const ParameterGradients& gradients) {
+  if (!name_.empty()) return absl::OkStatus();
+  std::vector<GradientMap::Slope> slopes;
+  for (int64_t n = 0; n < NumElements(of_sums_); ++n) {
+    AddSlopes(traced_[n / of_sums_[2] % of_sums_[1]], n, gradients, &slopes);
   }
+  TFB_ASSIGN_OR_RETURN(map_, GradientMap::Create(device, std::move(slopes)));
+  return absl::OkStatus();
 }
 
 void TokenSlots::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,

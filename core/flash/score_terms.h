@@ -12,10 +12,13 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/flash/flash.h"
 #include "core/flash/flash_backward.h"
+#include "core/flash/flash_backward_cuda.h"
 #include "core/flash/parameter_gradients.h"
 #include "core/problem.h"
+#include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "core/traced.h"
@@ -53,16 +56,29 @@ class ScoreTerm {
   virtual bool decides_pairs() const { return false; }
   virtual std::optional<double> KeptPairs() const { return std::nullopt; }
 
-  // ---- The backward pass, on the CPU ----
+  // ---- The backward pass ----
 
+  // Returns OK where the term has a backward pass on the device, otherwise Unimplemented with the reason.
+  virtual absl::Status CheckBackward(Device) const { return absl::OkStatus(); }
+  // Returns what the engine sums for the term.
+  virtual ScoreSums sums() const { return {}; }
+  // Does the work that need not be repeated, behind Build.
+  virtual absl::Status SetUpGradients(Device, const ParameterGradients&) {
+    return absl::OkStatus();
+  }
   // Takes memory for the sums that the engine makes of the gradients of what the term adds, which are
   // 0 at first. The sizes are those of the problem, whatever Build made.
   virtual void LayOutGradients(const Problem&, Workspace*) {}
   // Lets a call add to these sums, and to the gradients of tensors that the term reads, f32, by name.
   virtual void BindGradients(const Outputs& /*tensors*/, ScoreGradients*) const {}
   // Takes the sums on to the parameters.
-  virtual void AddGradients(const ParameterGradients&, ThreadPool*) const {}
+  virtual absl::Status AddGradients(const ParameterGradients&, const Execution&) const {
+    return absl::OkStatus();
+  }
 };
+
+// Returns OK on the CPU, otherwise Unimplemented: `what` has no backward pass there yet.
+absl::Status OnCpuAlone(Device device, absl::string_view what);
 
 // A number for each head and distance p_i - j, which is positive for keys before the query. Here
 // p_i = i + kv_tokens - query_tokens is the position of query i among the keys. Where it depends on
@@ -79,12 +95,16 @@ class TracedTable {
   // Takes memory for the sums, one for each head of the queries and offset.
   void LayOutGradients(const Problem& problem, Workspace* workspace);
   float* sums() const { return sums_; }
-  void AddGradients(const ParameterGradients& gradients) const;
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients);
+  absl::Status AddGradients(const ParameterGradients& gradients, const Execution& execution) const {
+    return map_.Add(sums_, gradients.sums(), execution);
+  }
 
  private:
   OfDistance value_;
   Problem problem_;
   DistanceTable table_;
+  GradientMap map_;
   float* sums_ = nullptr;  // [query_heads][row]
 };
 
@@ -99,11 +119,16 @@ class DistanceBias : public ScoreTerm {
   void LayOutGradients(const Problem& problem, Workspace* workspace) override {
     table_.LayOutGradients(problem, workspace);
   }
+  ScoreSums sums() const override { return ScoreSums::OfOffsets(); }
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override {
+    return table_.SetUpGradients(device, gradients);
+  }
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     gradients->bias = table_.sums();
   }
-  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override {
-    table_.AddGradients(gradients);
+  absl::Status AddGradients(const ParameterGradients& gradients,
+                            const Execution& execution) const override {
+    return table_.AddGradients(gradients, execution);
   }
 
  private:
@@ -122,11 +147,16 @@ class ReluMultiplier : public ScoreTerm {
   void LayOutGradients(const Problem& problem, Workspace* workspace) override {
     table_.LayOutGradients(problem, workspace);
   }
+  ScoreSums sums() const override { return ScoreSums::OfOffsets(); }
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override {
+    return table_.SetUpGradients(device, gradients);
+  }
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     gradients->relu_multiplier = table_.sums();
   }
-  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override {
-    table_.AddGradients(gradients);
+  absl::Status AddGradients(const ParameterGradients& gradients,
+                            const Execution& execution) const override {
+    return table_.AddGradients(gradients, execution);
   }
 
  private:
@@ -138,9 +168,12 @@ class RelativeKeySums {
  public:
   void LayOut(const Problem& problem, Workspace* workspace);
   float* data() const { return data_; }  // as ScoreGradients::relative_keys
-  // Returns the sums of a query head and offset, head_dim floats.
+  // Returns where the sums of a query head and offset are, head_dim floats.
+  int64_t PlaceOf(const RelativeKeys& keys, int64_t head, int64_t offset) const {
+    return (head * (keys.high() - keys.low() + 1) + offset - keys.low()) * row_;
+  }
   const float* Of(const RelativeKeys& keys, int64_t head, int64_t offset) const {
-    return data_ + (head * (keys.high() - keys.low() + 1) + offset - keys.low()) * row_;
+    return data_ + PlaceOf(keys, head, offset);
   }
   int64_t query_heads() const { return query_heads_; }
   int64_t head_dim() const { return head_dim_; }
@@ -177,13 +210,19 @@ class RelativeKeyTerm : public ScoreTerm {
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     gradients->relative_keys = sums_.data();
   }
-  void AddGradients(const ParameterGradients& gradients, ThreadPool* pool) const override;
+  ScoreSums sums() const override { return ScoreSums::OfRelativeKeys(); }
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override;
+  absl::Status AddGradients(const ParameterGradients& gradients,
+                            const Execution& execution) const override {
+    return map_.Add(sums_.data(), gradients.sums(), execution);
+  }
 
  private:
   Make make_;
   int64_t vectors_ = 0;
   RelativeKeys keys_;
   RelativeKeySums sums_;
+  GradientMap map_;
 };
 
 // Adds scale (q_i + w) . l + c, with the vector l and the number c of pairs whose tokens have the
@@ -208,7 +247,10 @@ class LabelTerm : public ScoreTerm {
     gradients->label_keys = has_vectors_ ? vector_sums_ : nullptr;
     gradients->label_biases = biases_ != nullptr ? bias_sums_ : nullptr;
   }
-  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override;
+  ScoreSums sums() const override { return ScoreSums::OfLabels(); }
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override;
+  absl::Status AddGradients(const ParameterGradients& gradients,
+                            const Execution& execution) const override;
 
  private:
   bool has_vectors_;
@@ -219,6 +261,8 @@ class LabelTerm : public ScoreTerm {
   Shape of_sums_;  // [query_heads, 2, head_dim]
   float* vector_sums_ = nullptr;
   float* bias_sums_ = nullptr;  // [query_heads][2]
+  GradientMap vector_map_;
+  GradientMap bias_map_;
 };
 
 // Multiplies the weight of key j by clip((ramp + z - (p_i - j)) / ramp, 0, 1), with the span z of a
@@ -241,7 +285,11 @@ class SpanTerm : public ScoreTerm {
 
   void LayOutGradients(const Problem& problem, Workspace* workspace) override;
   void BindGradients(const Outputs& tensors, ScoreGradients* gradients) const override;
-  void AddGradients(const ParameterGradients& gradients, ThreadPool*) const override;
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override;
+  absl::Status AddGradients(const ParameterGradients& gradients,
+                            const Execution& execution) const override {
+    return name_.empty() ? map_.Add(sums_, gradients.sums(), execution) : absl::OkStatus();
+  }
 
  private:
   std::vector<Traced> traced_;
@@ -249,6 +297,7 @@ class SpanTerm : public ScoreTerm {
   std::string name_;  // empty: spans_
   Shape of_sums_;     // [batch, query_heads, query_tokens]
   float* sums_ = nullptr;
+  GradientMap map_;
   float ramp_;
   std::function<std::optional<double>()> kept_pairs_;
 };

@@ -79,7 +79,9 @@ class Rotation : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "rotations");
+  }
   // The gradient of a rotation's argument is the result's gradient, rotated back.
   absl::Status Backward(const Inputs&, const Outputs& gradients, const ParameterGradients&,
                         const Execution& execution) override {

@@ -87,7 +87,9 @@ class SoftmaxOfBins : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward() const override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "sums of bins");
+  }
   size_t backward_workspace_bytes(int threads) const override {
     return ShawCpuBackwardWorkspaceBytes(sizes_, threads);
   }

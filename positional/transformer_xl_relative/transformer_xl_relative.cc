@@ -40,8 +40,13 @@ class PositionTerm : public ScoreTerm {
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     gradients_.Bind(gradients);
   }
-  void AddGradients(const ParameterGradients& gradients, ThreadPool* pool) const override {
-    gradients_.AddTo(Parameters(), positions_, sinusoids_.view(), here_, gradients, pool);
+  absl::Status CheckBackward(Device device) const override {
+    return OnCpuAlone(device, "relative positions");
+  }
+  absl::Status AddGradients(const ParameterGradients& gradients,
+                            const Execution& execution) const override {
+    gradients_.AddTo(Parameters(), positions_, sinusoids_.view(), here_, gradients, execution.pool);
+    return absl::OkStatus();
   }
 
  private:

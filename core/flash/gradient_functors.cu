@@ -1,0 +1,10 @@
+#include "core/cuda/for_each.cuh"
+#include "core/flash/gradient_functors.h"
+
+namespace tfb {
+
+TFB_FOR_EACH_IN_ROWS(CopyToRows);
+TFB_FOR_EACH_IN_ROWS(WriteSums);
+TFB_FOR_EACH_IN_ROWS(AddMappedSums);
+
+}  // namespace tfb

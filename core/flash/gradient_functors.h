@@ -1,0 +1,87 @@
+// The steps of a backward pass over rows and elements of gradients, on every device. Pointers are to the device's memory.
+#ifndef TFB_CORE_FLASH_GRADIENT_FUNCTORS_H_
+#define TFB_CORE_FLASH_GRADIENT_FUNCTORS_H_
+
+#include <stdint.h>
+
+#include "core/cuda/functor.h"
+
+namespace tfb {
+
+// The rows of a view of up to four dimensions, numbered through all but the last.
+struct RowsOfView {
+  DeviceView view;
+  int64_t sizes[3];  // of the dimensions but the last
+  int axes;          // how many these are
+
+  TFB_HOST_DEVICE int64_t OffsetOf(int64_t row) const {
+    int64_t offset = 0;
+    for (int axis = axes - 1; axis >= 0; --axis) {
+      offset += row % sizes[axis] * view.strides[axis];
+      row /= sizes[axis];
+    }
+    return offset;
+  }
+  TFB_HOST_DEVICE int64_t stride() const { return view.strides[axes]; }
+};
+
+// Copies rows, or writes zeros where there is nothing to copy.
+struct CopyToRows {
+  RowsOfView from;  // null: zeros
+  RowsOfView to;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
+    float x[Piece::kMost];
+    if (from.view.data != nullptr) {
+      piece.Load(from.view, from.OffsetOf(row), from.stride(), x);
+    } else {
+      for (int i = 0; i < piece.count(); ++i) x[i] = 0;
+    }
+    piece.Store(x, to.view, to.OffsetOf(row), to.stride());
+  }
+};
+
+// Writes sums in float64, without strides, as f32.
+struct WriteSums {
+  const double* sums;
+  int64_t columns;
+  RowsOfView to;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
+    float x[Piece::kMost];
+    const double* from = sums + row * columns + piece.first();
+    for (int i = 0; i < piece.count(); ++i) x[i] = static_cast<float>(from[i]);
+    piece.Store(x, to.view, to.OffsetOf(row), to.stride());
+  }
+};
+
+// Adds to channel c of element elements[n] the sum of slopes[e] times channel c of sums[places[e]] over begins[n] <= e <
+// begins[n + 1].
+struct AddMappedSums {
+  const int64_t* elements;
+  const int64_t* begins;
+  const int64_t* places;
+  const double* slopes;
+  int64_t stride;  // of an element's channels
+  const float* sums;
+  double* gradients;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t n, const Piece& piece) const {
+    double total[Piece::kMost] = {};
+    float x[Piece::kMost];
+    const DeviceView view = {const_cast<float*>(sums), {0, 0, 0, 0}, Element::kF32};
+    for (int64_t e = begins[n]; e < begins[n + 1]; ++e) {
+      piece.Load(view, places[e], 1, x);
+      for (int i = 0; i < piece.count(); ++i) total[i] += slopes[e] * x[i];
+    }
+    double* to = gradients + elements[n] + piece.first() * stride;
+    for (int i = 0; i < piece.count(); ++i) to[i * stride] += total[i];
+  }
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_GRADIENT_FUNCTORS_H_
