@@ -155,16 +155,14 @@ class SortByBucket : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "sorting by buckets");
-  }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
   double backward_flops() const override { return flops(); }  // buckets are found again
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients, const ParameterGradients&,
                         const Execution& execution) override {
     const TensorView of_q = gradients.Get("q");
     if (of_q.empty()) return absl::OkStatus();
-    AddNormalizedGradients(Norm(), tensors.Get("q"), gradients.Get("keys"), of_q, execution.pool);
-    return absl::OkStatus();
+    return AddNormalizedGradients(device_, Norm(), tensors.Get("q"), gradients.Get("keys"), of_q,
+                                  execution);
   }
 
   std::map<std::string, double> statistics() const override {

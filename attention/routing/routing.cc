@@ -170,17 +170,14 @@ class Clusters : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "clusters");
-  }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
   double backward_flops() const override { return flops(); }  // members are found again
   absl::Status FinishBackward(const Inputs& tensors, const Inputs& output_gradients,
                               const Outputs& gradients, const ParameterGradients&,
                               const Execution& execution) override {
     if (sizes_.heads == 0) return absl::OkStatus();
-    AddGroupGradients(MeanOf(tensors), Clustered(output_gradients.Get("out"), 1),
-                      gradients.Get("rows"), execution.pool);
-    return absl::OkStatus();
+    return AddGroupGradients(device_, MeanOf(tensors), Clustered(output_gradients.Get("out"), 1),
+                             gradients.Get("rows"), execution);
   }
   // Takes the gradients of the vectors that scores read on to queries and keys.
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients, const ParameterGradients&,
@@ -188,14 +185,14 @@ class Clusters : public FlashStep {
     if (sizes_.heads == 0) return absl::OkStatus();
     const auto add = [&](const RowNorm& norm, const char* normalized, const char* given) {
       const TensorView gradient = gradients.Get(given);
-      if (gradient.empty()) return;
-      AddNormalizedGradients(norm, Clustered(tensors.Get(given), 1), gradients.Get(normalized),
-                             Clustered(gradient, 1), execution.pool);
+      if (gradient.empty()) return absl::OkStatus();
+      return AddNormalizedGradients(device_, norm, Clustered(tensors.Get(given), 1),
+                                    gradients.Get(normalized), Clustered(gradient, 1), execution);
     };
-    if (!unit_keys_.empty()) add({}, "unit_keys", "q");
+    if (!unit_keys_.empty()) TFB_RETURN_IF_ERROR(add({}, "unit_keys", "q"));
     if (ScoresGiven(options_)) return absl::OkStatus();
     for (int64_t set = 0; set < sizes_.sets; ++set) {
-      add(Norm(), kNormalized[set], GivenName(problem_, set));
+      TFB_RETURN_IF_ERROR(add(Norm(), kNormalized[set], GivenName(problem_, set)));
     }
     return absl::OkStatus();
   }

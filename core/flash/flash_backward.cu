@@ -68,6 +68,11 @@ const char* Delta(const FlashDeltaArguments& a, void* stream) {
 
 // ---- What the owners share ----
 
+// The threads of blocks: as many as leave each the registers that its sums and the rule take.
+constexpr int QueryThreads(int dim, bool rule) { return rule && dim > 64 ? 256 : ThreadsFor(dim); }
+constexpr int KeyThreads(int dim) { return 2 * ThreadsFor(dim); }
+constexpr int OffsetThreads(int dim) { return 2 * ThreadsFor(dim); }
+
 // The numbers of a tile's rows, in shared memory behind what the scores need.
 struct TileNumbers {
   float shift[kQueries];
@@ -95,10 +100,10 @@ __device__ inline void AddTo(const DeviceView& view, int64_t offset, int channel
 }
 
 // The score gradients of a tile of queries and a tile of keys.
-template <int kDim, bool kRule>
-class GradientTile : public ScoreTile<kDim, kRule> {
+template <int kDim, bool kRule, int kBlock>
+class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
  public:
-  using Base = ScoreTile<kDim, kRule>;
+  using Base = ScoreTile<kDim, kRule, kBlock>;
   using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kValueStride,
       Base::kVector;
 
@@ -156,7 +161,8 @@ class GradientTile : public ScoreTile<kDim, kRule> {
     this->BeginQueries();
   }
   __device__ void LoadGradientChannels() {
-    LoadTransposed<kDim>(gradients_, value_depth_, [&](int row) { return GradientRow(row); });
+    LoadTransposed<Base::kThreads>(gradients_, value_depth_,
+                                   [&](int row) { return GradientRow(row); });
   }
   __device__ RowReader GradientRow(int row) const {
     if (!IsActive(row)) return RowReader();
@@ -178,7 +184,7 @@ class GradientTile : public ScoreTile<kDim, kRule> {
     this->ComputeScores(tile, whole, weights, shared_.p);
     __syncthreads();  // keys and queries have been read
     if (!HoldsBoth(kDim)) LoadGradientChannels();
-    LoadTransposed<kDim>(shared_.kv, value_depth_, [&](int c) {
+    LoadTransposed<Base::kThreads>(shared_.kv, value_depth_, [&](int c) {
       if (!IsToken(a_, task_, tile.index, c)) return RowReader();
       return RowReader(a_.v, task_.batch, task_.kv_head, KeyToken(a_, task_, tile.index, c),
                        a_.value_dim);
@@ -245,9 +251,9 @@ class GradientTile : public ScoreTile<kDim, kRule> {
 // ---- The owner of queries ----
 
 template <int kDim, bool kRule>
-class QueryOwner : public GradientTile<kDim, kRule> {
+class QueryOwner : public GradientTile<kDim, kRule, QueryThreads(kDim, kRule)> {
  public:
-  using Base = GradientTile<kDim, kRule>;
+  using Base = GradientTile<kDim, kRule, QueryThreads(kDim, kRule)>;
   using Base::Base;
   using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kValueStride,
       Base::kVector;
@@ -390,9 +396,9 @@ class QueryOwner : public GradientTile<kDim, kRule> {
 // ---- The owner of keys ----
 
 template <int kDim, bool kRule>
-class KeyOwner : public GradientTile<kDim, kRule> {
+class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim)> {
  public:
-  using Base = GradientTile<kDim, kRule>;
+  using Base = GradientTile<kDim, kRule, KeyThreads(kDim)>;
   using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kValueStride,
       Base::kVector;
 
@@ -512,9 +518,9 @@ class KeyOwner : public GradientTile<kDim, kRule> {
 // ---- The owner of offsets ----
 
 template <int kDim>
-class OffsetOwner : public GradientTile<kDim, true> {
+class OffsetOwner : public GradientTile<kDim, true, OffsetThreads(kDim)> {
  public:
-  using Base = GradientTile<kDim, true>;
+  using Base = GradientTile<kDim, true, OffsetThreads(kDim)>;
   using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kValueStride,
       Base::kVector;
 
@@ -658,10 +664,11 @@ class OffsetOwner : public GradientTile<kDim, true> {
 
 // ---- Kernels ----
 
+// Returns the blocks that a multiprocessor holds at a time, which limits the registers of a thread.
 constexpr int BlocksOf(int dim) { return dim <= 128 ? 2 : 1; }
 
 template <int kDim, bool kRule>
-__global__ void __launch_bounds__(ThreadsFor(kDim), BlocksOf(kDim))
+__global__ void __launch_bounds__(QueryThreads(kDim, kRule), BlocksOf(kDim))
     FlashQueries(const FlashBackwardArguments b) {
   const int64_t tasks = FlashTasks(b.forward);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
@@ -675,7 +682,7 @@ __host__ __device__ inline int64_t KeyTasks(const FlashBackwardArguments& b) {
 }
 
 template <int kDim, bool kRule>
-__global__ void __launch_bounds__(ThreadsFor(kDim), BlocksOf(kDim))
+__global__ void __launch_bounds__(KeyThreads(kDim), BlocksOf(kDim))
     FlashKeys(const FlashBackwardArguments b) {
   for (int64_t n = blockIdx.x; n < KeyTasks(b); n += gridDim.x) {
     FlashTask task = {};
@@ -687,7 +694,7 @@ __global__ void __launch_bounds__(ThreadsFor(kDim), BlocksOf(kDim))
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(ThreadsFor(kDim), 1)
+__global__ void __launch_bounds__(OffsetThreads(kDim), 1)
     FlashOffsets(const FlashBackwardArguments b) {
   const int64_t blocks = b.offset_blocks(), tasks = b.forward.query_heads * blocks;
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
@@ -712,25 +719,31 @@ const char* ForHeadSize(const FlashBackwardArguments& b, const LaunchFor& launch
   return launch(Constant<256>());
 }
 
+template <int kDim>
+KernelShape ShapeOf(const FlashBackwardArguments& b, int64_t tasks, int threads) {
+  return {BlocksInTurns(tasks, b.forward.max_blocks), threads, SharedBytes<kDim>(b.forward.rule)};
+}
+
 const char* Queries(const FlashBackwardArguments& b, void* stream) {
   return ForHeadSize(b, [&](auto dim) {
     constexpr int kDim = dim();
-    const KernelShape shape = {BlocksInTurns(FlashTasks(b.forward), b.forward.max_blocks),
-                               ThreadsFor(kDim), SharedBytes<kDim>(b.forward.rule)};
+    const int64_t tasks = FlashTasks(b.forward);
     return b.forward.rule.is_plain()
-               ? Launch("FlashQueries", &FlashQueries<kDim, false>, shape, stream, b)
-               : Launch("FlashQueries with a rule", &FlashQueries<kDim, true>, shape, stream, b);
+               ? Launch("FlashQueries", &FlashQueries<kDim, false>,
+                        ShapeOf<kDim>(b, tasks, QueryThreads(kDim, false)), stream, b)
+               : Launch("FlashQueries with a rule", &FlashQueries<kDim, true>,
+                        ShapeOf<kDim>(b, tasks, QueryThreads(kDim, true)), stream, b);
   });
 }
 
 const char* Keys(const FlashBackwardArguments& b, void* stream) {
   return ForHeadSize(b, [&](auto dim) {
     constexpr int kDim = dim();
-    const KernelShape shape = {BlocksInTurns(KeyTasks(b), b.forward.max_blocks), ThreadsFor(kDim),
-                               SharedBytes<kDim>(b.forward.rule)};
     return b.forward.rule.is_plain()
-               ? Launch("FlashKeys", &FlashKeys<kDim, false>, shape, stream, b)
-               : Launch("FlashKeys with a rule", &FlashKeys<kDim, true>, shape, stream, b);
+               ? Launch("FlashKeys", &FlashKeys<kDim, false>,
+                        ShapeOf<kDim>(b, KeyTasks(b), KeyThreads(kDim)), stream, b)
+               : Launch("FlashKeys with a rule", &FlashKeys<kDim, true>,
+                        ShapeOf<kDim>(b, KeyTasks(b), KeyThreads(kDim)), stream, b);
   });
 }
 
@@ -738,9 +751,8 @@ const char* Offsets(const FlashBackwardArguments& b, void* stream) {
   return ForHeadSize(b, [&](auto dim) {
     constexpr int kDim = dim();
     const int64_t tasks = b.forward.query_heads * b.offset_blocks();
-    const KernelShape shape = {BlocksInTurns(tasks, b.forward.max_blocks), ThreadsFor(kDim),
-                               SharedBytes<kDim>(b.forward.rule)};
-    return Launch("FlashOffsets", &FlashOffsets<kDim>, shape, stream, b);
+    return Launch("FlashOffsets", &FlashOffsets<kDim>, ShapeOf<kDim>(b, tasks, OffsetThreads(kDim)),
+                  stream, b);
   });
 }
 

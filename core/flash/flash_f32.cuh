@@ -1,7 +1,7 @@
 // The scores of a tile of 64 queries and 64 keys in fp32, which the forward and the backward kernels of engine flash
 // share: loads, products, all terms of the rule, and which pairs count.
 //
-// (ty, tx) of a block's 8 x 16 threads, or 16 x 16 at D = 256, holds the scores of some consecutive queries against keys
+// (ty, tx) of a block's 8 x 16 threads, or of more rows of threads, holds the scores of some consecutive queries against keys
 // 4 tx .. 4 tx + 3. Queries and keys lie in shared memory by channel (core/cuda/register_tile.cuh).
 #ifndef TFB_CORE_FLASH_FLASH_F32_CUH_
 #define TFB_CORE_FLASH_FLASH_F32_CUH_
@@ -110,12 +110,12 @@ class RowReader {
 
 // Transposes rows to to[channel][n] for 64 rows n; reader_of(n) reads row n. Neighbouring threads
 // store neighbouring words.
-template <int kDim, class ReaderOf>
+template <int kThreads, class ReaderOf>
 __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) {
   const int n = threadIdx.x % 64;
   const RowReader reader = reader_of(n);
 #pragma unroll 4
-  for (int channel = threadIdx.x / 64 * 4; channel < depth; channel += ThreadsFor(kDim) / 64 * 4) {
+  for (int channel = threadIdx.x / 64 * 4; channel < depth; channel += kThreads / 64 * 4) {
     const float4 x = reader.Load(channel);
     to[channel * kStride + n] = x.x;
     to[(channel + 1) * kStride + n] = x.y;
@@ -124,10 +124,11 @@ __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) 
   }
 }
 
-template <int kDim, bool kRule>
+// kBlock is the number of threads, of a multiple of 128.
+template <int kDim, bool kRule, int kBlock = ThreadsFor(kDim)>
 class ScoreTile {
  public:
-  static constexpr int kThreads = ThreadsFor(kDim);
+  static constexpr int kThreads = kBlock;
   static constexpr int kRows = kQueries * kThreadsX / kThreads;  // per thread
   static constexpr int kColumns = kDim / kThreadsX;              // of sums of rows, per thread
   static constexpr int kVector = kColumns < 4 ? kColumns : 4;    // consecutive columns
@@ -182,7 +183,7 @@ class ScoreTile {
   }
   template <class Tells>
   __device__ void LoadQueryChannels(const Tells& is_query) {
-    LoadTransposed<kDim>(shared_.q, depth_, [&](int row) {
+    LoadTransposed<kThreads>(shared_.q, depth_, [&](int row) {
       if (!is_query(row)) return RowReader();
       return RowReader(a_.q, task_.batch, task_.head, QueryToken(row), a_.head_dim);
     });
@@ -243,7 +244,7 @@ class ScoreTile {
   }
 
   __device__ void LoadKeys(int64_t tile) {
-    LoadTransposed<kDim>(shared_.kv, depth_, [&](int c) {
+    LoadTransposed<kThreads>(shared_.kv, depth_, [&](int c) {
       if (!IsToken(a_, task_, tile, c)) return RowReader();
       return RowReader(a_.k, task_.batch, task_.kv_head, KeyToken(a_, task_, tile, c), a_.head_dim);
     });
@@ -369,8 +370,8 @@ class ScoreTile {
     for (int begin = 0; begin < offsets; begin += 64) {
       if (lowest + begin > keys.high || lowest + begin + 63 < keys.low) continue;  // all are zero
       __syncthreads();  // the keys, or the previous offsets, have been read
-      LoadTransposed<kDim>(shared_.kv, depth_,
-                           [&](int n) { return RelativeKeyRow(lowest + begin + n); });
+      LoadTransposed<kThreads>(shared_.kv, depth_,
+                               [&](int n) { return RelativeKeyRow(lowest + begin + n); });
       __syncthreads();
       float products[kRows][4] = {};
       if (has_rows()) MultiplyQueries(products);

@@ -94,6 +94,25 @@ void NormalizedGradient(const RowNorm& norm, int64_t channels, const float* x, f
 
 }  // namespace
 
+namespace {
+
+NormalizeArguments ArgumentsOf(const RowNorm& norm, const ConstTensorView& x,
+                               const ConstTensorView& y) {
+  NormalizeArguments a = {};
+  a.x = ToDeviceView(x);
+  a.y = ToDeviceView(y);
+  a.batch = x.dim(0);
+  a.heads = x.dim(1);
+  a.tokens = x.dim(2);
+  a.channels = static_cast<int>(x.dim(3));
+  a.centered = norm.centered;
+  a.mean_square = norm.mean_square;
+  a.epsilon = norm.epsilon;
+  return a;
+}
+
+}  // namespace
+
 absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensorView& x,
                            const TensorView& y, const Execution& execution) {
   const int64_t batch = x.dim(0), heads = x.dim(1), tokens = x.dim(2), channels = x.dim(3);
@@ -102,17 +121,7 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
   }
   if (device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
-    NormalizeArguments a = {};
-    a.x = ToDeviceView(x);
-    a.y = ToDeviceView(y);
-    a.batch = batch;
-    a.heads = heads;
-    a.tokens = tokens;
-    a.channels = static_cast<int>(channels);
-    a.centered = norm.centered;
-    a.mean_square = norm.mean_square;
-    a.epsilon = norm.epsilon;
-    return ToStatus(kernels->normalize(a, execution.stream));
+    return ToStatus(kernels->normalize(ArgumentsOf(norm, x, y), execution.stream));
   }
   const int64_t tiles = CeilDiv(tokens, kTile);
   execution.pool->ParallelFor(batch * heads * tiles, [&](int64_t task, int) {
@@ -127,12 +136,18 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
   return absl::OkStatus();
 }
 
-void AddNormalizedGradients(const RowNorm& norm, const ConstTensorView& x,
-                            const ConstTensorView& y_gradient, const TensorView& x_gradient,
-                            ThreadPool* pool) {
+absl::Status AddNormalizedGradients(Device device, const RowNorm& norm, const ConstTensorView& x,
+                                    const ConstTensorView& y_gradient, const TensorView& x_gradient,
+                                    const Execution& execution) {
+  if (device != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
+    const NormalizeGradientArguments a = {ArgumentsOf(norm, x, y_gradient),
+                                          ToDeviceView(x_gradient)};
+    return ToStatus(kernels->normalize_gradient(a, execution.stream));
+  }
   const int64_t heads = x.dim(1), tokens = x.dim(2), channels = x.dim(3);
   const int64_t tiles = CeilDiv(tokens, kTile);
-  pool->ParallelFor(x.dim(0) * heads * tiles, [&](int64_t task, int) {
+  execution.pool->ParallelFor(x.dim(0) * heads * tiles, [&](int64_t task, int) {
     const int64_t b = task / tiles / heads, h = task / tiles % heads, first = task % tiles * kTile;
     for (int64_t i = first; i < std::min(first + kTile, tokens); ++i) {
       float row[kMaxHeadDim], gradient[kMaxHeadDim];
@@ -144,6 +159,7 @@ void AddNormalizedGradients(const RowNorm& norm, const ConstTensorView& x,
       for (int64_t c = 0; c < channels; ++c) to[c * x_gradient.stride(3)] += gradient[c];
     }
   });
+  return absl::OkStatus();
 }
 
 // ---- Angular hashing ----
@@ -520,22 +536,31 @@ size_t GroupMeanWorkspaceBytes(Device device, int64_t channels, int threads) {
          Workspace::Measure([=](Workspace& workspace) { MeanLayout(channels, workspace); });
 }
 
+namespace {
+
+GroupMeanArguments ArgumentsOf(const GroupMeanCall& call, const ConstTensorView& rows,
+                               const ConstTensorView& out) {
+  GroupMeanArguments a = {};
+  a.members = call.members;
+  a.rows = ToDeviceView(rows);
+  a.out = ToDeviceView(out);
+  a.batch = out.dim(0);
+  a.heads = out.dim(1);
+  a.tokens = out.dim(2);
+  a.groups = call.groups;
+  a.size = call.size;
+  a.channels = static_cast<int>(out.dim(3));
+  return a;
+}
+
+}  // namespace
+
 absl::Status MeanOfGroups(Device device, const GroupMeanCall& call, const Execution& execution) {
   const int64_t batch = call.out.dim(0), heads = call.out.dim(1), tokens = call.out.dim(2);
   const int64_t channels = call.out.dim(3);
   if (device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
-    GroupMeanArguments a = {};
-    a.members = call.members;
-    a.rows = ToDeviceView(call.rows);
-    a.out = ToDeviceView(call.out);
-    a.batch = batch;
-    a.heads = heads;
-    a.tokens = tokens;
-    a.groups = call.groups;
-    a.size = call.size;
-    a.channels = static_cast<int>(channels);
-    return ToStatus(kernels->group_mean(a, execution.stream));
+    return ToStatus(kernels->group_mean(ArgumentsOf(call, call.rows, call.out), execution.stream));
   }
   const int64_t tiles = CeilDiv(tokens, kTile);
   const size_t bytes = GroupMeanWorkspaceBytes(device, channels, 1);
@@ -554,11 +579,17 @@ absl::Status MeanOfGroups(Device device, const GroupMeanCall& call, const Execut
   return absl::OkStatus();
 }
 
-void AddGroupGradients(const GroupMeanCall& call, const ConstTensorView& out_gradient,
-                       const TensorView& rows_gradient, ThreadPool* pool) {
+absl::Status AddGroupGradients(Device device, const GroupMeanCall& call,
+                               const ConstTensorView& out_gradient, const TensorView& rows_gradient,
+                               const Execution& execution) {
+  if (device != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
+    const GroupGradientArguments a = {ArgumentsOf(call, rows_gradient, out_gradient)};
+    return ToStatus(kernels->group_gradient(a, execution.stream));
+  }
   const int64_t heads = out_gradient.dim(1), tokens = out_gradient.dim(2);
   const int64_t channels = out_gradient.dim(3), tiles = CeilDiv(tokens, kTile);
-  pool->ParallelFor(out_gradient.dim(0) * heads * tiles, [&](int64_t task, int) {
+  execution.pool->ParallelFor(out_gradient.dim(0) * heads * tiles, [&](int64_t task, int) {
     const int64_t row = task / tiles, first = task % tiles * kTile;
     const int64_t end = std::min(first + kTile, tokens);
     const int32_t* members = call.members + row * call.groups * call.size;
@@ -574,6 +605,7 @@ void AddGroupGradients(const GroupMeanCall& call, const ConstTensorView& out_gra
       for (int64_t c = 0; c < channels; ++c) to[c] += share * gradient[c];
     });
   });
+  return absl::OkStatus();
 }
 
 }  // namespace tfb

@@ -65,16 +65,15 @@ struct RowNorm {
 absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensorView& x,
                            const TensorView& y, const Execution& execution);
 
-// Adds to the gradient of x, on the CPU, what the gradient of y says: with r the root above and u =
-// dL/dy,
+// Adds to the gradient of x what the gradient of y says: with r the root above and u = dL/dy,
 //
 //   dL/dx_c += (w_c - mean w [centered]) / r,    w_c = u_c - s y_c sum_c' u_c' y_c'
 //
 // Both gradients are f32 and have the shape of x. A row whose u is 0 adds nothing, whatever x
 // holds, and one whose root is 0 neither.
-void AddNormalizedGradients(const RowNorm& norm, const ConstTensorView& x,
-                            const ConstTensorView& y_gradient, const TensorView& x_gradient,
-                            ThreadPool* pool);
+absl::Status AddNormalizedGradients(Device device, const RowNorm& norm, const ConstTensorView& x,
+                                    const ConstTensorView& y_gradient, const TensorView& x_gradient,
+                                    const Execution& execution);
 
 // ---- Angular hashing ----
 
@@ -176,14 +175,15 @@ struct GroupMeanCall {
 size_t GroupMeanWorkspaceBytes(Device device, int64_t channels, int threads);
 absl::Status MeanOfGroups(Device device, const GroupMeanCall& call, const Execution& execution);
 
-// Adds to the gradients of the rows, on the CPU, what the gradient of out says: with m = members[b,
+// Adds to the gradients of the rows what the gradient of out says: with m = members[b,
 // h, n, r],
 //
 //   dL/drows[b, h, n, r] += dL/dout[b, h, m] / count of such n
 //
 // `rows` is the call's; the gradient of out is of any floating dtype, and that of the rows f32.
-void AddGroupGradients(const GroupMeanCall& call, const ConstTensorView& out_gradient,
-                       const TensorView& rows_gradient, ThreadPool* pool);
+absl::Status AddGroupGradients(Device device, const GroupMeanCall& call,
+                               const ConstTensorView& out_gradient, const TensorView& rows_gradient,
+                               const Execution& execution);
 
 }  // namespace tfb
 

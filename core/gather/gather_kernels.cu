@@ -14,37 +14,89 @@ __device__ int64_t RowOffset(const DeviceView& view, int64_t heads, int64_t toke
 
 // ---- Normalised rows: a warp each ----
 
-__global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a) {
+// A row and what its numbers are made of: y_c = (x_c - mean) factor.
+class NormalizedRow {
+ public:
+  __device__ NormalizedRow(const NormalizeArguments& a, int64_t n)
+      : x_(a.x), from_(RowOffset(a.x, a.heads, a.tokens, n)) {
+    if (a.centered) mean_ = Sum(a, [&](int c) { return At(c); }) / a.channels;
+    double squares = Sum(a, [&](int c) { return (At(c) - mean_) * (At(c) - mean_); });
+    if (a.mean_square) squares /= a.channels;
+    const double root = sqrt(squares + a.epsilon);
+    factor_ = root == 0 ? 0 : 1 / root;
+  }
+  __device__ double factor() const { return factor_; }
+  __device__ double operator()(int c) const { return (At(c) - mean_) * factor_; }
+
+  // Returns the sum of term(c) over all channels, for all lanes.
+  template <class Term>
+  __device__ static double Sum(const NormalizeArguments& a, const Term& term) {
+    double sum = 0;
+    for (int c = Lane(); c < a.channels; c += kWarp) sum += term(c);
+    return SumOfWarp(sum);
+  }
+
+ private:
+  __device__ double At(int c) const {
+    return static_cast<double>(LoadElement(x_.data, x_.element, from_ + c * x_.strides[3]));
+  }
+
+  const DeviceView& x_;
+  const int64_t from_;
+  double mean_ = 0;
+  double factor_;
+};
+
+// Calls body(n) for the rows that a warp has.
+template <class Body>
+__device__ void ForEachRow(const NormalizeArguments& a, const Body& body) {
   const int64_t rows = a.batch * a.heads * a.tokens;
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
        n += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int64_t from = RowOffset(a.x, a.heads, a.tokens, n);
-    const auto at = [&](int c) {
-      return static_cast<double>(LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]));
-    };
-    double mean = 0;
-    if (a.centered) {
-      for (int c = Lane(); c < a.channels; c += kWarp) mean += at(c);
-      mean = SumOfWarp(mean) / a.channels;
-    }
-    double squares = 0;
-    for (int c = Lane(); c < a.channels; c += kWarp) squares += (at(c) - mean) * (at(c) - mean);
-    squares = SumOfWarp(squares);
-    if (a.mean_square) squares /= a.channels;
-    const double root = sqrt(squares + a.epsilon);
-    const double factor = root == 0 ? 0 : 1 / root;
-    const int64_t to = RowOffset(a.y, a.heads, a.tokens, n);
-    for (int c = Lane(); c < a.channels; c += kWarp) {
-      StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3],
-                   static_cast<float>((at(c) - mean) * factor));
-    }
+    body(n);
   }
 }
 
+__global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a) {
+  ForEachRow(a, [&](int64_t n) {
+    const NormalizedRow y(a, n);
+    const int64_t to = RowOffset(a.y, a.heads, a.tokens, n);
+    for (int c = Lane(); c < a.channels; c += kWarp) {
+      StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3], static_cast<float>(y(c)));
+    }
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) NormalizeGradient(const NormalizeGradientArguments g) {
+  const NormalizeArguments& a = g.forward;
+  ForEachRow(a, [&](int64_t n) {
+    const float* u = static_cast<const float*>(a.y.data) + RowOffset(a.y, a.heads, a.tokens, n);
+    const auto of_y = [&](int c) { return static_cast<double>(u[c * a.y.strides[3]]); };
+    bool any = false;
+    for (int c = Lane(); c < a.channels; c += kWarp) any = any || of_y(c) != 0;
+    if (!__any_sync(kAllLanes, any)) return;  // whatever x holds
+    const NormalizedRow y(a, n);
+    double along = NormalizedRow::Sum(a, [&](int c) { return of_y(c) * y(c); });
+    if (a.mean_square) along /= a.channels;
+    const auto w = [&](int c) { return of_y(c) - along * y(c); };
+    const double mean = a.centered ? NormalizedRow::Sum(a, w) / a.channels : 0;
+    const DeviceView& x = g.x_gradient;
+    float* to = static_cast<float*>(x.data) + RowOffset(x, a.heads, a.tokens, n);
+    for (int c = Lane(); c < a.channels; c += kWarp) {
+      to[c * x.strides[3]] += static_cast<float>((w(c) - mean) * y.factor());
+    }
+  });
+}
+
+int64_t BlocksOfRows(const NormalizeArguments& a) {
+  return BlocksInTurns(CeilDiv(a.batch * a.heads * a.tokens, kWarps));
+}
 const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
-  const int64_t rows = a.batch * a.heads * a.tokens;
-  return Launch("Normalize", &Normalize, {BlocksInTurns(CeilDiv(rows, kWarps)), kThreads}, stream,
-                a);
+  return Launch("Normalize", &Normalize, {BlocksOfRows(a), kThreads}, stream, a);
+}
+const char* LaunchNormalizeGradient(const NormalizeGradientArguments& g, void* stream) {
+  return Launch("NormalizeGradient", &NormalizeGradient, {BlocksOfRows(g.forward), kThreads},
+                stream, g);
 }
 
 // ---- Angular hashing ----
@@ -358,9 +410,41 @@ const char* LaunchGroupMean(const GroupMeanArguments& a, void* stream) {
                 a);
 }
 
+// A warp has a place, whose token may be in other groups, too.
+__global__ void __launch_bounds__(kThreads) GroupGradient(const GroupGradientArguments g) {
+  const GroupMeanArguments& a = g.forward;
+  const int64_t places = a.groups * a.size, rows = a.batch * a.heads * places;
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
+       n += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int64_t head = n / places, place = n % places, b = head / a.heads, h = head % a.heads;
+    const int32_t* members = a.members + head * places;
+    const int64_t token = members[place];
+    int count = 0;
+    for (int64_t group = Lane(); group < a.groups; group += kWarp) {
+      count += Find(members + group * a.size, a.size, token) >= 0 ? 1 : 0;
+    }
+    const float share = 1 / static_cast<float>(SumOfWarp(count));
+    const int64_t from = b * a.out.strides[0] + h * a.out.strides[1] + token * a.out.strides[2];
+    float* to = static_cast<float*>(a.rows.data) + b * a.rows.strides[0] + h * a.rows.strides[1] +
+                place * a.rows.strides[2];
+    for (int c = Lane(); c < a.channels; c += kWarp) {
+      to[c * a.rows.strides[3]] +=
+          share * LoadElement(a.out.data, a.out.element, from + c * a.out.strides[3]);
+    }
+  }
+}
+
+const char* LaunchGroupGradient(const GroupGradientArguments& g, void* stream) {
+  const GroupMeanArguments& a = g.forward;
+  const int64_t places = a.batch * a.heads * a.groups * a.size;
+  return Launch("GroupGradient", &GroupGradient, {BlocksInTurns(CeilDiv(places, kWarps)), kThreads},
+                stream, g);
+}
+
 }  // namespace
 
-TFB_KERNEL_TABLE(GatherKernels, {&LaunchNormalize, &LaunchHash, &LaunchScore, &LaunchSort,
-                                 &LaunchLargest, &LaunchGroupMean});
+TFB_KERNEL_TABLE(GatherKernels,
+                 {&LaunchNormalize, &LaunchHash, &LaunchScore, &LaunchSort, &LaunchLargest,
+                  &LaunchGroupMean, &LaunchNormalizeGradient, &LaunchGroupGradient});
 
 }  // namespace tfb

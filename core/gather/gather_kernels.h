@@ -22,6 +22,12 @@ struct NormalizeArguments {
   double epsilon;
 };
 
+// The gradient of a normalised row's argument is added to.
+struct NormalizeGradientArguments {
+  NormalizeArguments forward;  // whose y is the gradient of the normalised rows, f32
+  DeviceView x_gradient;       // f32
+};
+
 struct HashArguments {
   DeviceView x;            // [batch, heads, tokens, head_dim]
   const float* rotations;  // [1 or heads][rounds * columns][head_dim]
@@ -83,6 +89,11 @@ struct GroupMeanArguments {
   int channels;
 };
 
+struct GroupGradientArguments {
+  GroupMeanArguments
+      forward;  // whose rows are their gradients, f32, added to, and out is its gradient
+};
+
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct GatherKernels {
   const char* (*normalize)(const NormalizeArguments& arguments, void* stream);
@@ -91,6 +102,8 @@ struct GatherKernels {
   const char* (*sort)(const SortArguments& arguments, void* stream);
   const char* (*largest)(const LargestArguments& arguments, void* stream);
   const char* (*group_mean)(const GroupMeanArguments& arguments, void* stream);
+  const char* (*normalize_gradient)(const NormalizeGradientArguments& arguments, void* stream);
+  const char* (*group_gradient)(const GroupGradientArguments& arguments, void* stream);
 };
 
 }  // namespace tfb

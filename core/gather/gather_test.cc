@@ -55,6 +55,16 @@ class Gather : public testing::TestWithParam<Device> {
     EXPECT_TRUE(mirror.CopyBack().ok());
   }
 
+  // Does the same with two tensors that are read.
+  template <class Act>
+  void OnDevice(const Tensor& x, const Tensor& u, Tensor* y, const Act& act) {
+    Tensor unused(DType::kF32, {1});
+    OnDevice(u, &unused, [&](const ConstTensorView& of_u, const TensorView&) {
+      OnDevice(x, y,
+               [&](const ConstTensorView& of_x, const TensorView& to) { act(of_x, of_u, to); });
+    });
+  }
+
   ThreadPool pool_{2};
   DeviceArray<std::byte> memory_;
 };
@@ -115,7 +125,7 @@ std::vector<double> Normalized(const RowNorm& norm, const std::vector<double>& x
   return y;
 }
 
-TEST(GatherOnTheCpu, GradientsOfNormalizedRowsAreThoseOfTheFormula) {
+TEST_P(Gather, GradientsOfNormalizedRowsAreThoseOfTheFormula) {
   constexpr int64_t kTokens = 67, kChannels = 21;
   const Shape shape = {2, 3, kTokens, kChannels};
   Tensor x(DType::kF32, shape), u(DType::kF32, shape);
@@ -125,14 +135,22 @@ TEST(GatherOnTheCpu, GradientsOfNormalizedRowsAreThoseOfTheFormula) {
   Fill(Slice(x.view(), 2, 5, 1), kNan);
   Fill(Slice(u.view(), 2, 5, 1), 0);
   Fill(Slice(x.view(), 2, 66, 1), 0);
-  ThreadPool pool(3);
+  const Execution execution = With(0);
   for (const RowNorm& norm : {RowNorm{}, RowNorm{false, false, 1e-3}, RowNorm{true, true, 1e-5},
                               RowNorm{true, false, 1}}) {
     Tensor gradient(DType::kF32, {2, 3, kChannels, kTokens});  // with strides
     Fill(gradient.view(), 0.5);
-    const TensorView by_row(gradient.raw(), DType::kF32, shape,
-                            {3 * kTokens * kChannels, kTokens * kChannels, 1, kTokens});
-    AddNormalizedGradients(norm, x.view(), u.view(), by_row, &pool);
+    const auto by_row_of = [&](void* data) {
+      return TensorView(data, DType::kF32, shape,
+                        {3 * kTokens * kChannels, kTokens * kChannels, 1, kTokens});
+    };
+    OnDevice(x, u, &gradient,
+             [&](const ConstTensorView& rows, const ConstTensorView& of_y, const TensorView& of_x) {
+               ASSERT_TRUE(AddNormalizedGradients(device(), norm, rows, of_y,
+                                                  by_row_of(of_x.mutable_data()), execution)
+                               .ok());
+             });
+    const TensorView by_row = by_row_of(gradient.raw());
     for (int64_t row = 0; row < 6 * kTokens; ++row) {
       const int64_t i = row % kTokens;
       std::vector<double> at, of_y;
@@ -424,7 +442,7 @@ TEST_P(Gather, MeansAreOverTheGroupsThatHaveAToken) {
 }
 
 // A mean is linear: <g, mean of rows> is <gradient of rows by g, rows>.
-TEST(GatherOnTheCpu, GradientsOfGroupsRowsAreThoseOfTheirMeans) {
+TEST_P(Gather, GradientsOfGroupsRowsAreThoseOfTheirMeans) {
   constexpr int64_t kGroups = 5, kSize = 40, kTokens = 131, kChannels = 7;
   // Group n has every (n + 1)-th token from token n on, so that a token may be in several or in
   // none.
@@ -442,15 +460,16 @@ TEST(GatherOnTheCpu, GradientsOfGroupsRowsAreThoseOfTheirMeans) {
   FillNormal(&rows, 1, "rows");
   FillNormal(&g, 1, "g");
   Fill(gradient.view(), 0);
-  ThreadPool pool(3);
-  const GroupMeanCall call = {members.data(), kGroups, kSize, rows.view(), out.view()};
-  const size_t bytes = GroupMeanWorkspaceBytes(Device::kCpu, kChannels, 3);
-  std::vector<std::byte> memory(bytes);
-  Execution execution;
-  execution.pool = &pool;
-  execution.workspace = absl::MakeSpan(memory);
-  ASSERT_TRUE(MeanOfGroups(Device::kCpu, call, execution).ok());
-  AddGroupGradients(call, g.view(), gradient.view(), &pool);
+  const DeviceArray<int32_t> on_device = Upload(members);
+  const Execution execution = With(GroupMeanWorkspaceBytes(device(), kChannels, 2));
+  OnDevice(rows, &out, [&](const ConstTensorView& of_rows, const TensorView& means) {
+    const GroupMeanCall call = {on_device.data(), kGroups, kSize, of_rows, means};
+    ASSERT_TRUE(MeanOfGroups(device(), call, execution).ok());
+  });
+  OnDevice(g, &gradient, [&](const ConstTensorView& of_out, const TensorView& of_rows) {
+    const GroupMeanCall call = {on_device.data(), kGroups, kSize, {}, {}};
+    ASSERT_TRUE(AddGroupGradients(device(), call, of_out, of_rows, execution).ok());
+  });
   for (int64_t head = 0; head < 4; ++head) {
     const auto product = [&](const Tensor& a, const Tensor& b) {
       const int64_t count = a.num_elements() / 4;

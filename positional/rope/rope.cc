@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/flash/flash_technique.h"
 #include "core/flash/rows.h"
@@ -79,28 +80,25 @@ class Rotation : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "rotations");
-  }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
   // The gradient of a rotation's argument is the result's gradient, rotated back.
   absl::Status Backward(const Inputs&, const Outputs& gradients, const ParameterGradients&,
                         const Execution& execution) override {
-    TurnBack(gradients.Get("q_rotated"), problem_.causal_offset(), gradients.Get("q"), execution);
-    TurnBack(gradients.Get("k_rotated"), 0, gradients.Get("k"), execution);
-    return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(AddTurnedBack(gradients.Get("q_rotated"), problem_.causal_offset(),
+                                      gradients.Get("q"), execution));
+    return AddTurnedBack(gradients.Get("k_rotated"), 0, gradients.Get("k"), execution);
   }
 
  private:
+  static TurnedRows RowsFrom(const ConstTensorView& from, const TensorView& to, int64_t first) {
+    return {ToDeviceView(from), ToDeviceView(to), from.dim(0), from.dim(1), from.dim(2), first};
+  }
   absl::Status TurnOnCuda(const ConstTensorView& q, const TensorView& turned_q,
                           const ConstTensorView& k, const TensorView& turned_k,
                           const Execution& execution) const {
-    const auto rows = [](const ConstTensorView& from, const TensorView& to, int64_t first) {
-      return TurnedRows{ToDeviceView(from), ToDeviceView(to), from.dim(0),
-                        from.dim(1),        from.dim(2),      first};
-    };
     TurnArguments<Real> arguments;
-    arguments.queries = rows(q, turned_q, problem_.causal_offset() - first_);
-    arguments.keys = rows(k, turned_k, -first_);
+    arguments.queries = RowsFrom(q, turned_q, problem_.causal_offset() - first_);
+    arguments.keys = RowsFrom(k, turned_k, -first_);
     arguments.cos = cos_.data();
     arguments.sin = sin_.data();
     arguments.channels = static_cast<int>(problem_.head_dim);
@@ -139,14 +137,25 @@ class Rotation : public FlashStep {
                   });
   }
   // Adds the rows of `from`, turned back, to those of `to`, f32 or empty.
-  void TurnBack(const ConstTensorView& from, int64_t offset, const TensorView& to,
-                const Execution& execution) const {
-    if (to.empty()) return;
+  absl::Status AddTurnedBack(const ConstTensorView& from, int64_t offset, const TensorView& to,
+                             const Execution& execution) const {
+    if (to.empty()) return absl::OkStatus();
+    if (device_ != Device::kCpu) {
+      const int cells = static_cast<int>(problem_.head_dim - pairs_);
+      const TurnBack<Real> turn = {RowsFrom(from, to, offset - first_),
+                                   cos_.data(),
+                                   sin_.data(),
+                                   cells,
+                                   static_cast<int>(pairs_),
+                                   options_.layout == RopeOptions::Layout::kHalf};
+      return ForEach(device_, from.dim(0) * from.dim(1) * from.dim(2) * cells, turn, execution);
+    }
     ForEachTurned(from, offset, /*back=*/true, execution,
                   [&](int64_t b, int64_t h, int64_t n, const float* row) {
                     float* sum = to.MutableAt<float>(b, h, n);
                     for (int64_t c = 0; c < to.dim(3); ++c) sum[c * to.stride(3)] += row[c];
                   });
+    return absl::OkStatus();
   }
 
   void TurnRow(int64_t index, bool back, float* row) const {

@@ -1,4 +1,4 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/for_each.cuh"
 #include "positional/rope/rope_cuda.h"
 
 namespace tfb::rope {
@@ -93,5 +93,8 @@ const char* LaunchTurn(const TurnArguments<Real>& a, void* stream) {
 
 TFB_KERNEL_TABLE(RopeKernels<float>, {&LaunchTurn<float>});
 TFB_KERNEL_TABLE(RopeKernels<double>, {&LaunchTurn<double>});
+
+TFB_FOR_EACH(TurnBack<float>);
+TFB_FOR_EACH(TurnBack<double>);
 
 }  // namespace tfb::rope

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/device_view.h"
+#include "core/cuda/functor.h"
 #include "core/cuda/kernel_table.h"
 
 namespace tfb::rope {
@@ -35,6 +36,39 @@ template <class Real>
 struct RopeKernels {
   // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*turn)(const TurnArguments<Real>& arguments, void* stream);
+};
+
+// Adds the rows of gradients, turned back, to those of f32: element n is a pair of channels of a row, or a channel behind
+// the pairs, of `cells` in a row.
+template <class Real>
+struct TurnBack {
+  TurnedRows rows;
+  const Real* cos;  // [positions, pairs]
+  const Real* sin;
+  int cells;
+  int pairs;
+  bool half;
+
+  TFB_HOST_DEVICE void operator()(int64_t n) const {
+    const int64_t cell = n % cells, row = n / cells;
+    const int64_t t = row % rows.tokens, h = row / rows.tokens % rows.heads;
+    const int64_t b = row / rows.tokens / rows.heads;
+    const auto from = [&](int64_t c) {
+      return static_cast<const float*>(rows.from.data)[Offset(rows.from, b, h, t, c)];
+    };
+    const auto to = [&](int64_t c) -> float& {
+      return static_cast<float*>(rows.to.data)[Offset(rows.to, b, h, t, c)];
+    };
+    if (cell >= pairs) {
+      to(pairs + cell) += from(pairs + cell);
+      return;
+    }
+    const int64_t first = half ? cell : 2 * cell, second = half ? cell + pairs : 2 * cell + 1;
+    const Real c = cos[(t + rows.first) * pairs + cell], s = sin[(t + rows.first) * pairs + cell];
+    const Real x = from(first), y = from(second);
+    to(first) += static_cast<float>(x * c + y * s);
+    to(second) += static_cast<float>(y * c - x * s);
+  }
 };
 
 }  // namespace tfb::rope
