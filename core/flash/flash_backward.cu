@@ -70,8 +70,10 @@ const char* Delta(const FlashDeltaArguments& a, void* stream) {
 
 // The threads of blocks: as many as leave each the registers that its sums and the rule take.
 constexpr int QueryThreads(int dim, bool rule) { return rule && dim > 64 ? 256 : ThreadsFor(dim); }
-constexpr int KeyThreads(int dim) { return 2 * ThreadsFor(dim); }
-constexpr int OffsetThreads(int dim) { return 2 * ThreadsFor(dim); }
+constexpr int KeyThreads(int dim, bool rule) { return rule || dim > 64 ? 256 : ThreadsFor(dim); }
+constexpr int kOffsetThreads = 256;
+// Returns the blocks that a multiprocessor holds at a time, which limits registers to 255 a thread.
+constexpr int BlocksOf(int threads) { return threads <= 128 ? 2 : 1; }
 
 // The numbers of a tile's rows, in shared memory behind what the scores need.
 struct TileNumbers {
@@ -191,7 +193,7 @@ class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
     });
     __syncthreads();
     if (this->has_rows()) {
-      AddProduct<4>({gradients_ + ty_ * kRows, kStride}, {shared_.kv + tx_ * 4, kStride},
+      AddProduct<2>({gradients_ + ty_ * kRows, kStride}, {shared_.kv + tx_ * 4, kStride},
                     value_depth_, gradients);
     }
 #pragma unroll
@@ -396,9 +398,9 @@ class QueryOwner : public GradientTile<kDim, kRule, QueryThreads(kDim, kRule)> {
 // ---- The owner of keys ----
 
 template <int kDim, bool kRule>
-class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim)> {
+class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
  public:
-  using Base = GradientTile<kDim, kRule, KeyThreads(kDim)>;
+  using Base = GradientTile<kDim, kRule, KeyThreads(kDim, kRule)>;
   using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kValueStride,
       Base::kVector;
 
@@ -518,9 +520,9 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim)> {
 // ---- The owner of offsets ----
 
 template <int kDim>
-class OffsetOwner : public GradientTile<kDim, true, OffsetThreads(kDim)> {
+class OffsetOwner : public GradientTile<kDim, true, kOffsetThreads> {
  public:
-  using Base = GradientTile<kDim, true, OffsetThreads(kDim)>;
+  using Base = GradientTile<kDim, true, kOffsetThreads>;
   using Base::kColumns, Base::kGroups, Base::kRows, Base::kThreads, Base::kValueStride,
       Base::kVector;
 
@@ -664,11 +666,8 @@ class OffsetOwner : public GradientTile<kDim, true, OffsetThreads(kDim)> {
 
 // ---- Kernels ----
 
-// Returns the blocks that a multiprocessor holds at a time, which limits the registers of a thread.
-constexpr int BlocksOf(int dim) { return dim <= 128 ? 2 : 1; }
-
 template <int kDim, bool kRule>
-__global__ void __launch_bounds__(QueryThreads(kDim, kRule), BlocksOf(kDim))
+__global__ void __launch_bounds__(QueryThreads(kDim, kRule), BlocksOf(QueryThreads(kDim, kRule)))
     FlashQueries(const FlashBackwardArguments b) {
   const int64_t tasks = FlashTasks(b.forward);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
@@ -682,7 +681,7 @@ __host__ __device__ inline int64_t KeyTasks(const FlashBackwardArguments& b) {
 }
 
 template <int kDim, bool kRule>
-__global__ void __launch_bounds__(KeyThreads(kDim), BlocksOf(kDim))
+__global__ void __launch_bounds__(KeyThreads(kDim, kRule), BlocksOf(KeyThreads(kDim, kRule)))
     FlashKeys(const FlashBackwardArguments b) {
   for (int64_t n = blockIdx.x; n < KeyTasks(b); n += gridDim.x) {
     FlashTask task = {};
@@ -694,8 +693,7 @@ __global__ void __launch_bounds__(KeyThreads(kDim), BlocksOf(kDim))
 }
 
 template <int kDim>
-__global__ void __launch_bounds__(OffsetThreads(kDim), 1)
-    FlashOffsets(const FlashBackwardArguments b) {
+__global__ void __launch_bounds__(kOffsetThreads, 1) FlashOffsets(const FlashBackwardArguments b) {
   const int64_t blocks = b.offset_blocks(), tasks = b.forward.query_heads * blocks;
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
     FlashTask task = {};
@@ -741,9 +739,9 @@ const char* Keys(const FlashBackwardArguments& b, void* stream) {
     constexpr int kDim = dim();
     return b.forward.rule.is_plain()
                ? Launch("FlashKeys", &FlashKeys<kDim, false>,
-                        ShapeOf<kDim>(b, KeyTasks(b), KeyThreads(kDim)), stream, b)
+                        ShapeOf<kDim>(b, KeyTasks(b), KeyThreads(kDim, false)), stream, b)
                : Launch("FlashKeys with a rule", &FlashKeys<kDim, true>,
-                        ShapeOf<kDim>(b, KeyTasks(b), KeyThreads(kDim)), stream, b);
+                        ShapeOf<kDim>(b, KeyTasks(b), KeyThreads(kDim, true)), stream, b);
   });
 }
 
@@ -751,7 +749,7 @@ const char* Offsets(const FlashBackwardArguments& b, void* stream) {
   return ForHeadSize(b, [&](auto dim) {
     constexpr int kDim = dim();
     const int64_t tasks = b.forward.query_heads * b.offset_blocks();
-    return Launch("FlashOffsets", &FlashOffsets<kDim>, ShapeOf<kDim>(b, tasks, OffsetThreads(kDim)),
+    return Launch("FlashOffsets", &FlashOffsets<kDim>, ShapeOf<kDim>(b, tasks, kOffsetThreads),
                   stream, b);
   });
 }

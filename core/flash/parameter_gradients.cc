@@ -87,6 +87,7 @@ absl::StatusOr<GradientMap> GradientMap::Create(Device device, std::vector<Slope
 
 absl::Status GradientMap::Add(const float* numbers, double* elements,
                               const Execution& execution) const {
+  if (elements_.size() == 0) return absl::OkStatus();
   const AddMappedSums add = {elements_.data(), begins_.data(), numbers_.data(), slopes_.data(),
                              stride_,          numbers,        elements};
   return ForEachInRows(device_, elements_.size(), channels_, add, execution);

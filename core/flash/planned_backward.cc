@@ -147,7 +147,7 @@ PlannedLayer::BackwardMemory PlannedLayer::LayOutBackward(const BackwardCall& ca
                     [&, &name = name](const TensorSpec& i) { return i.name == name; });
     if (!is_input && IsFloating(tensor.dtype)) gradients_.Set(name, take(tensor.shape()));
   }
-  for (ScoreTerm* term : terms_) term->LayOutGradients(p, workspace);
+  for (ScoreTerm* term : terms_) term->LayOutGradients(device_, p, workspace);
   parameter_gradients_.LayOut(workspace);
   memory.sums_end = workspace->used();
   return memory;

@@ -119,7 +119,7 @@ void LabelTerm::Bind(const Inputs& inputs, const TokenRange& queries, const Toke
   call->key_ids = Slice(ids, 1, keys.begin, keys.size());
 }
 
-void LabelTerm::LayOutGradients(const Problem& problem, Workspace* workspace) {
+void LabelTerm::LayOutGradients(Device, const Problem& problem, Workspace* workspace) {
   of_sums_ = {problem.query_heads, 2, problem.head_dim};
   vector_sums_ = workspace->Take<float>(NumElements(of_sums_));
   bias_sums_ = workspace->Take<float>(problem.query_heads * 2);
@@ -176,7 +176,7 @@ void SpanTerm::Bind(const Inputs& inputs, const TokenRange&, const TokenRange&,
                           ramp_};
 }
 
-void SpanTerm::LayOutGradients(const Problem& problem, Workspace* workspace) {
+void SpanTerm::LayOutGradients(Device, const Problem& problem, Workspace* workspace) {
   if (!name_.empty()) return;
   of_sums_ = {problem.batch, problem.query_heads, problem.query_tokens};
   sums_ = workspace->Take<float>(NumElements(of_sums_));

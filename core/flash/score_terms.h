@@ -68,7 +68,7 @@ class ScoreTerm {
   }
   // Takes memory for the sums that the engine makes of the gradients of what the term adds, which are
   // 0 at first. The sizes are those of the problem, whatever Build made.
-  virtual void LayOutGradients(const Problem&, Workspace*) {}
+  virtual void LayOutGradients(Device, const Problem&, Workspace*) {}
   // Lets a call add to these sums, and to the gradients of tensors that the term reads, f32, by name.
   virtual void BindGradients(const Outputs& /*tensors*/, ScoreGradients*) const {}
   // Takes the sums on to the parameters.
@@ -116,7 +116,7 @@ class DistanceBias : public ScoreTerm {
   void AddTo(ScoreRule* rule) const override { rule->bias = table_.entries(); }
   double FlopsPerPair(const Problem&) const override { return 1; }
 
-  void LayOutGradients(const Problem& problem, Workspace* workspace) override {
+  void LayOutGradients(Device, const Problem& problem, Workspace* workspace) override {
     table_.LayOutGradients(problem, workspace);
   }
   ScoreSums sums() const override { return ScoreSums::OfOffsets(); }
@@ -144,7 +144,7 @@ class ReluMultiplier : public ScoreTerm {
   void AddTo(ScoreRule* rule) const override { rule->relu_multiplier = table_.entries(); }
   double FlopsPerPair(const Problem&) const override { return 2; }
 
-  void LayOutGradients(const Problem& problem, Workspace* workspace) override {
+  void LayOutGradients(Device, const Problem& problem, Workspace* workspace) override {
     table_.LayOutGradients(problem, workspace);
   }
   ScoreSums sums() const override { return ScoreSums::OfOffsets(); }
@@ -204,7 +204,7 @@ class RelativeKeyTerm : public ScoreTerm {
   }
   bool has_relative_keys() const override { return true; }
 
-  void LayOutGradients(const Problem& problem, Workspace* workspace) override {
+  void LayOutGradients(Device, const Problem& problem, Workspace* workspace) override {
     sums_.LayOut(problem, workspace);
   }
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
@@ -242,7 +242,7 @@ class LabelTerm : public ScoreTerm {
     return has_vectors_ ? 2.0 * static_cast<double>(2 * problem.head_dim) : 0.0;
   }
 
-  void LayOutGradients(const Problem& problem, Workspace* workspace) override;
+  void LayOutGradients(Device, const Problem& problem, Workspace* workspace) override;
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     gradients->label_keys = has_vectors_ ? vector_sums_ : nullptr;
     gradients->label_biases = biases_ != nullptr ? bias_sums_ : nullptr;
@@ -283,7 +283,7 @@ class SpanTerm : public ScoreTerm {
   bool decides_pairs() const override { return kept_pairs_ != nullptr; }
   std::optional<double> KeptPairs() const override { return kept_pairs_(); }
 
-  void LayOutGradients(const Problem& problem, Workspace* workspace) override;
+  void LayOutGradients(Device, const Problem& problem, Workspace* workspace) override;
   void BindGradients(const Outputs& tensors, ScoreGradients* gradients) const override;
   absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override;
   absl::Status AddGradients(const ParameterGradients& gradients,

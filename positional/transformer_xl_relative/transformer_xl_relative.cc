@@ -34,17 +34,27 @@ class PositionTerm : public ScoreTerm {
   }
   bool has_relative_keys() const override { return true; }
 
-  void LayOutGradients(const Problem& p, Workspace* workspace) override {
-    gradients_.LayOut(p, RangeOf(p), p.model_dim(), workspace);
+  void LayOutGradients(Device device, const Problem& p, Workspace* workspace) override {
+    device_ = device;
+    if (device == Device::kCpu) return gradients_.LayOut(p, RangeOf(p), p.model_dim(), workspace);
+    on_device_.LayOut(p, RangeOf(p), p.model_dim(), workspace);
+  }
+  ScoreSums sums() const override {
+    ScoreSums sums = ScoreSums::OfRelativeKeys();
+    sums.content_bias = true;
+    return sums;
   }
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
-    gradients_.Bind(gradients);
+    if (device_ == Device::kCpu) return gradients_.Bind(gradients);
+    on_device_.Bind(gradients);
   }
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "relative positions");
+  absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override {
+    if (device == Device::kCpu) return absl::OkStatus();
+    return on_device_.SetUp(device, Parameters(), positions_, sinusoids_.view(), here_, gradients);
   }
   absl::Status AddGradients(const ParameterGradients& gradients,
                             const Execution& execution) const override {
+    if (device_ != Device::kCpu) return on_device_.AddTo(gradients, execution);
     gradients_.AddTo(Parameters(), positions_, sinusoids_.view(), here_, gradients, execution.pool);
     return absl::OkStatus();
   }
@@ -66,7 +76,9 @@ class PositionTerm : public ScoreTerm {
   int64_t here_ = 0;
   Tensor sinusoids_;
   layers::RelativePositions positions_;
+  Device device_ = Device::kCpu;
   layers::RelativePositionGradients gradients_;
+  layers::DevicePositionGradients on_device_;
 };
 
 // Returns r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. In 16-bit

@@ -7,7 +7,9 @@
 
 #include "Eigen/Core"
 #include "core/cpu/kernels.h"
+#include "core/cuda/for_each.h"
 #include "core/flash/rows.h"
+#include "core/layers/attention/position_products.h"
 #include "core/layers/matmul.h"
 #include "core/layers/sinusoid.h"
 #include "core/status.h"
@@ -188,6 +190,65 @@ void RelativePositionGradients::Multiply(
                  sinusoids.stride(0), by_distance_, row, product_ + begin * row, row, false);
     for (int64_t c = begin; c < end; ++c) visit(c, product_ + c * row);
   });
+}
+
+void DevicePositionGradients::LayOut(const Problem& problem, const DistanceRange& range,
+                                     int64_t channels, Workspace* workspace) {
+  range_ = range;
+  heads_ = problem.query_heads;
+  head_dim_ = problem.head_dim;
+  channels_ = channels;
+  keys_.LayOut(problem, workspace);
+  u_ = workspace->Take<float>(heads_ * head_dim_);
+  v_ = workspace->Take<float>(heads_ * head_dim_);
+  by_distance_ = workspace->Take<double>(range.rows() * heads_ * head_dim_);
+}
+
+void DevicePositionGradients::Bind(ScoreGradients* gradients) const {
+  gradients->content_bias = u_;
+  gradients->position_bias = v_;
+  gradients->relative_keys = keys_.data();
+}
+
+absl::Status DevicePositionGradients::SetUp(Device device,
+                                            const RelativePositions::Parameters& parameters,
+                                            const RelativePositions& positions,
+                                            const ConstTensorView& sinusoids, int64_t here,
+                                            const ParameterGradients& gradients) {
+  device_ = device;
+  const int64_t width = heads_ * head_dim_;
+  const auto map_of = [&](const ConstTensorView& vector) -> absl::StatusOr<GradientMap> {
+    const int64_t place = gradients.PlaceOf(vector.data);
+    if (place < 0) return GradientMap();
+    return GradientMap::Create(device, {{place, 0, 1}}, width);
+  };
+  TFB_ASSIGN_OR_RETURN(u_map_, map_of(parameters.u));
+  TFB_ASSIGN_OR_RETURN(v_map_, map_of(parameters.v));
+  w_r_ = gradients.PlaceOf(parameters.w_r.data);
+  const RelativeKeys* keys = positions.distances();
+  if (w_r_ < 0 || keys == nullptr) return absl::OkStatus();
+  std::vector<GradientMap::Slope> slopes;
+  for (int64_t h = 0; h < heads_; ++h) {
+    for (int64_t offset = keys->low(); offset <= keys->high(); ++offset) {
+      slopes.push_back(
+          {range_.Row(here - offset) * width + h * head_dim_, keys_.PlaceOf(*keys, h, offset), 1});
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(key_map_, GradientMap::Create(device, std::move(slopes), head_dim_));
+  TFB_ASSIGN_OR_RETURN(sinusoids_, CopyFloats(device, sinusoids));
+  return absl::OkStatus();
+}
+
+absl::Status DevicePositionGradients::AddTo(const ParameterGradients& gradients,
+                                            const Execution& execution) const {
+  TFB_RETURN_IF_ERROR(u_map_.Add(u_, gradients.sums(), execution));
+  TFB_RETURN_IF_ERROR(v_map_.Add(v_, gradients.sums(), execution));
+  if (w_r_ < 0 || sinusoids_.size() == 0) return absl::OkStatus();
+  TFB_RETURN_IF_ERROR(key_map_.Add(keys_.data(), by_distance_, execution));
+  const int64_t width = heads_ * head_dim_;
+  const PositionProducts products = {sinusoids_.data(), by_distance_, range_.rows(),
+                                     channels_,         width,        gradients.sums() + w_r_};
+  return ForEachInRows(device_, channels_, width, products, execution);
 }
 
 }  // namespace tfb::layers

@@ -14,6 +14,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
 #include "core/flash/flash.h"
 #include "core/flash/flash_backward.h"
 #include "core/flash/parameter_gradients.h"
@@ -116,6 +117,34 @@ class RelativePositionGradients {
   float* by_distance_ = nullptr;  // T, [range.rows()][row of heads * head_dim]
   float* product_ = nullptr;      // dW_r, [channels][row]
   int64_t channels_ = 0;
+};
+
+// The same on CUDA devices: sums of gradients go on by maps, and dW_r is formed in float64.
+class DevicePositionGradients {
+ public:
+  void LayOut(const Problem& problem, const DistanceRange& range, int64_t channels,
+              Workspace* workspace);
+  void Bind(ScoreGradients* gradients) const;
+  // Copies to the device what AddTo reads, behind LayOut.
+  absl::Status SetUp(Device device, const RelativePositions::Parameters& parameters,
+                     const RelativePositions& positions, const ConstTensorView& sinusoids,
+                     int64_t here, const ParameterGradients& gradients);
+  // Adds the sums that the engine made to the gradients of W_r, u and v.
+  absl::Status AddTo(const ParameterGradients& gradients, const Execution& execution) const;
+
+ private:
+  Device device_ = Device::kCpu;
+  DistanceRange range_;
+  int64_t heads_ = 0;
+  int64_t head_dim_ = 0;
+  int64_t channels_ = 0;
+  RelativeKeySums keys_;
+  float* u_ = nullptr;
+  float* v_ = nullptr;
+  double* by_distance_ = nullptr;  // T, [range.rows()][heads * head_dim], 0 at first
+  GradientMap u_map_, v_map_, key_map_;
+  DeviceArray<float> sinusoids_;
+  int64_t w_r_ = -1;  // the place of its first element
 };
 
 }  // namespace tfb::layers
