@@ -413,6 +413,7 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
     const int64_t group = a_.query_heads / a_.kv_heads;
     for (int64_t h = task_.kv_head * group; h < (task_.kv_head + 1) * group; ++h) {
       task_.head = h;
+      if (threadIdx.x < kKeys) numbers_.columns[threadIdx.x] = 0;
       const int64_t chunk = h % schedule.heads * schedule.chunks + key_tile_ / kChunkKeyTiles;
       for (int64_t n = schedule.begin[chunk]; n < schedule.begin[chunk + 1]; ++n) {
         const QueryRun& run = schedule.runs[n];
@@ -453,11 +454,10 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
     finite = this->LoadRows(whole, Base::kSecondRows,
                             [&](int row) { return this->QueryRowReader(row); });
     this->AddRows(shared_.p, shared_.kv, finite, k_sums_, takes);
-    if (a_.rule.content_bias == nullptr) return;
-    for (int i = 0; i < kQueries; ++i) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) column_sums_[r] += shared_.p[i * kStride + ty_ * kRows + r];
-    }
+    if (a_.rule.content_bias == nullptr || threadIdx.x >= kKeys) return;
+    float sum = 0;
+    for (int i = 0; i < kQueries; ++i) sum += shared_.p[i * kStride + threadIdx.x];
+    numbers_.columns[threadIdx.x] += sum;
   }
 
   // Adds what a head's content bias gives to the keys, and stores what the keys give to it.
@@ -466,14 +466,12 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
     __syncthreads();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      const float sum = numbers_.columns[ty_ * kRows + r];
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
         const int channel = n / kVector * 64 + tx_ * kVector + n % kVector;
-        if (channel < a_.head_dim)
-          k_sums_[r][n] = fmaf(column_sums_[r], bias[channel], k_sums_[r][n]);
+        if (channel < a_.head_dim) k_sums_[r][n] = fmaf(sum, bias[channel], k_sums_[r][n]);
       }
-      if (tx_ == 0) numbers_.columns[ty_ * kRows + r] = column_sums_[r];
-      column_sums_[r] = 0;
     }
     this->LoadKeys(key_tile_);
     __syncthreads();
@@ -514,7 +512,6 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
   const int64_t key_tile_;
   float k_sums_[kRows][kColumns] = {};
   float v_sums_[kRows][kColumns] = {};
-  float column_sums_[kRows] = {};
 };
 
 // ---- The owner of offsets ----
