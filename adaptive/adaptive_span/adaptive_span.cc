@@ -11,12 +11,11 @@
 
 #include "adaptive/adaptive_span/adaptive_span_cuda.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/flash/flash_technique.h"
-#include "core/flash/rows.h"
 #include "core/layers/matmul.h"
 #include "core/random.h"
-#include "core/workspace.h"
 
 namespace tfb::adaptive_span {
 namespace {
@@ -115,23 +114,24 @@ class DynamicSpans : public FlashStep {
   // With a = w . x + b, z = max_span sigmoid(a) and da = dz max_span sigmoid(a) sigmoid(-a): dw = sum da
   // x, db = sum da, and dx = sum over heads of da w. 1 - z / max_span would have lost what z rounds
   // where a gate is all but open.
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "dynamic spans");
-  }
-  size_t backward_workspace_bytes(int threads) const override {
-    return Workspace::Measure([&](Workspace& workspace) { TakeRows(threads, &workspace); });
-  }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
                         const ParameterGradients& parameters, const Execution& execution) override {
-    const ConstTensorView x = tensors.Get("x");
-    Workspace workspace(execution.workspace);
-    float* rows = TakeRows(execution.pool->threads(), &workspace);
-    const float* of_spans = gradients.Get("spans").At<float>(0);
-    execution.pool->ParallelFor(problem_.query_heads, [&](int64_t h, int worker) {
-      AddToGate(x, of_spans, h, rows + worker * problem_.model_dim(), parameters);
-    });
-    if (!gradients.Get("x").empty()) AddToHidden(of_spans, gradients.Get("x"), execution.pool);
-    return absl::OkStatus();
+    const Problem& p = problem_;
+    const GateGradients of = {gradients.Get("spans").MutableAt<float>(0), slopes_.data(), p.batch,
+                              p.query_heads, p.query_tokens};
+    const auto sums_of = [&](const char* name) {
+      return parameters.sums() + parameters.PlaceOf(parameters_.at(name).raw());
+    };
+    const AddToWeight to_weight = {of, ToDeviceView(tensors.Get("x")), p.model_dim(),
+                                   sums_of("span_weight")};
+    TFB_RETURN_IF_ERROR(ForEachInRows(device_, p.query_heads, p.model_dim(), to_weight, execution));
+    TFB_RETURN_IF_ERROR(
+        ForEach(device_, p.query_heads, AddToBias{of, sums_of("span_bias")}, execution));
+    const TensorView of_x = gradients.Get("x");
+    if (of_x.empty()) return absl::OkStatus();
+    const AddToHidden to_hidden = {of, gate_weight_.data(), p.model_dim(), ToDeviceView(of_x)};
+    return ForEachInRows(device_, p.batch * p.query_tokens, p.model_dim(), to_hidden, execution);
   }
 
   double flops() const override {
@@ -165,53 +165,14 @@ class DynamicSpans : public FlashStep {
     has_run_ = false;
     TFB_ASSIGN_OR_RETURN(
         spans_, DeviceArray<float>::Allocate(device_, p.batch * p.query_heads * p.query_tokens));
+    TFB_ASSIGN_OR_RETURN(slopes_, DeviceArray<float>::Allocate(device_, spans_.size()));
+    TFB_ASSIGN_OR_RETURN(gate_weight_, CopyFloats(device_, weight));
     if (device_ == Device::kCpu) {
-      TFB_ASSIGN_OR_RETURN(slopes_, DeviceArray<float>::Allocate(device_, spans_.size()));
       TFB_ASSIGN_OR_RETURN(gate_, PackedMatrix::Create(device_, Transpose(weight, 0, 1), bias));
     } else {
-      TFB_ASSIGN_OR_RETURN(gate_weight_, CopyFloats(device_, weight));
       TFB_ASSIGN_OR_RETURN(gate_bias_, CopyFloats(device_, bias));
     }
     return absl::OkStatus();
-  }
-
-  // Takes a row of x for each thread.
-  float* TakeRows(int threads, Workspace* workspace) const {
-    return workspace->Take<float>(threads * problem_.model_dim());
-  }
-  // Returns da of a row, counted over batch, heads and queries.
-  double GateGradient(const float* of_spans, int64_t row) const {
-    return static_cast<double>(of_spans[row]) * slopes_.data()[row];
-  }
-  // Adds the gradients of a head's weight and bias.
-  void AddToGate(const ConstTensorView& x, const float* of_spans, int64_t h, float* row,
-                 const ParameterGradients& parameters) const {
-    const Problem& p = problem_;
-    double* weight = parameters.Of(parameters_.at("span_weight").view().At<float>(h));
-    double* bias = parameters.Of(parameters_.at("span_bias").view().At<float>(h));
-    for (int64_t b = 0; b < p.batch; ++b) {
-      for (int64_t i = 0; i < p.query_tokens; ++i) {
-        const double da = GateGradient(of_spans, (b * p.query_heads + h) * p.query_tokens + i);
-        LoadRow(x, x.Offset(b, i), x.stride(2), p.model_dim(), row);
-        for (int64_t c = 0; c < p.model_dim(); ++c) weight[c] += da * row[c];
-        *bias += da;
-      }
-    }
-  }
-  void AddToHidden(const float* of_spans, const TensorView& to, ThreadPool* pool) const {
-    const Problem& p = problem_;
-    const float* weight = parameters_.at("span_weight").span<float>().data();
-    pool->ParallelFor(p.batch * p.query_tokens, [&](int64_t n, int) {
-      const int64_t b = n / p.query_tokens, i = n % p.query_tokens;
-      float* row = to.MutableAt<float>(b, i);
-      for (int64_t h = 0; h < p.query_heads; ++h) {
-        const auto da = static_cast<float>(
-            GateGradient(of_spans, (b * p.query_heads + h) * p.query_tokens + i));
-        for (int64_t c = 0; c < p.model_dim(); ++c) {
-          row[c * to.stride(2)] += da * weight[h * p.model_dim() + c];
-        }
-      }
-    });
   }
 
   absl::Status ComputeSpansOnCpu(const ConstTensorView& x, const Execution& execution) {
@@ -238,6 +199,7 @@ class DynamicSpans : public FlashStep {
     arguments.weight = gate_weight_.data();
     arguments.bias = gate_bias_.data();
     arguments.spans = spans_.mutable_data();
+    arguments.slopes = slopes_.mutable_data();
     arguments.batch = p.batch;
     arguments.tokens = p.query_tokens;
     arguments.channels = p.model_dim();
@@ -259,11 +221,11 @@ class DynamicSpans : public FlashStep {
   const NamedTensors& parameters_;
   Device device_ = Device::kCpu;
   DeviceArray<float> spans_;   // [batch, query_heads, query_tokens]
-  DeviceArray<float> slopes_;  // derivatives of the spans by a, on the CPU
+  DeviceArray<float> slopes_;  // derivatives of the spans by a
   bool has_run_ = false;       // since the last Setup
   PackedMatrix gate_;          // on the CPU
   DeviceArray<float> gate_weight_;
-  DeviceArray<float> gate_bias_;
+  DeviceArray<float> gate_bias_;  // on CUDA
 };
 
 class AdaptiveSpan : public FlashTechnique<AdaptiveSpanOptions> {

@@ -1,5 +1,5 @@
 #include "adaptive/adaptive_span/adaptive_span_cuda.h"
-#include "core/cuda/warp.cuh"
+#include "core/cuda/for_each.cuh"
 
 namespace tfb::adaptive_span {
 namespace {
@@ -44,8 +44,10 @@ __global__ void __launch_bounds__(kWarp* kWarps) Gate(GateArguments a) {
     const float sum = SumsOfWarp(sums);
     const int64_t row = first_row + lane / kHeads, head = first_head + lane % kHeads;
     if (row < rows && head < a.heads) {
-      a.spans[(row / a.tokens * a.heads + head) * a.tokens + row % a.tokens] =
-          a.max_span / (1 + expf(-(sum + a.bias[head])));
+      const int64_t to = (row / a.tokens * a.heads + head) * a.tokens + row % a.tokens;
+      const float e = expf(-(sum + a.bias[head]));
+      a.spans[to] = a.max_span / (1 + e);
+      a.slopes[to] = a.max_span / ((1 + e) * (1 + 1 / e));
     }
   }
 }
@@ -58,5 +60,9 @@ const char* LaunchGate(const GateArguments& a, void* stream) {
 }  // namespace
 
 TFB_KERNEL_TABLE(AdaptiveSpanKernels, {&LaunchGate});
+
+TFB_FOR_EACH_IN_ROWS(AddToWeight);
+TFB_FOR_EACH(AddToBias);
+TFB_FOR_EACH_IN_ROWS(AddToHidden);
 
 }  // namespace tfb::adaptive_span

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/device_view.h"
+#include "core/cuda/functor.h"
 #include "core/cuda/kernel_table.h"
 
 namespace tfb::adaptive_span {
@@ -15,11 +16,83 @@ struct GateArguments {
   const float* weight;  // [heads, channels]
   const float* bias;    // [heads]
   float* spans;         // [batch, heads, tokens]
+  float* slopes;        // likewise: dz/da, a being the argument of the sigmoid
   int64_t batch;
   int64_t tokens;
   int64_t channels;
   int64_t heads;
   float max_span;
+};
+
+// The gradients da of the arguments of the sigmoids, from those of the spans.
+struct GateGradients {
+  const float* of_spans;  // [batch, heads, tokens]
+  const float* slopes;    // likewise
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+
+  TFB_HOST_DEVICE double Of(int64_t b, int64_t h, int64_t i) const {
+    const int64_t n = (b * heads + h) * tokens + i;
+    return static_cast<double>(of_spans[n]) * slopes[n];
+  }
+};
+
+// Adds sum da x to the gradient of the weight of head `row`.
+struct AddToWeight {
+  GateGradients gradients;
+  DeviceView x;  // [batch, tokens, channels]
+  int64_t channels;
+  double* weight;  // [heads][channels]
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t h, const Piece& piece) const {
+    double sums[Piece::kMost] = {};
+    float row[Piece::kMost];
+    for (int64_t b = 0; b < gradients.batch; ++b) {
+      for (int64_t i = 0; i < gradients.tokens; ++i) {
+        const double da = gradients.Of(b, h, i);
+        piece.Load(x, Offset(x, b, i, 0), x.strides[2], row);
+        for (int c = 0; c < piece.count(); ++c) sums[c] += da * row[c];
+      }
+    }
+    for (int c = 0; c < piece.count(); ++c) weight[h * channels + piece.first() + c] += sums[c];
+  }
+};
+
+// Adds sum da to the gradient of the bias of head h.
+struct AddToBias {
+  GateGradients gradients;
+  double* bias;  // [heads]
+
+  TFB_HOST_DEVICE void operator()(int64_t h) const {
+    double sum = 0;
+    for (int64_t b = 0; b < gradients.batch; ++b) {
+      for (int64_t i = 0; i < gradients.tokens; ++i) sum += gradients.Of(b, h, i);
+    }
+    bias[h] += sum;
+  }
+};
+
+// Adds sum da w over the heads to the gradient of the hidden state of token `row`, counted over the batch.
+struct AddToHidden {
+  GateGradients gradients;
+  const float* weight;  // [heads][channels]
+  int64_t channels;
+  DeviceView x;  // the gradient, f32 [batch, tokens, channels]
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
+    const int64_t b = row / gradients.tokens, i = row % gradients.tokens;
+    float sums[Piece::kMost];
+    piece.Load(x, Offset(x, b, i, 0), x.strides[2], sums);
+    for (int64_t h = 0; h < gradients.heads; ++h) {
+      const auto da = static_cast<float>(gradients.Of(b, h, i));
+      const float* from = weight + h * channels + piece.first();
+      for (int c = 0; c < piece.count(); ++c) sums[c] += da * from[c];
+    }
+    piece.Store(sums, x, Offset(x, b, i, 0), x.strides[2]);
+  }
 };
 
 struct AdaptiveSpanKernels {
