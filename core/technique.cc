@@ -160,6 +160,12 @@ absl::Status Layer::CheckKept(const Execution& execution) const {
   return CheckMemory("kept memory", execution.kept, kept_bytes());
 }
 
+absl::Status OnCpuAlone(Device device, absl::string_view what) {
+  if (device == Device::kCpu) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat("the backward pass of ", what, " is on the CPU alone, not on ", Name(device)));
+}
+
 absl::Status Layer::CheckBackward() const {
   return absl::UnimplementedError("the layer has no backward pass");
 }

@@ -209,6 +209,9 @@ class Layer {
   bool backward_ready_ = false;
 };
 
+// Returns OK on the CPU, otherwise Unimplemented: `what` has no backward pass there.
+absl::Status OnCpuAlone(Device device, absl::string_view what);
+
 // A layer that reads its input in segments and keeps state between them: memory techniques and
 // decoding.
 class StreamingLayer : public Layer {

@@ -231,6 +231,7 @@ class EncoderDecoderLayer : public Layer {
   }
 
   absl::Status CheckBackward() const override {
+    TFB_RETURN_IF_ERROR(OnCpuAlone(device_, "blocks"));
     for (const Stack& stack : stacks_) {
       for (const Block& block : stack.blocks) {
         for (const Attention& one : block.attention) {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/device_array.h"
 #include "core/status.h"
-#include "core/zeros.h"
 
 namespace tfb::multi_head {
 namespace {
@@ -91,12 +91,15 @@ class MultiHeadLayer : public Layer {
                           execution);
   }
   absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
+    TFB_ASSIGN_OR_RETURN(zero_, DeviceArray<float>::Create(device_, {0}));
     return attention_.SetUpBackward(parameters_, "", {InputsOf(inputs, further_), {}, {}},
                                     execution);
   }
   absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    const ConstTensorView given = call.output_gradients.Get("out"), out = call.outputs.Get("out");
+    const ConstTensorView zeros(zero_.data(), DType::kF32, out.shape(), Shape(out.rank, 0));
     return attention_.Backward({InputsOf(call.inputs, further_),
-                                OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out")),
+                                given.empty() ? zeros : given,
                                 {},
                                 call.input_gradients.Get("x"),
                                 call.input_gradients.Get("memory"),
@@ -117,6 +120,7 @@ class MultiHeadLayer : public Layer {
   Device device_;
   layers::FurtherInputs further_;
   layers::ProjectedAttention attention_;
+  DeviceArray<float> zero_;  // an output's gradient that is left out
 };
 
 class MultiHead : public TechniqueOf<MultiHeadOptions> {

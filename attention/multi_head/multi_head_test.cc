@@ -739,11 +739,16 @@ TEST(MultiHead, GradientsIn16BitsAreThoseOfFp32WithinTheirRoundings) {
   }
 }
 
-TEST(MultiHead, ABackwardPassIsOnTheCpuAndThereOnlyWhereTheInnerTechniqueHasOne) {
+TEST(MultiHead, ABackwardPassIsOnTheDevicesWhereTheInnerTechniqueHasOne) {
   const Problem problem = Self(2, 8, 8);
-  const auto layer = MultiHead().Create(problem, {}, Device::kSimulator, 1).value();
-  EXPECT_EQ(layer->CheckBackward().code(), absl::StatusCode::kUnimplemented);
-  EXPECT_THAT(std::string(layer->CheckBackward().message()), HasSubstr("on the CPU alone"));
+  const auto check = [&](const Options& options, Device device) {
+    return MultiHead().Create(problem, options, device, 1).value()->CheckBackward();
+  };
+  for (const Device device : kHostDevices) EXPECT_EQ(check({}, device), absl::OkStatus());
+  EXPECT_EQ(check({{"inner", "sinkhorn"}}, Device::kCpu), absl::OkStatus());
+  const absl::Status status = check({{"inner", "sinkhorn"}}, Device::kSimulator);
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("on the CPU alone"));
   const auto on_cpu = MultiHead().Create(problem, {}, Device::kCpu, 1).value();
   EXPECT_EQ(on_cpu->CheckBackward(), absl::OkStatus());
   // It keeps q, k, v and the context, [batch, tokens, model_dim], and what the inner layer keeps.

@@ -3,7 +3,6 @@
 
 namespace tfb {
 
-TFB_FOR_EACH_IN_ROWS(CopyToRows);
 TFB_FOR_EACH_IN_ROWS(WriteSums);
 TFB_FOR_EACH_IN_ROWS(AddMappedSums);
 

@@ -8,7 +8,7 @@
 #include "core/cuda/for_each.h"
 #include "core/dtype.h"
 #include "core/flash/gradient_functors.h"
-#include "core/flash/gradient_rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -50,7 +50,7 @@ absl::Status ParameterGradients::Write(Device device, const Execution& execution
   for (const Parameter& parameter : parameters_) {
     const TensorView* gradient = outputs_->Find(*parameter.name);
     if (gradient == nullptr || gradient->empty()) continue;
-    const GradientRows rows(*gradient);
+    const TensorRows rows(*gradient);
     TFB_RETURN_IF_ERROR(
         ForEachInRows(device, rows.rows(), rows.columns(),
                       WriteSums{sums_ + parameter.first, rows.columns(), rows.view()}, execution));

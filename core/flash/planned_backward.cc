@@ -5,8 +5,8 @@
 #include "core/cuda/for_each.h"
 #include "core/flash/crop.h"
 #include "core/flash/flash_backward_sums.h"
-#include "core/flash/gradient_rows.h"
 #include "core/flash/planned_layer.h"
+#include "core/layers/copy_tensor.h"
 #include "core/status.h"
 #include "core/zeros.h"
 
@@ -56,18 +56,9 @@ absl::Status PlannedLayer::Clear(absl::Span<std::byte> memory, const Execution& 
 }
 
 absl::Status PlannedLayer::Clear(const TensorView& view, const Execution& execution) const {
-  if (device_ == Device::kCpu) {
-    SetToZero(view, execution.pool);
-    return absl::OkStatus();
-  }
-  return CopyTo(view, {}, execution);
-}
-
-absl::Status PlannedLayer::CopyTo(const TensorView& to, const ConstTensorView& from,
-                                  const Execution& execution) const {
-  const GradientRows rows(to);
-  return ForEachInRows(device_, rows.rows(), rows.columns(),
-                       CopyToRows{GradientRows(from).view(), rows.view()}, execution);
+  if (device_ != Device::kCpu) return ClearTensor(device_, view, execution);
+  SetToZero(view, execution.pool);
+  return absl::OkStatus();
 }
 
 std::vector<std::string> PlannedLayer::differentiable_outputs() const {
@@ -312,7 +303,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   for (const TensorSpec& input : inputs()) {
     const TensorView wanted = call.input_gradients.Get(input.name);
     if (wanted.empty() || input.dtype == DType::kF32) continue;
-    TFB_RETURN_IF_ERROR(CopyTo(wanted, gradients_.Get(input.name), execution));
+    TFB_RETURN_IF_ERROR(CopyTensor(device_, gradients_.Get(input.name), wanted, execution));
   }
   return parameter_gradients_.Write(device_, execution);
 }

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/flash/crop.h"
+#include "core/layers/copy_tensor.h"
 #include "core/schedule/long_rows.h"
 #include "core/status.h"
 
@@ -479,7 +480,7 @@ absl::Status PlannedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   }
   const TensorView kept = kept_.Get(kLogSumExp), log_sum_exp = outputs.Get(kLogSumExp);
   if (kept.empty() || log_sum_exp.empty()) return absl::OkStatus();
-  return CopyTo(log_sum_exp, kept, execution);
+  return CopyTensor(device_, kept, log_sum_exp, execution);
 }
 
 }  // namespace tfb

@@ -174,9 +174,6 @@ class PlannedLayer : public Layer {
   // Sets a tensor to 0 on the layer's device.
   absl::Status Clear(const TensorView& view, const Execution& execution) const;
   absl::Status Clear(absl::Span<std::byte> memory, const Execution& execution) const;
-  // Copies a tensor of f32 to one of any dtype on the layer's device.
-  absl::Status CopyTo(const TensorView& to, const ConstTensorView& from,
-                      const Execution& execution) const;
   // Returns the share of an input's rows that a Run reads.
   double ShareRead(const TensorSpec& input) const;
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
 #include "core/flash/rows.h"
 #include "core/status.h"
@@ -21,12 +20,6 @@ void AddSlopes(const Traced& value, int64_t number, const ParameterGradients& gr
 }
 
 }  // namespace
-
-absl::Status OnCpuAlone(Device device, absl::string_view what) {
-  if (device == Device::kCpu) return absl::OkStatus();
-  return absl::UnimplementedError(
-      absl::StrCat("the backward pass of ", what, " is on the CPU alone, not on ", Name(device)));
-}
 
 void TracedTable::Build(const Problem& problem) {
   constexpr double kLargest = std::numeric_limits<float>::max();

@@ -77,9 +77,6 @@ class ScoreTerm {
   }
 };
 
-// Returns OK on the CPU, otherwise Unimplemented: `what` has no backward pass there yet.
-absl::Status OnCpuAlone(Device device, absl::string_view what);
-
 // A number for each head and distance p_i - j, which is positive for keys before the query. Here
 // p_i = i + kv_tokens - query_tokens is the position of query i among the keys. Where it depends on
 // parameters, these are traced (core/traced.h), for the sake of their gradients.

@@ -5,7 +5,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
+#include "core/cuda/for_each.h"
+#include "core/cuda/runtime.h"
+#include "core/layers/layers_cuda.h"
+#include "core/layers/matmul_gradient_kernels.h"
 #include "core/layers/rows_of.h"
+#include "core/status.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -279,6 +284,42 @@ absl::Status MatMulGradient(const MatMulGradientCall& call, const Execution& exe
                                         gradient.Reduce(k, scratch(worker));
                                     });
   return absl::OkStatus();
+}
+
+size_t MatMulGradientWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out,
+                                    int threads) {
+  if (device == Device::kCpu) return MatMulGradientWorkspaceBytes(rows, in, out, threads);
+  MatMulGradientArguments arguments = {};
+  arguments.rows = rows;
+  return Workspace::Measure(
+      [&](Workspace& workspace) { workspace.Take<float>(arguments.chunks() * (in + 1) * out); });
+}
+
+absl::Status MatMulGradient(Device device, const MatMulGradientCall& call,
+                            const Execution& execution) {
+  if (device == Device::kCpu) return MatMulGradient(call, execution);
+  TFB_RETURN_IF_ERROR(CheckShapes(call));
+  if (call.weights.empty() && call.bias.empty()) return absl::OkStatus();
+  MatMulGradientArguments a = {};
+  a.x = ToDeviceRows(call.x);
+  a.dy = ToDeviceRows(call.dy);
+  a.rows = RowsOf<ConstTensorView>(call.x).rows();
+  a.in = RowsOf<ConstTensorView>(call.x).channels();
+  a.out = RowsOf<ConstTensorView>(call.dy).channels();
+  Workspace workspace(execution.workspace);
+  a.sums = workspace.Take<float>(a.chunks() * (a.in + 1) * a.out);
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  TFB_RETURN_IF_ERROR(
+      ToStatus(KernelsOn<MatMulGradientKernels>(runtime->target()).multiply(a, execution.stream)));
+  const SumOfChunks sum = {a.sums,
+                           a.chunks(),
+                           a.in,
+                           a.out,
+                           ToDeviceView(call.weights),
+                           ToDeviceView(call.bias),
+                           call.accumulate,
+                           call.bias_sign};
+  return ForEachInRows(device, a.in + 1, a.out, sum, execution);
 }
 
 }  // namespace tfb

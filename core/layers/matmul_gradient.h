@@ -1,4 +1,4 @@
-// The gradients of a product's parameters, on the CPU.
+// The gradients of a product's parameters.
 //
 //   y = x W + b        dW = x^T dy,   db_c = sum_r dy_rc,   dx = dy W^T
 //
@@ -9,7 +9,7 @@
 // chunk into blocks of 64 rows. A task is one chunk of rows for one block of dW; it adds the sums
 // of its blocks in their order, and the sums of chunks are added in theirs. So the result does not
 // depend on the number of threads, and a sum over n rows is off by no more than 64 + n / 64
-// roundings.
+// roundings. On CUDA chunks have 2048 rows, which are added one after the other.
 //
 // A row of dy that is 0 adds nothing, whatever x holds there, so that NaN of padding does not reach dW.
 #ifndef TFB_CORE_LAYERS_MATMUL_GRADIENT_H_
@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 
@@ -36,9 +37,15 @@ struct MatMulGradientCall {
 };
 
 // Returns the scratch of calls for up to `rows` rows in bytes.
-size_t MatMulGradientWorkspaceBytes(int64_t rows, int64_t in, int64_t out, int threads);
+size_t MatMulGradientWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out,
+                                    int threads);
+// Computes dW and db. It allocates nothing; on CUDA it enqueues on the stream. Returns Internal where
+// the shapes do not fit.
+absl::Status MatMulGradient(Device device, const MatMulGradientCall& call,
+                            const Execution& execution);
 
-// Computes dW and db. It allocates nothing. Returns Internal where the shapes do not fit.
+// The same on the CPU.
+size_t MatMulGradientWorkspaceBytes(int64_t rows, int64_t in, int64_t out, int threads);
 absl::Status MatMulGradient(const MatMulGradientCall& call, const Execution& execution);
 
 }  // namespace tfb

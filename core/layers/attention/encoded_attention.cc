@@ -9,7 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
-#include "core/flash/rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/matmul.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/random.h"
@@ -38,27 +38,6 @@ FurtherInputs FurtherOf(const Problem& problem, const EncodedAttentionPlan& plan
 absl::Status CheckCount(const EncodedAttentionPlan& plan) {
   return plan.inner.CheckCount("inner", absl::StrCat("layers=", plan.applications),
                                {plan.applications});
-}
-
-// Writes the sum over the batch of d [batch, tokens, channels], f32, to [tokens, channels], or adds
-// it to what is there.
-void SumBatch(const TensorView& d, const TensorView& to, bool adds, const Execution& execution) {
-  constexpr int64_t kRowsOfTask = 16, kChannels = 64;
-  const int64_t channels = d.dim(2);
-  execution.pool->ParallelForRanges(d.dim(1), kRowsOfTask, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t first = 0; first < channels; first += kChannels) {
-        const int64_t count = std::min(kChannels, channels - first);
-        float sum[kChannels] = {};
-        if (adds) LoadRow(to, to.Offset(row, first), to.stride(1), count, sum);
-        for (int64_t b = 0; b < d.dim(0); ++b) {
-          const float* more = d.At<float>(b, row, first);
-          for (int64_t c = 0; c < count; ++c) sum[c] += more[c];
-        }
-        StoreRow(sum, count, to, to.Offset(row, first), to.stride(1));
-      }
-    }
-  });
 }
 
 class EncodedAttentionLayer : public Layer {
@@ -145,7 +124,7 @@ class EncodedAttentionLayer : public Layer {
   }
   size_t backward_workspace_bytes(int threads) const override {
     const Problem& p = problem();
-    size_t bytes = MatMulGradientWorkspaceBytes(p.batch * p.query_tokens, p.model_dim(),
+    size_t bytes = MatMulGradientWorkspaceBytes(device_, p.batch * p.query_tokens, p.model_dim(),
                                                 p.model_dim(), threads);
     for (const ProjectedAttention& attention : attention_) {
       bytes = std::max(bytes, attention.backward_workspace_bytes(threads));
@@ -197,7 +176,7 @@ class EncodedAttentionLayer : public Layer {
     LayOutAllKept(memory);
     ConstTensorView dh = call.output_gradients.Get("out");
     if (dh.empty()) {
-      Fill(du, 0);
+      TFB_RETURN_IF_ERROR(ClearTensor(device_, du, rest));
       dh = du;
     }
     for (int64_t n = plan_.applications - 1; n >= 0; --n) {
@@ -286,19 +265,24 @@ class EncodedAttentionLayer : public Layer {
   absl::Status EncodingsBackward(int64_t n, const TensorView& du, const BackwardCall& call,
                                  const Execution& execution) const {
     const TensorView p = call.parameter_gradients.Get(plan_.positions_parameter);
-    if (n == plan_.applications - 1 && !p.empty()) Fill(p, 0);  // rows that no token has
+    if (n == plan_.applications - 1 && !p.empty()) {  // rows that no token has
+      TFB_RETURN_IF_ERROR(ClearTensor(device_, p, execution));
+    }
     const int64_t table = repeat_ ? 0 : n;
     if (!p.empty() && table < p.dim(0)) {
       TensorView rows =
           Slice(Slice(p, 0, table, 1), 1, plan_.first_position, problem().query_tokens);
       rows = TensorView(rows.mutable_data(), rows.dtype, Shape{rows.dim(1), rows.dim(2)},
                         Shape{rows.stride(1), rows.stride(2)});
-      SumBatch(du, rows, /*adds=*/true, execution);
+      for (int64_t b = 0; b < du.dim(0); ++b) {
+        const ConstTensorView of_batch(du.At<float>(b), DType::kF32, rows.shape());
+        TFB_RETURN_IF_ERROR(AddTensor(device_, of_batch, rows, execution));
+      }
     }
     const TensorView t = call.parameter_gradients.Get(plan_.times_parameter);
     if (t.empty()) return absl::OkStatus();
     const TensorView row(t.MutableAt<float>(n), DType::kF32, Shape{t.dim(1)}, Shape{t.stride(1)});
-    return MatMulGradient({du, du, {}, row}, execution);
+    return MatMulGradient(device_, {du, du, {}, row}, execution);
   }
 
   // Returns the input of application n's attention: u, in `state` where something is added.

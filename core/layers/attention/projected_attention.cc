@@ -6,6 +6,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/heads.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/status.h"
@@ -376,12 +377,7 @@ double ProjectedAttention::projection_flops() const {
 
 // ---- The backward pass ----
 
-absl::Status ProjectedAttention::CheckBackward() const {
-  if (device_ != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of projections is on the CPU alone");
-  }
-  return inner_->CheckBackward();
-}
+absl::Status ProjectedAttention::CheckBackward() const { return inner_->CheckBackward(); }
 
 ProjectedAttention::Kept ProjectedAttention::LayOutKept(Workspace& workspace) const {
   Kept kept;
@@ -422,11 +418,11 @@ size_t ProjectedAttention::backward_workspace_bytes(int threads) const {
       std::max({inner_->backward_workspace_bytes(threads), product(query_rows, width, x_width_),
                 cross_ ? product(kv_rows, width, memory_width_) : 0,
                 product(query_rows, context_width_, width),
-                MatMulGradientWorkspaceBytes(query_rows, context_width_, width, threads)});
+                MatMulGradientWorkspaceBytes(device_, query_rows, context_width_, width, threads)});
   for (const Projection& projection : projections_) {
-    bytes =
-        std::max(bytes, MatMulGradientWorkspaceBytes(projection.of_memory ? kv_rows : query_rows,
-                                                     width, projection.width, threads));
+    bytes = std::max(
+        bytes, MatMulGradientWorkspaceBytes(device_, projection.of_memory ? kv_rows : query_rows,
+                                            width, projection.width, threads));
   }
   return bytes + Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); });
 }
@@ -489,7 +485,8 @@ absl::Status ProjectedAttention::Backward(const BackwardCall& call, const Execut
   rest.workspace = workspace.Rest();
   rest.kept = kept.inner;
   TFB_RETURN_IF_ERROR(
-      MatMulGradient({kept.scratch.context, call.dy, call.parameters.Get(output_names_.weights),
+      MatMulGradient(device_,
+                     {kept.scratch.context, call.dy, call.parameters.Get(output_names_.weights),
                       call.parameters.Get(output_names_.bias), call.accumulate},
                      rest));
   TFB_RETURN_IF_ERROR(MatMul(output_transposed_, {call.dy, {}, scratch.gradients.context}, rest));
@@ -515,7 +512,8 @@ absl::Status ProjectedAttention::InnerBackward(const BackwardCall& call, const K
     if (projection.has_gradient) {
       to.Set(projection.name, heads);
     } else {
-      Fill(heads, 0);  // the layer does not depend on it
+      // The layer does not depend on it.
+      TFB_RETURN_IF_ERROR(ClearTensor(device_, heads, execution));
     }
   }
   if (inner_differentiates_x_) to.Set("x", call.dx.empty() ? TensorView() : scratch.x);
@@ -534,8 +532,7 @@ absl::Status ProjectedAttention::InnerBackward(const BackwardCall& call, const K
     const TensorView given = call.parameters.Get(parameter.outside);
     if (given.empty()) continue;
     const TensorView more = inner_call_.parameter_gradients.Get(parameter.name);
-    ForEachOffset(given, more,
-                  [&](int64_t at, int64_t from) { given.Set(at, given.Get(at) + more.Get(from)); });
+    TFB_RETURN_IF_ERROR(AddTensor(device_, more, given, execution));
   }
   return absl::OkStatus();
 }
@@ -548,6 +545,7 @@ absl::Status ProjectedAttention::ProjectionsBackward(const BackwardCall& call,
     const Projection& projection = projections_[n];
     const TensorView& rows = projection.of_memory ? gradients.of_memory : gradients.of_x;
     TFB_RETURN_IF_ERROR(MatMulGradient(
+        device_,
         {projection.of_memory ? call.inputs.memory : call.inputs.x,
          Slice(rows, 2, projection.first, projection.width), call.parameters.Get(names_[n].weights),
          call.parameters.Get(names_[n].bias), call.accumulate},
