@@ -159,6 +159,18 @@ class HistoryTest(unittest.TestCase):
         self.assertIn('--store=', self.expect(2, 'check'))
         self.assertIn('run1.pb', self.expect(2, 'check', '--store=run1.pb'))
 
+    def test_help_is_that_of_the_program_unless_the_command_has_its_own(self):
+        commands = ('add', 'check', 'page', 'list', 'merge', 'bisect')
+        for words in (['--help'], *([command, '--help'] for command in commands if command != 'bisect')):
+            text = self.expect(0, *words)
+            for command in commands:
+                self.assertIn(f'history {command} ', text, words)
+            self.assertIn('history bisect --help explains that command.', text)
+        text = self.expect(0, 'bisect', '--help')
+        self.assertIn('Finds the commit that made a case slower', text)
+        self.assertNotIn('history check ', text)
+        self.assertIn('name a command: bisect, add, check, list, merge, page; see --help', self.expect(2))
+
     def test_a_store_of_a_newer_version_or_with_a_cut_run_is_refused(self):
         self.add_runs(2)
         run = sorted((self.folder / 'store/runs').iterdir())[0]

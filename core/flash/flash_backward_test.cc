@@ -587,6 +587,37 @@ TEST(FlashBackwardCpu, ACallWithoutWhatItsForwardPassLeftIsRefused) {
             "INTERNAL: a backward call has no log-sum-exp of the forward pass");
 }
 
+// As the forward pass refuses them (FlashCall.WhatDoesNotFitIsRefusedOnBothDevices).
+TEST(FlashBackward, ARuleWithoutItsIdsOrWithTooManySlotsIsRefused) {
+  const Problem problem = Problem::SelfAttention(1, 1, 4, 8, false);
+  ThreadPool pool(1);
+  Execution execution;
+  execution.pool = &pool;
+  BandSchedule schedules(4);
+  Tensor log_sum_exp(DType::kF32, {1, 1, 4}), ids(DType::kI32, {1, 4});
+  const float keys[2 * 8] = {};
+  FlashCall forward;
+  forward.schedule = &schedules.Build(4, 4, Band());
+  forward.log_sum_exp = log_sum_exp.view();
+  forward.rule.label_keys.keys = keys;
+  FlashBackwardCall call;
+  call.forward = &forward;
+  const char* no_ids = "INTERNAL: a call whose rule has label keys has no ids of queries or keys";
+  EXPECT_EQ(FlashBackwardCpu(problem, call, execution).ToString(), no_ids);
+  forward.query_ids = ids.view();
+  EXPECT_EQ(FlashBackwardCpu(problem, call, execution).ToString(), no_ids);
+  forward.query_ids = {};
+  forward.key_ids = ids.view();
+  EXPECT_EQ(FlashBackwardCpu(problem, call, execution).ToString(), no_ids);
+  forward.query_ids = ids.view();
+  forward.rule.tokens.counts = true;
+  forward.rule.tokens.slots = kMaxTokenSlots + 1;
+  EXPECT_EQ(
+      FlashBackwardCpu(problem, call, execution).ToString(),
+      "INTERNAL: a token rule of 65 slots, of which slot -1 is the call's own; allowed are 1 to "
+      "64 slots with codes");
+}
+
 // As in the first segments of a long memory.
 TEST_P(FlashBackward, OfRelativeKeysThatReachFarBeyondTheTokens) {
   for (const int64_t tokens : {27, 130}) {

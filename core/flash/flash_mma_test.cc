@@ -12,6 +12,7 @@
 
 #include "core/cuda/runtime.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/cuda/work_testing.h"
 #include "core/definition.h"
 #include "core/flash/flash.h"
 #include "core/flash/flash_kernels.h"
@@ -703,6 +704,26 @@ TEST_P(FlashMma, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
                 subject.Out(0, 0, queries - 1, c));
     }
   }
+}
+
+TEST(FlashMmaCall, TheWorkOfACallIsAsOnRecord) {
+  const auto work = [](Subject&& subject) { return WorkOf([&] { subject.Run(); }); };
+  const Sizes sizes = {300, 300, 40, 72, 2, 2, 2};
+  EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes))),
+            "1 launches, 12 blocks, 168 barriers, 83472 collectives");
+  EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes, /*causal=*/true))),
+            "1 launches, 12 blocks, 136 barriers, 61328 collectives");
+  const BandPattern band(-100, 0);
+  EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes), &band)),
+            "1 launches, 12 blocks, 120 barriers, 50256 collectives");
+  Subject split(Make(DType::kBF16, {5, 1000, 40, 72, 4, 2, 2}));
+  split.splits = 3;
+  EXPECT_EQ(work(std::move(split)), "2 launches, 34 blocks, 352 barriers, 178016 collectives");
+  Subject with_keys(Make(DType::kBF16, sizes));
+  with_keys.relative_keys = Tensor(DType::kBF16, {1, 601, 40});
+  Fill(with_keys.relative_keys.view(), 0.5);
+  with_keys.low = -300;
+  EXPECT_EQ(work(std::move(with_keys)), "1 launches, 12 blocks, 168 barriers, 172320 collectives");
 }
 
 // Returns ids with few different values, in [batch, tokens].

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/cuda/work_testing.h"
 #include "core/definition.h"
 #include "core/flash/flash_cuda.h"
 #include "core/random.h"
@@ -815,6 +816,37 @@ TEST(FlashCudaCall, AccessesFallWithTheQueriesThatAreAsked) {
     EXPECT_NEAR(of_half / of_all, half, 0.05) << has_rule;
     EXPECT_NEAR(of_quarter / of_all, quarter, 0.05) << has_rule;
   }
+}
+
+TEST(FlashCudaCall, TheWorkOfACallIsAsOnRecord) {
+  const auto work = [](const Problem& problem, const Pattern* pattern = nullptr) {
+    Harness harness(Device::kSimulator, problem, pattern);
+    return WorkOf([&] { harness.Run(); });
+  };
+  EXPECT_EQ(work(Make(200, 300, 40, 72)), "1 launches, 16 blocks, 368 barriers, 12320 collectives");
+  EXPECT_EQ(work(Make(300, 300, 40, 72, /*causal=*/true)),
+            "1 launches, 20 blocks, 300 barriers, 10280 collectives");
+  EXPECT_EQ(work(Make(5, 1000, 40, 72)), "2 launches, 21 blocks, 48 barriers, 44160 collectives");
+  EXPECT_EQ(work(Make(5, 1000, 40, 72, /*causal=*/false, /*heads=*/4, /*kv_heads=*/2)),
+            "1 launches, 8 blocks, 536 barriers, 17424 collectives");
+  const BandPattern band(-100, 0);
+  EXPECT_EQ(work(Make(300, 300, 40, 72), &band),
+            "1 launches, 20 blocks, 280 barriers, 8800 collectives");
+}
+
+TEST(FlashCudaCall, TheWorkOfARuleIsAsOnRecord) {
+  Tensor table(DType::kF32, {1, 600, 40});
+  FillNormal(&table, 3, "table");
+  const RelativeKeys relative(table.view(), -300, 299, [](int64_t o) { return o + 300; });
+  const std::vector<float> spans = {50, 150};
+  Harness with_keys(Device::kSimulator, Make(300, 300, 40, 72));
+  with_keys.call.rule.relative_keys = &relative;
+  EXPECT_EQ(WorkOf([&] { with_keys.Run(); }),
+            "1 launches, 20 blocks, 1060 barriers, 15400 collectives");
+  Harness with_spans(Device::kSimulator, Make(300, 300, 40, 72, /*causal=*/true));
+  with_spans.call.rule.soft_span = {spans.data(), 2, 0, 1, 0, 32};
+  EXPECT_EQ(WorkOf([&] { with_spans.Run(); }),
+            "1 launches, 20 blocks, 290 barriers, 9300 collectives");
 }
 
 TEST(FlashCudaCall, KeysFarApartHave64BitOffsets) {

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/linear/linear.h"
+#include "core/linear/linear_layer.h"
 #include "core/linear/linear_testing.h"
 #include "core/random.h"
 #include "gtest/gtest.h"
@@ -914,6 +915,29 @@ TEST(LinearBackward, KeptMemoryIsSmallAndTheScratchOfCausalRunsDoesNotGrow) {
   EXPECT_LT(LinearKeptBytes(p, map), size_t{20} << 20);
   EXPECT_EQ(LinearBackwardWorkspaceBytes(LinearProblem(2000, 2000, true, 1, 64), map, 2),
             LinearBackwardWorkspaceBytes(LinearProblem(2000000, 2000000, true, 1, 64), map, 2));
+}
+
+// A key is projected and added to the sums, a query projected and multiplied by them; the backward
+// pass makes three projections and two products with sums of each, and computes causal sums again.
+TEST(LinearBackward, CostsAreThoseOfItsProductsAndOfEveryTensorTwice) {
+  for (const bool causal : {false, true}) {
+    Problem p = LinearProblem(10, 7, causal, 6, 3);
+    p.batch = 2;
+    p.kv_heads = 3;
+    p.value_dim = 5;
+    FeatureMap map = LinearMap(Feature::kExpPair, 4, 3);
+    map.per_head = true;
+    // Three of the ten queries see no key where the last query sees all seven.
+    const double keys = 2 * 3 * 7, rows = 2 * 6 * (causal ? 7 : 10);
+    const double projection = 2 * 4 * 3, sums = 2 * 8 * (5 + 1);
+    EXPECT_EQ(LinearCost(p, map).flops, (keys + rows) * (projection + sums));
+    EXPECT_EQ(LinearBackwardCost(p, map).flops,
+              (keys + rows) * (3 * projection + 2 * sums) + (causal ? keys * sums : 0));
+    // Queries, keys, values, outputs, and a matrix of each key-value head.
+    const double tensors = 2 * 6 * 10 * 3 + keys * (3 + 5) + 2 * 6 * 10 * 5 + 3 * 4 * 3;
+    EXPECT_EQ(LinearCost(p, map).bytes, 4 * tensors);
+    EXPECT_EQ(LinearBackwardCost(p, map).bytes, 2 * 4 * tensors);
+  }
 }
 
 }  // namespace

@@ -5,11 +5,14 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "core/cuda/mirror.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/cuda/work_testing.h"
 #include "core/linear/linear_testing.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -585,6 +588,61 @@ TEST(LinearCuda, AnyOrderOfBlocksAndThreadsAndAnyGridGiveTheSameBits) {
       }
       SetSeed(1);
     }
+  }
+}
+
+TEST(LinearCuda, TheWorkOfACallIsAsOnRecord) {
+  const struct {
+    DType dtype;
+    bool causal;
+    int64_t projections;
+    std::string work;
+  } kCases[] = {
+      {DType::kF32, false, 40, "3 launches, 18 blocks, 266 barriers, 8392 collectives"},
+      {DType::kF32, true, 40, "1 launches, 4 blocks, 228 barriers, 10580 collectives"},
+      {DType::kF32, true, 700, "1 launches, 4 blocks, 1428 barriers, 52180 collectives"},
+      {DType::kBF16, false, 40, "3 launches, 18 blocks, 266 barriers, 49896 collectives"},
+      {DType::kBF16, true, 40, "1 launches, 4 blocks, 228 barriers, 78164 collectives"},
+      {DType::kBF16, false, 700, "2 launches, 34 blocks, 1304 barriers, 508216 collectives"},
+      {DType::kBF16, true, 700, "1 launches, 4 blocks, 1428 barriers, 665044 collectives"},
+  };
+  for (const auto& one : kCases) {
+    LinearCase c{LinearProblem(300, 260, one.causal, 4, 40),
+                 LinearMap(Feature::kExp, one.projections, 40, 1e-4)};
+    c.problem.dtype = one.dtype;
+    c.problem.kv_heads = 2;
+    c.problem.value_dim = 72;
+    const LinearTensors tensors(c);
+    EXPECT_EQ(WorkOf([&] { RunEngine(c, tensors); }), one.work) << Describe(c);
+  }
+}
+
+TEST(LinearCuda, TheWorkOfAnAppendIsAsOnRecordAndIndependentOfWhatCameBefore) {
+  LinearCase c{LinearProblem(300, 300, true, 4, 40), LinearMap(Feature::kExp, 40, 40, 1e-4)};
+  c.problem.kv_heads = 2;
+  for (const auto& [dtype, few, many] :
+       {std::make_tuple(DType::kF32, "1 launches, 2 blocks, 20 barriers, 194 collectives",
+                        "3 launches, 8 blocks, 194 barriers, 8000 collectives"),
+        std::make_tuple(DType::kBF16, "1 launches, 2 blocks, 20 barriers, 194 collectives",
+                        "3 launches, 8 blocks, 194 barriers, 44000 collectives")}) {
+    c.problem.dtype = dtype;
+    const LinearTensors tensors(c);
+    LinearCuda linear = Create(c, tensors, /*streams=*/true);
+    LinearResults results = EmptyResults(c.problem);
+    const auto append = [&](int64_t begin, int64_t tokens) {
+      return WorkOf([&] {
+        const LinearCall call = SegmentOf(tensors.Call(c), results, begin, tokens);
+        const absl::Status status =
+            OnDevice(c, call, [&](const LinearCall& on_device, const Execution& e) {
+              return linear.Append(c.problem, tokens, on_device, e);
+            });
+        EXPECT_TRUE(status.ok()) << status;
+      });
+    };
+    EXPECT_EQ(append(0, 1), few);
+    EXPECT_EQ(append(1, 1), few);
+    EXPECT_EQ(append(2, 130), many);
+    EXPECT_EQ(append(132, 130), many);
   }
 }
 

@@ -221,6 +221,19 @@ TEST(DatastoreWriter, LeavesNothingBehindUntilItIsFinished) {
   EXPECT_EQ(ErrorOf(path), "ok");
 }
 
+TEST(DatastoreWriter, IsFinishedOnce) {
+  const std::string path = Path("finished");
+  const Entries entries = Random(3, Format());
+  const auto writer = DatastoreWriter::Create(path, Format()).value();
+  ASSERT_TRUE(writer->Append(entries.keys.view(), entries.values.view()).ok());
+  ASSERT_TRUE(writer->Finish().ok());
+  const std::string contents = Contents(path);
+  const absl::Status again = writer->Finish();
+  EXPECT_EQ(again.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(again.message(), absl::StrCat(path, ": is finished"));
+  EXPECT_EQ(Contents(path), contents);
+}
+
 TEST(DatastoreWriter, RefusesWhatItCannotHold) {
   const std::string path = Path("refused");
   DatastoreFormat format = Format();

@@ -9,7 +9,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -123,6 +125,15 @@ TEST(Machine, PinnedThreadsRunOnTheFirstProcessorsUntilTheyAreReleased) {
     const PinnedThreads nothing({});
     EXPECT_EQ(AllowedCpus(), all);
   }
+}
+
+TEST(Machine, PinningThreadsLeavesNoFileOpen) {
+  const auto open_files = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  const auto before = open_files();
+  const PinnedThreads pinned(AllowedCpus());
+  EXPECT_EQ(open_files(), before);
 }
 
 TEST(Machine, EveryGpuIsDescribedAndWhatTheDriverDoesNotTellIsAbsent) {

@@ -427,6 +427,28 @@ TEST_F(MeasureTest, ACaseMayNeedAsMuchAsTheLimitAndNotAByteMore) {
             "needs 20 GiB; --memory_limit is 5 GiB");
 }
 
+// Besides, a backward pass has what the run keeps, the gradients of the outputs, and those of inputs
+// and parameters three times: the check has its own and a copy.
+TEST_F(MeasureTest, ABackwardPassMayNeedAsMuchAsTheLimitAndNotAByteMore) {
+  registry_.Add(MakeTiny(TinyFault::kNone));
+  TickingClock clock(1e-3);
+  options_.clock = &clock;
+  constexpr int64_t kTensor = 2 * 16 * 8 * 4, kSums = 2 * 16 * 4, kParameter = 2 * 4;
+  pass_ = "training";
+  const Outcome unlimited = Measure("tiny").at("tiny").outcome();
+  ASSERT_EQ(unlimited.status(), Outcome::STATUS_OK) << unlimited.reason();
+  const int64_t of_run = 3 * kTensor + 3 * (kTensor + kSums) + kParameter;
+  const int64_t of_backward = kSums + (kTensor + kSums) + 3 * (3 * kTensor + kParameter);
+  const int64_t workspace = static_cast<int64_t>(unlimited.peak_workspace_bytes());  // the larger
+  for (const char* pass : {"backward", "training"}) {
+    pass_ = pass;
+    options_.memory_limit = of_run + of_backward + 2 * workspace;
+    EXPECT_EQ(Measure("tiny").at("tiny").outcome().status(), Outcome::STATUS_OK) << pass;
+    --options_.memory_limit;
+    EXPECT_EQ(Measure("tiny").at("tiny").outcome().status(), Outcome::STATUS_OUT_OF_MEMORY) << pass;
+  }
+}
+
 TEST_F(MeasureTest, WhatALayerKeepsOnTheHeapIsTold) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "sanitizers have their own ideas of memory";

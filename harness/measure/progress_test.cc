@@ -28,11 +28,16 @@ std::string Written(int columns, const std::function<void(std::FILE*)>& write) {
   std::FILE* const out = fdopen(ends[1], "w");
   write(out);  // what is shown is there at once
   fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  // The system moves what is written to a terminal in parts. A read that finds none waits for those
+  // under way, so that only then there are no more.
+  std::string written;
   char buffer[4096];
-  const ssize_t got = read(ends[0], buffer, sizeof(buffer));
+  for (ssize_t got; (got = read(ends[0], buffer, sizeof(buffer))) > 0;) {
+    written.append(buffer, static_cast<size_t>(got));
+  }
   std::fclose(out);
   close(ends[0]);
-  return got > 0 ? std::string(buffer, static_cast<size_t>(got)) : "";
+  return written;
 }
 
 void Go(std::FILE* out) {

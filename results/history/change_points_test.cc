@@ -5,6 +5,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <string>
@@ -303,6 +304,183 @@ TEST(ChangePoints, AgreeWithAnotherImplementation) {
       EXPECT_NEAR(found.at[i][k], expected[i][k], 1) << i;
     }
   }
+}
+
+// --- The definition in the header, written out. It has no running sums, and one thread.
+
+constexpr int kLevelRuns = 3;  // of the shortest level
+
+double MedianOf(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t n = values.size();
+  return (values[(n - 1) / 2] + values[n / 2]) / 2;
+}
+
+double MeanOf(const std::vector<double>& values, size_t begin, size_t end) {
+  return std::accumulate(values.begin() + begin, values.begin() + end, 0.0) / (end - begin);
+}
+
+// Returns the scale of the successive differences over sqrt 2, those beyond 2.5 of it drawn in: by
+// two steps of the fixed point from the median, over what a normal variable so drawn in has.
+double OwnScale(const std::vector<double>& y) {
+  constexpr double kLeast = 1e-3, kEnd = 2.5;
+  std::vector<double> differences;
+  for (size_t i = 1; i < y.size(); ++i) differences.push_back(std::fabs(y[i] - y[i - 1]));
+  const double beyond = std::erfc(kEnd / std::sqrt(2.0));
+  const double density = std::exp(-kEnd * kEnd / 2) / std::sqrt(2 * M_PI);
+  const double of_normal = std::sqrt(1 - (2 * kEnd * density + beyond) + kEnd * kEnd * beyond);
+  double scale = 1.482602 * MedianOf(differences);
+  for (int step = 0; step < 2; ++step) {
+    double squares = 0;
+    for (const double difference : differences) {
+      squares += std::pow(std::min(difference, kEnd * std::max(scale, kLeast)), 2);
+    }
+    scale = std::sqrt(squares / differences.size()) / of_normal;
+  }
+  return std::max(scale / std::sqrt(2.0), kLeast);
+}
+
+// Each series has as many values as 0.6 of its differences, and the typical scale eight.
+double Pooled(const std::vector<double>& y, double typical) {
+  const double weight = 0.6 * static_cast<double>(y.size() - 1);
+  return std::sqrt((weight * std::pow(OwnScale(y), 2) + 8 * typical * typical) / (weight + 8));
+}
+
+std::vector<double> WithoutOutliers(const std::vector<double>& y, double scale) {
+  std::vector<double> drawn_in = y;
+  for (int i = 0; i < static_cast<int>(y.size()); ++i) {
+    const int first = std::min(std::max(i - 2, 0), static_cast<int>(y.size()) - 5);
+    const double centre = MedianOf({y.begin() + first, y.begin() + first + 5});
+    drawn_in[i] = std::min(std::max(y[i], centre - 3 * scale), centre + 3 * scale);
+  }
+  return drawn_in;
+}
+
+// Returns the largest t of the splits of a series.
+double LargestT(const std::vector<double>& y, double typical) {
+  const double scale = Pooled(y, typical);
+  const std::vector<double> values = WithoutOutliers(y, scale);
+  const size_t n = values.size();
+  double largest = 0;
+  for (size_t k = kLevelRuns; k + kLevelRuns <= n; ++k) {
+    const double step = std::fabs(MeanOf(values, k, n) - MeanOf(values, 0, k));
+    largest = std::max(largest, step / (scale * std::sqrt(1.0 / k + 1.0 / (n - k))));
+  }
+  return largest;
+}
+
+// Returns the begins of the levels with the least sum of squares and c^2 s^2 for each change.
+std::vector<int> LevelsOf(const std::vector<double>& y, double scale, double critical) {
+  const std::vector<double> values = WithoutOutliers(y, scale);
+  const auto squares = [&values](size_t begin, size_t end) {
+    const double mean = MeanOf(values, begin, end);
+    double sum = 0;
+    for (size_t i = begin; i < end; ++i) sum += std::pow(values[i] - mean, 2);
+    return sum;
+  };
+  const double penalty = std::pow(critical * scale, 2);
+  std::vector<double> cost(values.size() + 1, HUGE_VAL);  // of the first values
+  std::vector<std::vector<int>> at(values.size() + 1);
+  for (size_t end = kLevelRuns; end <= values.size(); ++end) {
+    cost[end] = squares(0, end);
+    for (size_t last = kLevelRuns; last + kLevelRuns <= end; ++last) {
+      const double with_it = cost[last] + penalty + squares(last, end);
+      if (with_it >= cost[end]) continue;
+      cost[end] = with_it;
+      at[end] = at[last];
+      at[end].push_back(static_cast<int>(last));
+    }
+  }
+  return at.back();
+}
+
+std::vector<double> LessTheirLevels(std::vector<double> y, std::vector<int> at) {
+  at.push_back(static_cast<int>(y.size()));
+  int begin = 0;
+  for (const int end : at) {
+    const double level = MedianOf({y.begin() + begin, y.begin() + end});
+    for (; begin < end; ++begin) y[begin] -= level;
+  }
+  return y;
+}
+
+// Returns the values of a series in another order of the runs.
+std::vector<double> InOrder(const NoisySeries& series, const std::vector<int>& order) {
+  std::vector<double> values;
+  for (const int run : order) {
+    const auto found = std::find(series.runs.begin(), series.runs.end(), run);
+    if (found != series.runs.end()) values.push_back(series.values[found - series.runs.begin()]);
+  }
+  return values;
+}
+
+ChangePoints ByDefinition(const std::vector<NoisySeries>& all, const ChangePointOptions& options) {
+  ChangePoints points;
+  points.at.resize(all.size());
+  points.scale.resize(all.size());
+  std::vector<double> scales;
+  std::vector<NoisySeries> permuted;
+  int runs = 0;
+  for (const NoisySeries& series : all) {
+    if (series.values.size() < 8) continue;
+    scales.push_back(OwnScale(series.values));
+    permuted.push_back(series);
+    runs = std::max(runs, series.runs.back() + 1);
+  }
+  if (scales.empty()) return points;
+  const double typical = MedianOf(scales);
+  for (NoisySeries& series : permuted) {
+    const double scale = Pooled(series.values, typical);
+    series.values = LessTheirLevels(series.values, LevelsOf(series.values, scale, 6));
+  }
+  // The measured order is one of 1 / rate.
+  const int permutations = static_cast<int>(std::ceil(1 / options.false_alarm_rate)) - 1;
+  for (int permutation = 0; permutation < permutations; ++permutation) {
+    std::mt19937_64 random(options.seed + static_cast<uint64_t>(permutation));
+    std::vector<int> order(static_cast<size_t>(runs));
+    std::iota(order.begin(), order.end(), 0);
+    for (size_t left = order.size(); left > 1; --left) {
+      std::swap(order[left - 1], order[random() % left]);
+    }
+    for (const NoisySeries& series : permuted) {
+      points.critical = std::max(points.critical, LargestT(InOrder(series, order), typical));
+    }
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i].values.size() < 8) continue;
+    points.scale[i] = Pooled(all[i].values, typical);
+    points.at[i] = LevelsOf(all[i].values, points.scale[i], points.critical);
+  }
+  return points;
+}
+
+// Few series of few runs, so that any of them, any split and the ends decide; with odd runs, steps,
+// gaps, and noise that is smaller than the least.
+TEST(ChangePoints, AreThoseOfTheirDefinition) {
+  int changes = 0;
+  for (uint64_t seed = 0; seed < 120; ++seed) {
+    const int runs = 8 + static_cast<int>(seed % 23), count = 1 + static_cast<int>(seed % 4);
+    std::vector<NoisySeries> all =
+        Draw(AllNoises()[seed % 5], count, runs, seed % 7 == 0 ? 2e-4 : 0.01, 40 + seed);
+    for (int run = runs / 2; run < runs; ++run) all[0].values[run] += 0.004 * (seed % 9);
+    all.back().values[seed % runs] += 0.1;
+    const size_t gap = seed % 3;
+    all.back().runs.erase(all.back().runs.begin() + gap);
+    all.back().values.erase(all.back().values.begin() + gap);
+    ChangePointOptions options;
+    options.false_alarm_rate = seed % 2 == 0 ? 0.5 : 0.06;
+    options.seed = seed;
+    const ChangePoints expected = ByDefinition(all, options),
+                       found = FindChangePoints(all, options);
+    // The constants of the noise have five digits.
+    EXPECT_NEAR(found.critical, expected.critical, 1e-4 * expected.critical) << seed;
+    for (size_t i = 0; i < all.size(); ++i) {
+      EXPECT_NEAR(found.scale[i], expected.scale[i], 1e-4 * expected.scale[i]) << seed << " " << i;
+      EXPECT_EQ(found.at[i], expected.at[i]) << seed << " " << i;
+      changes += static_cast<int>(found.at[i].size());
+    }
+  }
+  EXPECT_GT(changes, 20);
 }
 
 TEST(ChangePoints, OneOddRunIsNoChangeWhereverItIs) {

@@ -2,8 +2,11 @@
 
 #include <signal.h>
 #include <stdlib.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <string>
 
@@ -76,6 +79,44 @@ TEST(Command, VariablesOfAnotherRepositoryOrProgramAreLeftOut) {
   unsetenv("GIT_DIR");
   unsetenv("RUNFILES_DIR");
   EXPECT_EQ(output->out, "unset unset kept\n");
+}
+
+int OpenDescriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<int>(std::distance(begin(all), end(all)));
+}
+
+TEST(Command, NoDescriptorStaysOpenHoweverACommandEnds) {
+  const std::string log = LogPath("descriptors");
+  const int before = OpenDescriptors();
+  EXPECT_TRUE(OutputOf({"true"}).ok());
+  EXPECT_FALSE(OutputOf({"no-such-program"}).ok());
+  EXPECT_TRUE(RunLogged("true", "/", log, Never).ok());
+  EXPECT_FALSE(RunLogged("sleep 1000000", "/", log, [] { return true; }).ok());
+  EXPECT_EQ(OpenDescriptors(), before);
+}
+
+TEST(Command, ACommandHasNoInput) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  ASSERT_EQ(write(ends[1], "text", 4), 4);
+  close(ends[1]);
+  const int own = dup(STDIN_FILENO);
+  dup2(ends[0], STDIN_FILENO);
+  const auto input = OutputOf({"cat"});
+  dup2(own, STDIN_FILENO);
+  close(own);
+  EXPECT_EQ(input->out, "");
+  close(ends[0]);
+}
+
+TEST(Command, SignalsThatTheCallerIgnoresEndACommand) {
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGPIPE, SIGXFSZ}) {
+    const auto before = signal(number, SIG_IGN);
+    const auto output = OutputOf({"sh", "-c", absl::StrCat("kill -", number, " $$; exit 0")});
+    signal(number, before);
+    EXPECT_EQ(output->exit_status, 128 + number);
+  }
 }
 
 TEST(Command, StoppingEndsTheWholeGroup) {
