@@ -51,6 +51,7 @@ def technique(
         cuda_srcs = [],
         cuda_hdrs = [],
         cuda_deps = [],
+        cuda_spills = {},
         test_deps = [],
         test_data = [],
         test_size = "medium",
@@ -69,6 +70,7 @@ def technique(
       cuda_srcs: CUDA sources, with private headers: kernels that no engine of core/ has (see core/cuda/kernel_table.h).
       cuda_hdrs: plain C++ headers of the CUDA sources, which `srcs` include.
       cuda_deps: libraries of the CUDA sources, beside //core/cuda:kernel.
+      cuda_spills: kernels whose spills of registers are accepted, with the reason (cuda_library).
       test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
       test_data: files that NAME_test.cc reads.
       test_size: of NAME_test. Some take seconds, which a slow and busy machine makes minutes.
@@ -83,6 +85,7 @@ def technique(
             name = name + "_cuda",
             srcs = cuda_srcs,
             hdrs = cuda_hdrs,
+            spills = cuda_spills,
             visibility = ["//visibility:private"],
             deps = cuda_deps + ["//core/cuda:kernel"],
         )
