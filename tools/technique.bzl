@@ -13,7 +13,8 @@ makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
     :mine_cuda                     its device code, where it has cuda_srcs
     :mine_test                     its own test
     :mine_conformance_test         what every technique must pass, on the CPU; no source of its own
-    :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one
+    :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one; under --config=gpu
+                                   on that alone
     :mine_benchmark                Google Benchmark over the usual problems; no source of its own, built by name alone
 
 The last three link the harness's mains, which walk the registry.
@@ -128,6 +129,7 @@ def technique(
     cuda_test(
         name = name + "_conformance_test",
         size = conformance_size,
+        on_gpu = False,
         args = ["--technique=" + name] + ["--interface=$(rootpath %s)" % file for file in interface],
         data = interface,
         deps = linked + ["//harness:conformance_main"],
@@ -143,7 +145,7 @@ def technique(
             "--technique=" + name,
             "--devices=simulator,cuda",
         ],
-        tags = ["gpu"],  # what --config=gpu runs
+        tags = ["gpu"],  # what --config=gpu runs, on a GPU alone
     )
     cuda_binary(
         name = name + "_benchmark",

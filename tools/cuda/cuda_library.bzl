@@ -346,10 +346,20 @@ def _with_kernels(name, deps, for_tests, testonly):
     )
     return deps + [":%s_kernels" % name]
 
-def cuda_test(name, deps, **kwargs):
-    """A cc_test with kernels (see the head of this file)."""
+def cuda_test(name, deps, on_gpu = True, tags = [], **kwargs):
+    """A cc_test with kernels (see the head of this file).
+
+    Args:
+      name: of the target
+      deps: of the test, with the libraries whose kernels it links
+      on_gpu: whether it is one of the tests that --config=gpu runs, with kernels on a GPU in place of the simulator
+        (core/tested_devices.h); false for tests of the simulator, of the CPU, and by a simulated clock
+      tags: as everywhere
+      **kwargs: cc_test's other attributes
+    """
     cc_test(
         name = name,
+        tags = tags + (["gpu"] if on_gpu else []),
         deps = _with_kernels(name, deps, for_tests = True, testonly = True),
         **kwargs
     )
