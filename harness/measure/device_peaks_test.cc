@@ -73,6 +73,22 @@ TEST_F(PeakKernelsTest, CopiesAreWhole) {
   }
 }
 
+TEST_F(PeakKernelsTest, ReadsAreWholeAndWriteNothingWhereAllIsZero) {
+  for (const size_t count : {4, 4 * 255, 4 * 3000}) {
+    for (const size_t place : {size_t{0}, count / 2, count - 1, count}) {
+      std::vector<float> values(count, 0);
+      if (place < count) values[place] = 3;
+      const DeviceBuffer from =
+          runtime_->Upload(values.data(), values.size() * sizeof(float)).value();
+      float not_zero = -1;
+      const DeviceBuffer result = runtime_->Upload(&not_zero, sizeof(float)).value();
+      ASSERT_STREQ(kernels_.read(kBlocks, from.data(), from.bytes(), result.As<float>()), nullptr);
+      ASSERT_TRUE(runtime_->CopyToHost(&not_zero, result.data(), sizeof(float)).ok());
+      EXPECT_EQ(not_zero, place < count ? 3 : -1) << place << " of " << count;
+    }
+  }
+}
+
 // A peak takes two readings of the events' clock for each of 20 passes, of which each is faster than
 // the one before. The first trial of the first peak is too short, so that its passes do twice as much.
 TEST_F(PeakKernelsTest, APeakIsTheCountedWorkOfTheBestOfTwentyPasses) {
