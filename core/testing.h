@@ -12,6 +12,7 @@
 #include "core/safetensors.h"
 #include "core/technique.h"
 #include "core/tensor.h"
+#include "core/tested_devices.h"
 
 namespace tfb {
 
@@ -28,9 +29,6 @@ absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int th
 
 // Does the same on a GPU or in the simulator: `inputs` lie on the host, and so do the results.
 absl::StatusOr<NamedTensors> RunCudaLayer(Layer& layer, Device device, const Inputs& inputs);
-
-// The devices that run a technique with CUDA sources on every machine.
-constexpr Device kHostDevices[] = {Device::kCpu, Device::kSimulator};
 
 struct RunRequest {
   Options options;

@@ -177,11 +177,14 @@ std::map<ElementType, double> MeasuredPeaks(Device device, int threads) {
   if (device == Device::kCpu) {
     MeasurePeaks({threads}, &machine);
   } else if (const auto gpu = CudaRuntime::For(device); device == Device::kCuda && gpu.ok()) {
-    MeasureDevicePeaks(*gpu, &machine).IgnoreError();  // without peaks, no shares are reported
+    MeasureDevicePeaks(*gpu, CublasPeakLibrary(Device::kCuda), &machine)
+        .IgnoreError();  // without peaks, no shares are reported
   }
   std::map<ElementType, double> peaks;
   for (const Peak& peak : machine.peaks()) {
-    if (peak.kind() == Peak::KIND_COMPUTE) peaks[peak.dtype()] = peak.value();
+    if (peak.kind() != Peak::KIND_COMPUTE) continue;
+    double& highest = peaks[peak.dtype()];
+    highest = std::max(highest, peak.value());
   }
   return peaks;
 }

@@ -11,6 +11,7 @@
 #include "absl/flags/usage.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/technique.h"
+#include "core/tested_devices.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/case_table.h"
 #include "harness/conformance/interface.h"
@@ -18,7 +19,8 @@
 
 ABSL_FLAG(std::string, technique, "", "the technique to test; empty for all that are linked in");
 ABSL_FLAG(std::vector<std::string>, devices, {"cpu"},
-          "of cpu, simulator, cuda: the simulator runs the sources for GPUs on the host");
+          "of cpu, simulator, cuda: the simulator runs the sources for GPUs on the host. "
+          "TFB_KERNEL_DEVICE in the environment leaves one of them");
 
 ABSL_FLAG(std::string, table, "",
           "write which cases each technique runs or does not admit to this file, as Markdown");
@@ -68,7 +70,11 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "--devices: %s\n", std::string(device.status().message()).c_str());
       return 2;
     }
-    devices.push_back(*device);
+    if (tfb::IsTested(*device)) devices.push_back(*device);
+  }
+  if (devices.empty()) {
+    std::fprintf(stderr, "--devices: none is the one that TFB_KERNEL_DEVICE names\n");
+    return 2;
   }
   if (tfb::conformance::RegisterTests(techniques, devices) == 0) {
     std::fprintf(stderr, "no technique is linked into this binary\n");

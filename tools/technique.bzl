@@ -13,7 +13,8 @@ makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
     :mine_cuda                     its device code, where it has cuda_srcs
     :mine_test                     its own test
     :mine_conformance_test         what every technique must pass, on the CPU; no source of its own
-    :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one
+    :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one; under --config=gpu
+                                   on that alone
     :mine_benchmark                Google Benchmark over the usual problems; no source of its own, built by name alone
 
 The last three link the harness's mains, which walk the registry.
@@ -51,6 +52,7 @@ def technique(
         cuda_srcs = [],
         cuda_hdrs = [],
         cuda_deps = [],
+        cuda_spills = {},
         test_deps = [],
         test_data = [],
         test_size = "medium",
@@ -69,6 +71,7 @@ def technique(
       cuda_srcs: CUDA sources, with private headers: kernels that no engine of core/ has (see core/cuda/kernel_table.h).
       cuda_hdrs: plain C++ headers of the CUDA sources, which `srcs` include.
       cuda_deps: libraries of the CUDA sources, beside //core/cuda:kernel.
+      cuda_spills: kernels whose spills of registers are accepted, with the reason (cuda_library).
       test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
       test_data: files that NAME_test.cc reads.
       test_size: of NAME_test. Some take seconds, which a slow and busy machine makes minutes.
@@ -83,6 +86,7 @@ def technique(
             name = name + "_cuda",
             srcs = cuda_srcs,
             hdrs = cuda_hdrs,
+            spills = cuda_spills,
             visibility = ["//visibility:private"],
             deps = cuda_deps + ["//core/cuda:kernel"],
         )
@@ -125,6 +129,7 @@ def technique(
     cuda_test(
         name = name + "_conformance_test",
         size = conformance_size,
+        on_gpu = False,
         args = ["--technique=" + name] + ["--interface=$(rootpath %s)" % file for file in interface],
         data = interface,
         deps = linked + ["//harness:conformance_main"],
@@ -140,7 +145,7 @@ def technique(
             "--technique=" + name,
             "--devices=simulator,cuda",
         ],
-        tags = ["gpu"],  # what --config=gpu runs
+        tags = ["gpu"],  # what --config=gpu runs, on a GPU alone
     )
     cuda_binary(
         name = name + "_benchmark",

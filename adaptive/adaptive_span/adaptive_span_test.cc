@@ -38,7 +38,7 @@ void ExpectMatchesDefinition(const Problem& problem, const Options& options,
   request.threads = 2;
   const NamedTensors expected =
       DefineTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     const NamedTensors ours =
         RunTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
@@ -147,7 +147,7 @@ TEST(AdaptiveSpan, DynamicFlopsCountTheSpansOfTheLastRun) {
     for (int64_t i = 100 - queries; i < 100; ++i) {
       pairs += static_cast<double>(std::min<int64_t>(i, 35));
     }
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       std::unique_ptr<Layer> layer = AdaptiveSpan().Create(problem, options, device, 1).value();
       ASSERT_TRUE(layer->SetParameters(parameters).ok());
       EXPECT_FALSE(layer->cost().flops.has_value());

@@ -139,7 +139,7 @@ TEST(Calm, WithAThresholdThatLetsNothingLeaveItIsTransformerXlBitForBit) {
   }
 }
 
-TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
+TEST(Calm, OnDevicesItIsTransformerXlTooWhereNothingLeaves) {
   const Problem problem = CausalProblem(2, 2, 70, 8);
   const Options options = {{"layers", "3"},
                            {"segment", "32"},
@@ -148,15 +148,15 @@ TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
                            {"vocabulary", "20"}};
   const NamedTensors inputs = InputsFor(problem);
   const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
-  const NamedTensors found = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
+  const NamedTensors found = RunCalm(problem, inputs, parameters, options, KernelDevice());
   const NamedTensors whole =
-      TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kSimulator);
+      TruncatedModel(problem, inputs, parameters, options, 3, 3, KernelDevice());
   EXPECT_LE(MaxDifference(found.at("out").view(), whole.at("out").view()),
             1e-6 * MaxAbs(whole.at("out").view()));  // the norm's sums are in another order
 }
 
 // Where no token may leave, CUDA takes all rows; here it lists all of them after each layer.
-TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
+TEST(Calm, OnDevicesListsOfAllTokensGiveTheSameBits) {
   for (const char* pre_norm : {"false", "true"}) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
       const Problem problem = CausalProblem(2, 2, 70, 8, dtype);
@@ -164,10 +164,10 @@ TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
                          {"threshold", "2"}, {"vocabulary", "9"}, {"pre_norm", pre_norm}};
       NamedTensors inputs = InputsFor(problem);
       const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
-      const NamedTensors none = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
+      const NamedTensors none = RunCalm(problem, inputs, parameters, options, KernelDevice());
       inputs["exits"] = Tensor(DType::kI32, {2, 70});
       Fill(inputs["exits"].view(), 3);
-      const NamedTensors all = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
+      const NamedTensors all = RunCalm(problem, inputs, parameters, options, KernelDevice());
       EXPECT_EQ(MaxDifference(all.at("out").view(), none.at("out").view()), 0)
           << pre_norm << " " << problem.ToString();
     }
@@ -178,11 +178,12 @@ TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
 // four tokens, or one of two, leave after the first layer, anywhere in the text; the others stay to
 // the last.
 TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Problem problem = CausalProblem(1, 2, 256, 32);
   const Options options = {
       {"layers", "4"}, {"segment", "128"}, {"memory", "128"}, {"vocabulary", "9"}};
   NamedTensors inputs = InputsFor(problem);
-  const auto layer = Calm().Create(problem, options, Device::kSimulator, 1).value();
+  const auto layer = Calm().Create(problem, options, KernelDevice(), 1).value();
   struct Work {
     double accesses;
     double flops_saved;
@@ -193,7 +194,7 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
       inputs["exits"].span<int32_t>()[t] = t % one_in == 0 ? 4 : 1;
     }
     const int64_t before = cuda_simulator::TotalCounts().accesses;
-    const auto outputs = RunCudaLayer(*layer, Device::kSimulator, ViewsOf(inputs));
+    const auto outputs = RunCudaLayer(*layer, KernelDevice(), ViewsOf(inputs));
     EXPECT_TRUE(outputs.ok()) << outputs.status();
     return Work{static_cast<double>(cuda_simulator::TotalCounts().accesses - before),
                 layer->statistics().at("flops_saved")};
@@ -209,7 +210,7 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
 
 TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {
   const Problem problem = CausalProblem(2, 2, 90, 12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const std::string confidence : {"softmax", "saturation", "classifier"}) {
       for (const char* pre_norm : {"false", "true"}) {
         const char* schedule = device == Device::kCpu ? "decaying" : "t5x";
@@ -237,7 +238,7 @@ TEST(Calm, AThresholdOfZeroLeavesAfterTheFirstLayerThatIsAsked) {
     Options options = {{"layers", "4"}, {"threshold", "0"}, {"confidence", confidence}};
     const NamedTensors inputs = InputsFor(problem);
     const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const std::vector<int> exits = ExitsOf(RunCalm(problem, inputs, parameters, options, device));
       if (confidence == "saturation") {  // a cosine may be below 0
         EXPECT_GE(*std::min_element(exits.begin(), exits.end()), 2);
@@ -261,7 +262,7 @@ TEST(Calm, ExitsThatAreGivenAreTaken) {
     inputs["exits"].span<int32_t>()[n] = exit;
     taken.push_back(std::clamp(exit, 1, 4));
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
     EXPECT_EQ(ExitsOf(found), taken);
     ExpectEqualsDefinition(problem, inputs, parameters, options, found);
@@ -489,7 +490,7 @@ TEST_F(CalmT5xTest, TokensLeaveWhereTheAuthorsConfidenceReachesTheirThreshold) {
               decays ? thresholds.Get(thresholds.Offset(n, t)) : options_.threshold;
           expected.push_back(authors[t] >= threshold ? 1 : 0);
         }
-        for (const Device device : kHostDevices) {
+        for (const Device device : TestedDevices()) {
           EXPECT_EQ(LeavingOn(device), expected)
               << name << " " << options_.threshold << " " << decays << " " << Name(device);
         }
@@ -546,7 +547,7 @@ TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
   const Problem problem = CausalProblem(1, 2, 3, 4);
   const Options options = {{"layers", "4"}, {"vocabulary", "9"}, {"confidence", "saturation"}};
   NamedTensors inputs = InputsFor(problem);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     auto layer = Calm().Create(problem, options, device, 1).value();
     EXPECT_FALSE(layer->cost().flops.has_value());
     inputs["exits"] = Tensor(DType::kI32, {1, 3});
@@ -582,7 +583,7 @@ TEST(Calm, CostsCountTheGivenKeys) {
 
 TEST(Calm, TwoRunsWithTheMemoriesHandedOverAreOne) {
   const Problem problem = CausalProblem(2, 2, 75, 8);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const auto& [confidence, threshold] : std::vector<std::pair<std::string, std::string>>{
              {"softmax", "0.3"}, {"saturation", "0.8"}, {"classifier", "0.6"}}) {
       const Options options = {{"confidence", confidence},
@@ -617,7 +618,7 @@ TEST(Calm, ThresholdsDecayFromTheFirstTokenBehindGivenMemories) {
   FillNormal(&inputs["memories"], 9, "memories");
   Options constant = options;
   constant["schedule"] = "constant";
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
     ExpectEqualsDefinition(problem, inputs, parameters, options, found);
     EXPECT_NE(ExitsOf(found), ExitsOf(RunCalm(problem, inputs, parameters, constant, device)));

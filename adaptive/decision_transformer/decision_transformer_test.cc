@@ -121,7 +121,7 @@ TEST(DecisionTransformer, EmbeddingAndHeadsByHand) {
   RunRequest request;
   request.options = options;
   request.parameters = &parameters;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     const NamedTensors outputs = Predict(problem, inputs, request);
     const std::vector<float> out = {-1, 1, -1, 1, 1, -1};
@@ -152,7 +152,7 @@ TEST(DecisionTransformer,
   RunRequest request;
   request.options = options;
   request.parameters = &parameters;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     const NamedTensors outputs = Predict(problem, inputs, request);
     for (int64_t i = 0; i < 9; ++i) {
@@ -243,7 +243,7 @@ TEST(DecisionTransformer, HiddenPaddingBeforeATrajectoryChangesNothing) {
   longer["key_mask"] = Tensor(DType::kU8, {1, padded.kv_tokens});
   Fill(longer["key_mask"].view(), 1);
   Fill(Slice(longer["key_mask"].view(), 1, 0, 3 * kPadding), 0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     RunRequest request;
     request.device = device;
     const NamedTensors expected = Predict(plain, inputs, request),
@@ -366,7 +366,7 @@ void ExpectEqualsHuggingFace(const std::string& name) {
   // The definition is in float64, except that tokens and hidden states are rounded to the problem's
   // fp32.
   expect(defined, 1e-6, "definition");
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     expect(Predict(problem, inputs, request), std::sqrt(2.0 * layers + 2) * 2e-5, "layer");
   }

@@ -76,7 +76,7 @@ TEST(DepthAdaptive, TheOutputsOfAnExitAreThoseOfTokensThatLeaveThere) {
   const Options options = {
       {"layers", "3"}, {"segment", "20"}, {"memory", "20"}, {"classifier", "fixed"}, {"exit", "3"}};
   const NamedTensors parameters = ParametersOf(problem, options);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     SCOPED_TRACE(Name(device));
     NamedTensors inputs = InputsFor(problem);
     const NamedTensors whole = RunIt(problem, inputs, parameters, options, device);
@@ -132,7 +132,7 @@ TEST(DepthAdaptive, GradientsOfAllExitsAreThoseOfEachAddedUp) {
 
 TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {
   const Problem problem = Make(2, 90, 12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* classifier : {"sequence", "multinomial", "geometric", "confidence", "fixed"}) {
       for (const char* pre_norm : {"false", "true"}) {
         const Options options = {{"layers", "4"},         {"segment", "20"},
@@ -174,7 +174,7 @@ NamedTensors WithBias(const Problem& problem, const Options& options, const std:
 TEST(DepthAdaptive, AMultinomialTakesTheFirstOfTheLargest) {
   const Problem problem = Make(1, 10);
   const Options options = {{"layers", "4"}, {"classifier", "multinomial"}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto exits = [&](const std::vector<float>& bias) {
       return ExitsOf(RunIt(problem, InputsFor(problem),
                            WithBias(problem, options, "likelihood.2.multinomial", bias), options,
@@ -189,7 +189,7 @@ TEST(DepthAdaptive, AMultinomialTakesTheFirstOfTheLargest) {
 TEST(DepthAdaptive, AGeometricClassifierLeavesAtTheFirstChiAboveOneHalf) {
   const Problem problem = Make(1, 10);
   const Options options = {{"layers", "4"}, {"level", "0"}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto exits = [&](const std::vector<float>& bias) {
       return ExitsOf(RunIt(problem, InputsFor(problem),
                            WithBias(problem, options, "likelihood.0.geometric", bias), options,
@@ -205,7 +205,7 @@ TEST(DepthAdaptive, ASequenceIsJudgedByTheSegmentBeforeAndTheFirstStays) {
   const Problem problem = Make(2, 13);
   const Options options = {{"layers", "4"}, {"segment", "5"}, {"classifier", "sequence"}};
   NamedTensors parameters = WithBias(problem, options, "likelihood.2.sequence", {0, 1, 0, 0});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors inputs = InputsFor(problem);
     EXPECT_THAT(ExitsOf(RunIt(problem, inputs, parameters, options, device)),
                 ElementsAre(4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2,  //
@@ -263,7 +263,7 @@ NamedTensors WithProbabilities(const Problem& problem, const Options& options) {
 
 TEST(DepthAdaptive, ConfidenceLeavesAtTheFirstProbabilityThatReachesItsLayersThreshold) {
   const Problem problem = Make(2, 10);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto exits = [&](const std::string& thresholds) {
       const Options options = {{"layers", "4"},
                                {"classifier", "confidence"},
@@ -285,7 +285,7 @@ TEST(DepthAdaptive, ConfidenceLeavesAtTheFirstProbabilityThatReachesItsLayersThr
 
 TEST(DepthAdaptive, ConfidenceThatReachesNothingIsTheWholeModelBitForBit) {
   const Problem problem = Make(2, 33);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     Options options = {{"classifier", "confidence"}, {"thresholds", "1001"}, {"segment", "8"}};
     const NamedTensors parameters = ParametersOf(problem, options);
     const NamedTensors found = RunIt(problem, InputsFor(problem), parameters, options, device);
@@ -306,7 +306,7 @@ TEST(DepthAdaptive, ConfidenceOfNanNeverLeaves) {
   const Options options = {{"layers", "4"}, {"classifier", "confidence"}, {"thresholds", "0"}};
   NamedTensors parameters = ParametersOf(problem, options);
   Fill(parameters.at("output").view(), std::nan(""));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_THAT(ExitsOf(RunIt(problem, InputsFor(problem), parameters, options, device)), Each(4));
   }
 }
@@ -353,7 +353,7 @@ TEST(DepthAdaptive, ProbabilitiesOfKnownLogitsAreWhatTheFormulaGivesByHand) {
     for (const double each : odds) logs.push_back(static_cast<float>(std::log(each)));
     return logs;
   };
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto run = [&](const std::string& classifier, const std::vector<double>& odds) {
       const Options options = {{"layers", "4"}, {"segment", "5"}, {"classifier", classifier}};
       return RunIt(problem, InputsFor(problem),
@@ -392,7 +392,7 @@ TEST(DepthAdaptive, TheScaleOfProbabilitiesIsInTheSumOfTheWeightsMagnitudes) {
 
 TEST(DepthAdaptive, AStackOfOneLayerIsLeftAfterItWithProbabilityOne) {
   const Problem problem = Make(1, 10);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* classifier : {"sequence", "multinomial", "geometric"}) {
       const Options options = {{"layers", "1"}, {"segment", "4"}, {"classifier", classifier}};
       const NamedTensors found =
@@ -407,7 +407,7 @@ constexpr double kRounding = 40 * 6e-8;
 
 TEST(DepthAdaptive, ProbabilitiesOfATokenSumToOneAndPointAtItsExit) {
   const Problem problem = Make(1, 90, 12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const std::string classifier : {"sequence", "multinomial", "geometric"}) {
       const Options options = {
           {"layers", "5"}, {"segment", "20"}, {"memory", "40"}, {"classifier", classifier}};
@@ -442,7 +442,7 @@ TEST(DepthAdaptive, AGeometricClassifierGoesOnWithTheCopiedState) {
   const TensorView w = parameters.at("likelihood.2.geometric.w").view();
   for (int64_t n = 1; n < 3; ++n) CopyElements(Slice(w, 0, 0, 1), Slice(w, 0, n, 1));
   Fill(parameters.at("likelihood.2.geometric.b").view(), 0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     NamedTensors inputs = InputsFor(problem);
     inputs["exits"] = Tensor(DType::kI32, {1, 30});
     for (int64_t t = 0; t < 30; ++t) inputs["exits"].span<int32_t>()[t] = t % 2 == 0 ? 1 : 4;
@@ -464,7 +464,7 @@ TEST(DepthAdaptive, AGeometricClassifierGoesOnWithTheCopiedState) {
 
 TEST(DepthAdaptive, ProbabilitiesAreTheClassifiersWhereItsOwnExitsAreGiven) {
   const Problem problem = Make(2, 50, 12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* classifier : {"sequence", "multinomial", "geometric"}) {
       const Options options = {
           {"layers", "4"}, {"segment", "16"}, {"memory", "20"}, {"classifier", classifier}};
@@ -536,7 +536,7 @@ TEST(DepthAdaptive, OnlyClassifiersOfLayersHaveProbabilities) {
 
 TEST(DepthAdaptive, TwoRunsWithTheMemoriesHandedOverAreOne) {
   const Problem problem = Make(2, 75);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const Options& more : std::vector<Options>{
              {{"classifier", "geometric"}, {"memory", "20"}},
              {{"classifier", "geometric"}, {"memory", "30"}, {"same_length", "true"}},
@@ -578,7 +578,7 @@ TEST(DepthAdaptive, MemoriesOfTokensThatHaveLeftAreTheCopiedStates) {
   NamedTensors inputs = InputsFor(problem);
   inputs["exits"] = Tensor(DType::kI32, {2, 40});
   for (int64_t t = 0; t < 80; ++t) inputs["exits"].span<int32_t>()[t] = t % 2 == 0 ? 1 : 3;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors found = RunIt(problem, inputs, parameters, options, device);
     const ConstTensorView memories = found.at("memories").view();
     ASSERT_EQ(memories.shape(), (Shape{2, 3, 23, 16}));

@@ -116,7 +116,7 @@ TEST(UniversalTransformer, AThresholdOfZeroHaltsAtOnce) {
   const NamedTensors inputs = Random(problem), parameters = Parameters(problem);
   const Tensor first = OutOf(problem, inputs, {{"halting", "none"}, {"steps", "1"}}, parameters);
   for (const char* output : {"accumulated", "basic", "frozen"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors outputs =
           RunOwn(problem, inputs, {{"threshold", "0"}, {"output", output}, {"steps", "3"}},
                  parameters, device);
@@ -134,7 +134,7 @@ TEST(UniversalTransformer, WhoNeverHaltsIsTheNetworkOfFixedSteps) {
   SetProbability(-1000, &parameters);
   const Options never = {{"halting", "none"}, {"steps", "6"}};
   const Tensor fixed = OutOf(problem, inputs, never, parameters);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor of_device = OutOf(problem, inputs, never, parameters, device);
     EXPECT_LE(MaxDifference(of_device.view(), fixed.view()), Bound(fixed.view()));
     for (const char* output : {"accumulated", "basic", "frozen"}) {
@@ -174,7 +174,7 @@ TEST(UniversalTransformer, ProbabilitiesOfTwoFifthsWeighTwoFifthsTwoFifthsAndAFi
     one.options["threshold"] = "0.9";
     one.options.try_emplace("steps", "5");
     const Tensor expected = Weighted(states, one.weights);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors outputs = RunOwn(problem, inputs, one.options, parameters, device);
       EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.view()), Bound(expected.view()))
           << ToString(one.options) << " " << Name(device);
@@ -214,7 +214,7 @@ TEST(UniversalTransformer, AMixOfThreeStatesWeighsThemAsItsProductsSay) {
     states.push_back(OutOf(problem, inputs, fixed, of_steps));
   }
   const Tensor expected = Weighted(states, {0.126, 0.28, 0.3});  // .3 .6 .7, .4 .7, .3
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device);
     EXPECT_EQ(outputs.at("steps").span<int32_t>()[0], 3);
     EXPECT_NEAR(outputs.at("ponder").span<float>()[0], 3.3, 1e-6);
@@ -254,7 +254,7 @@ TEST(UniversalTransformer, PaddingNeverPondersAndIsNotSeen) {
   CopyElements(Slice(Slice(inputs["x"].view(), 0, 0, 1), 1, 0, 25), alone["x"].view());
   for (int64_t t = 25; t < 40; ++t) *inputs["x"].view().MutableAt<float>(0, t, 3) = NAN;
   const auto expect = [&](const Options& options, const NamedTensors& own) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors outputs = RunOwn(problem, inputs, options, own, device);
       const Tensor expected = OutOf(shorter, alone, options, own, device);
       const ConstTensorView row = Slice(outputs.at("out").view(), 0, 0, 1);
@@ -307,7 +307,7 @@ TEST(UniversalTransformer, WithoutHaltingItIsAStackOfEqualLayers) {
 
 // The reference runs one step at a time, computes all tokens and discards those of halted tokens.
 class UniversalTransformerOn : public testing::TestWithParam<Device> {};
-INSTANTIATE_TEST_SUITE_P(, UniversalTransformerOn, testing::ValuesIn(kHostDevices),
+INSTANTIATE_TEST_SUITE_P(, UniversalTransformerOn, testing::ValuesIn(TestedDevices()),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 TEST_P(UniversalTransformerOn, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
@@ -340,6 +340,7 @@ TEST_P(UniversalTransformerOn, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
 // the input decides: tokens that have 100 there halt after the first step, anywhere in the text,
 // others never.
 TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   for (const char* transition : {"feed_forward", "separable_convolution"}) {
     const Problem problem = Self(1, 2, 256, 32);
     const Options options = {{"steps", "3"}, {"transition", transition}};
@@ -347,7 +348,7 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
     Fill(parameters["halting.w"].view(), 0);
     *parameters["halting.w"].view().MutableAt<float>(0) = 1;
     Fill(parameters["halting.b"].view(), -50);
-    auto layer = UniversalTransformer().Create(problem, options, Device::kSimulator, 1).value();
+    auto layer = UniversalTransformer().Create(problem, options, KernelDevice(), 1).value();
     ASSERT_EQ(layer->SetParameters(parameters), absl::OkStatus());
     struct Work {
       double accesses;
@@ -358,7 +359,7 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
         *inputs["x"].view().MutableAt<float>(0, t, 0) = t % one_in == 0 ? 0 : 100;
       }
       const int64_t before = cuda_simulator::TotalCounts().accesses;
-      const auto outputs = RunCudaLayer(*layer, Device::kSimulator, ViewsOf(inputs));
+      const auto outputs = RunCudaLayer(*layer, KernelDevice(), ViewsOf(inputs));
       EXPECT_TRUE(outputs.ok()) << outputs.status();
       EXPECT_DOUBLE_EQ(layer->statistics().at("mean_steps"), 1 + 2 / static_cast<double>(one_in));
       return Work{static_cast<double>(cuda_simulator::TotalCounts().accesses - before),
@@ -386,7 +387,7 @@ TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {
   Fill(parameters["halting.b"].view(), -50);
   *inputs["x"].view().MutableAt<float>(0, 0, 0) = 100;
   const Tensor first = OutOf(problem, inputs, {{"halting", "none"}, {"steps", "1"}}, parameters);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device);
     const auto steps = outputs.at("steps").span<int32_t>();
     EXPECT_EQ(steps[0], 1);
@@ -413,7 +414,7 @@ TEST(UniversalTransformer, ASumThatIsTheThresholdReachesItButIsNotAboveIt) {
   NamedTensors parameters = Parameters(problem);
   SetProbability(0, &parameters);
   const std::vector<Tensor> states = StatesOf(problem, inputs, parameters, 3);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* from : {"before", "after"}) {
       Options options = {{"threshold", "1"}, {"steps", "4"}, {"halt_from", from}};
       for (const char* when : {"at_least", "above"}) {
@@ -451,7 +452,7 @@ TEST(UniversalTransformer, RecomputedTokensChangeForTheOthersButNotInTheOutput) 
   for (const int64_t b : {0, 1}) *inputs["x"].view().MutableAt<float>(b, 0, 0) = 100;
   const Tensor first = OutOf(problem, inputs, {{"halting", "none"}, {"steps", "1"}}, parameters);
   const Tensor fixed = OutOf(problem, inputs, never, parameters);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor out = OutOf(problem, inputs, options, parameters, device);
     EXPECT_LE(MaxDifference(Slice(out.view(), 1, 0, 1), Slice(first.view(), 1, 0, 1)),
               Bound(first.view()));
@@ -475,7 +476,7 @@ TEST(UniversalTransformer, AConvolutionOfItsOwnTokenAloneIsTheFeedForwardTransit
       Fill(Slice(kernel.view(), 0, causal ? kernel.dim(0) - 1 : kernel.dim(0) / 2, 1), 1);
     }
     const Tensor expected = OutOf(problem, inputs, {}, parameters);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const Tensor out =
           OutOf(problem, inputs, {{"transition", "separable_convolution"}}, parameters, device);
       EXPECT_LE(MaxDifference(out.view(), expected.view()), Bound(expected.view()));
@@ -495,7 +496,7 @@ TEST(UniversalTransformer, EveryVariantMatchesTheDefinition) {
       const NamedTensors parameters = Parameters(problem, options);
       RunRequest request{options};
       request.parameters = &parameters;
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device, 3);
         DefinitionRequest definition;
         definition.computed = &outputs;
@@ -564,7 +565,7 @@ TEST(UniversalTransformer, FlopsAndStatisticsAreThoseOfTheStepsTaken) {
             9 * (step - 4 + 3 * pair + key) + 6 * 4);
 
   const NamedTensors inputs = Random(problem);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto layer =
         UniversalTransformer().Create(problem, {{"threshold", "0"}, {"steps", "4"}}, device, 1);
     EXPECT_FALSE((*layer)->cost().flops.has_value());
@@ -623,7 +624,7 @@ void ExpectMatchesPort(const std::string& name, const Options& more) {
   const NamedTensors parameters = ParametersIn(file, problem, options);
   NamedTensors inputs;
   inputs["x"] = file.tensors.at("x").Clone();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     ExpectOutputs(file, RunOwn(problem, inputs, options, parameters, device), device);
   }
   RunRequest request{options};
@@ -668,7 +669,7 @@ TEST(UniversalTransformer, TheTrainedModelIsWhatItIsInPyTorch) {
       inputs["x"].span<float>()[64 * r + c] = static_cast<float>(sum);
     }
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     ExpectOutputs(file, RunOwn(problem, inputs, options, parameters, device), device);
     const Tensor fixed =
         OutOf(problem, inputs, {{"halting", "none"}, {"steps", "8"}}, parameters, device);

@@ -161,7 +161,7 @@ void ExpectEqualsDense(const Problem& problem, const Options& options,
                        const NamedTensors* parameters = nullptr) {
   const NamedTensors inputs = Random(problem);
   const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunOwn(problem, inputs, options, parameters, device);
     EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
               Fp32Bound(inputs.at("v").view()))
@@ -258,7 +258,7 @@ TEST(BigBird, ARepeatedKeyCountsAsOftenAsItIsSeenWhereRepeatsAreCounted) {
       NamedTensors defined;
       ASSERT_TRUE(BigBird().Define(problem, options, *c.table, ViewsOf(inputs), {}, &defined).ok());
       EXPECT_EQ(digits(defined), expected) << c.construction << ", token " << c.i;
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         EXPECT_EQ(digits(RunOwn(problem, inputs, options, c.table, device)), expected)
             << c.construction << ", token " << c.i << " on " << Name(device);
       }
@@ -300,7 +300,7 @@ void ExpectMatchesDefinition(const Options& options, const NamedTensors* table =
   request.parameters = table;
   const NamedTensors expected =
       DefineTechnique(BigBird(), problem, ViewsOf(inputs), request).value();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunOwn(problem, inputs, options, table, device);
     EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
               Fp32Bound(inputs.at("v").view()))
@@ -341,7 +341,7 @@ TEST(BigBird, FlopsCountEachKeptPairOnceOnEveryDevice) {
   // neighbours 5 blocks, the others 6.
   const Problem problem = Problem::SelfAttention(3, 2, 80, 16);
   const double pairs = 2 * 8 * 80 + 2 * 8 * 5 * 8 + 6 * 8 * 6 * 8;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto layer =
         BigBird().Create(problem, {{"block", "8"}, {"random", "1"}}, device, 1).value();
     const NamedTensors inputs = Random(problem);
@@ -420,7 +420,7 @@ struct Golden {
 void ExpectDefinitionAndEnginesMatch(const Golden& golden, const Tensor& defined) {
   const int64_t tokens = golden.problem.query_tokens;
   EXPECT_LE(golden.Difference(defined, 0, tokens), 1e-12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours =
         RunOwn(golden.problem, golden.inputs, golden.options, &golden.parameters, device);
     EXPECT_LE(golden.Difference(ours.at("out"), 0, tokens), Fp32Bound(golden.inputs.at("v").view()))

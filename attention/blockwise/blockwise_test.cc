@@ -210,7 +210,7 @@ TEST(Blockwise, MatchesItsDefinitionWithMixedOptions) {
           Options{{"blocks", "500"}, {"shares", "1/1"}}}) {
       const NamedTensors expected =
           DefineTechnique(Blockwise(), problem, ViewsOf(inputs), {options}).value();
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors ours =
             RunTechnique(Blockwise(), problem, ViewsOf(inputs), {options, device}).value();
         EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),

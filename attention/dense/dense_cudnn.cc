@@ -166,18 +166,12 @@ class CudnnDenseLayer : public Layer {
     if (p.batch == 0 || p.query_tokens == 0) return absl::OkStatus();
     Workspace workspace(execution.workspace);
     const Scratch scratch = Take(workspace);
-    const auto contiguous = [](absl::string_view name, const ConstTensorView& view) {
-      return view.is_contiguous()
-                 ? absl::OkStatus()
-                 : absl::UnimplementedError(absl::StrCat(
-                       "dense: backend cudnn wants contiguous tensors; ", name, " is not"));
-    };
     for (const char* name : {"q", "k", "v"}) {
-      TFB_RETURN_IF_ERROR(contiguous(name, inputs.Get(name)));
+      TFB_RETURN_IF_ERROR(CheckCudnnTensor(name, inputs.Get(name)));
     }
     const TensorView out = outputs.Get("out"), log_sum_exp = outputs.Get("log_sum_exp");
-    TFB_RETURN_IF_ERROR(contiguous("out", out));
-    if (!log_sum_exp.empty()) TFB_RETURN_IF_ERROR(contiguous("log_sum_exp", log_sum_exp));
+    TFB_RETURN_IF_ERROR(CheckCudnnTensor("out", out));
+    if (!log_sum_exp.empty()) TFB_RETURN_IF_ERROR(CheckCudnnTensor("log_sum_exp", log_sum_exp));
 
     const auto input = [&](const char* name) { return const_cast<void*>(inputs.Get(name).data); };
     const std::array<int64_t, 9> ids = {kQueries, kKeys,   kValues,    kOut,        kLogSumExp,
@@ -219,6 +213,19 @@ class CudnnDenseLayer : public Layer {
 };
 
 }  // namespace
+
+absl::Status CheckCudnnTensor(absl::string_view name, const ConstTensorView& view) {
+  const auto unimplemented = [name](absl::string_view wanted) {
+    return absl::UnimplementedError(
+        absl::StrCat("dense: backend cudnn wants ", wanted, "; ", name, " is not"));
+  };
+  if (!view.is_contiguous()) return unimplemented("contiguous tensors");
+  if (reinterpret_cast<uintptr_t>(view.data) % CudnnGraph::kAlignment != 0) {
+    return unimplemented(
+        absl::StrCat("tensors at multiples of ", CudnnGraph::kAlignment, " bytes"));
+  }
+  return absl::OkStatus();
+}
 
 Cost CudnnCost(const Problem& p) {
   double pairs = 0;  // pairs of one head and batch row

@@ -4,7 +4,9 @@
 
 #include <memory>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/cuda/cudnn.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -15,11 +17,15 @@ namespace tfb::dense {
 // `cudnn` must outlive it.
 CudnnGraph CudnnAttentionGraph(const Cudnn* cudnn, const Problem& problem);
 
+// Returns Unimplemented, with the name, where the view is not contiguous, or its address is no
+// multiple of CudnnGraph::kAlignment.
+absl::Status CheckCudnnTensor(absl::string_view name, const ConstTensorView& view);
+
 // Returns the layer's cost, which is that of dense attention without padding. Causal problems have
 // no more queries than keys.
 Cost CudnnCost(const Problem& problem);
 
-// Makes a layer without a key mask, whose inputs and outputs must be contiguous. Returns
+// Makes a layer without a key mask, whose inputs and outputs must pass CheckCudnnTensor. Returns
 // Unimplemented, with the reason, for other devices than a GPU, and for problems that cuDNN does
 // not support: fp32, channels that are no multiple of 8, no keys, causal problems with more queries
 // than keys. Returns Unavailable where there is no GPU or no cuDNN. `scale` 0 means 1 /

@@ -80,6 +80,24 @@ TEST(DenseCudnn, ProblemsThatItDoesNotDoAreRefusedWithTheReason) {
             "are 512 and 511");
 }
 
+TEST(DenseCudnn, TensorsAreContiguousAndAtMultiplesOfSixteenBytes) {
+  alignas(64) static uint16_t memory[64];
+  const auto check = [](const ConstTensorView& view) {
+    return std::string(CheckCudnnTensor("k", view).message());
+  };
+  for (int elements = 0; elements <= 16; ++elements) {
+    const ConstTensorView view(memory + elements, DType::kBF16, {1, 1, 2, 8});
+    EXPECT_EQ(check(view), elements % 8 == 0 ? ""
+                                             : "dense: backend cudnn wants tensors at multiples of "
+                                               "16 bytes; k is not")
+        << elements;
+  }
+  EXPECT_EQ(check(ConstTensorView(memory, DType::kBF16, {1, 1, 2, 8}, {32, 32, 16, 1})),
+            "dense: backend cudnn wants contiguous tensors; k is not");
+  EXPECT_EQ(CheckCudnnTensor("k", ConstTensorView(memory + 1, DType::kBF16, {8})).code(),
+            absl::StatusCode::kUnimplemented);
+}
+
 TEST(DenseCudnn, CostsWhatTheOwnBackendCosts) {
   for (Problem problem : Problems()) {
     problem.batch = 3;

@@ -112,7 +112,7 @@ TEST_P(DenseGolden, DefinitionAndEnginesMatchPyTorch) {
   }
   const NamedTensors defined = DefineTechnique(Dense(), problem, inputs).value();
   EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunTechnique(Dense(), problem, inputs, {{}, device}).value();
     EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
               Fp32Bound(tensors.at("v").view()))

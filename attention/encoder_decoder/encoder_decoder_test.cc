@@ -79,7 +79,7 @@ void ExpectMatchesDefinition(const Problem& problem, const Options& options,
   const auto expected = DefineTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request);
   ASSERT_TRUE(expected.ok()) << expected.status();
   const ConstTensorView out = expected->at("out").view();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(MaxDifference(RunOwn(problem, inputs, options, parameters, device).view(), out),
               Bound(out, problem.dtype))
         << problem.ToString() << ", " << ToString(options) << ", " << Name(device);
@@ -198,7 +198,7 @@ void ExpectMatters(const Problem& problem, const Options& options, const NamedTe
   }
   if (!other.empty()) without[name] = std::move(other);
   const NamedTensors parameters = Parameters(problem, options);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_GT(MaxDifference(RunOwn(problem, with, options, parameters, device).view(),
                             RunOwn(problem, without, options, parameters, device).view()),
               1e-2)
@@ -270,7 +270,7 @@ TEST(EncoderDecoder, AListOfTechniquesIsTheirStacksOfOneLayerOneOnTheOtherBitByB
     const Options options = {{"inner", absl::StrJoin(list, "/")},
                              {"layers", absl::StrCat(list.size())}};
     const NamedTensors parameters = Parameters(problem, options), inputs = Random(problem);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       NamedTensors h;
       h["x"] = inputs.at("x").Clone();
       for (size_t n = 0; n < list.size(); ++n) {
@@ -296,7 +296,7 @@ TEST(EncoderDecoder, AListOfEqualTechniquesIsTheOneTechniqueBitByBit) {
       EXPECT_EQ(MaxDifference(tensor.view(), of_list.at(name).view()), 0) << name;
     }
     const NamedTensors inputs = Random(problem);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_EQ(MaxDifference(RunOwn(problem, inputs, one, parameters, device).view(),
                               RunOwn(problem, inputs, list, parameters, device).view()),
                 0)
@@ -355,7 +355,7 @@ TEST(EncoderDecoder, ChoicesOfEachAttentionAreOutputsThatCanBeFollowed) {
   EXPECT_TRUE(written[1].optional && written[2].optional);
   NamedTensors inputs = Random(problem, options);
   const NamedTensors parameters = Parameters(problem, options);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const RunRequest request = {options, device, 1, &parameters, 2};
     const NamedTensors run =
         RunTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request).value();
@@ -801,7 +801,7 @@ TEST_P(EncoderDecoderGolden, TorchComputesTheSame) {
   const auto defined = DefineTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request);
   ASSERT_TRUE(defined.ok()) << defined.status();
   EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(
         MaxDifference(RunOwn(problem, inputs, request.options, parameters, device).view(), out),
         Bound(out))

@@ -90,7 +90,7 @@ TEST(Etc, ARadiusCoveringTheLongInputEqualsDense) {
 TEST(Etc, ZeroTablesEqualNoLabels) {
   const Problem problem = Problem::SelfAttention(2, 2, 200, 16);
   const Options plain = {{"radius", "20"}, {"global_tokens", "9"}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Options labelled = With(plain, {{"segments", "true"}});
     const NamedTensors inputs = Random(problem, labelled, 9);
     NamedTensors zeros;
@@ -204,7 +204,7 @@ TEST(Etc, LabelsAreThoseOfTheirPiece) {
                                                    {0.9, 0.2, 0.25, 2},
                                                    {0.2, 0.9, -2, 0.25, 2},
                                                    {0.2, 0.2, -2, 0.25}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &tables);
     for (int64_t i = 0; i < 5; ++i) {
       double sum = 0;
@@ -241,7 +241,7 @@ TEST(Etc, BiasesAreAddedToTheProductsBeforeTheScale) {
                                                       {0.9, 0.2, 0.25, 2},
                                                       {0.2, 0.9, -2, 0.25, 2},
                                                       {0.2, 0.2, -2, 0.25}};
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &biases);
       for (int64_t i = 0; i < 5; ++i) {
         double sum = 0;
@@ -303,7 +303,7 @@ TEST(Etc, MasksHidePairsOfTheirPiece) {
     if (mask.empty()) Fill((mask = Tensor(DType::kU8, {1, rows, columns})).view(), 1);
     *mask.view().MutableAt<uint8_t>(0, row, column) = 0;
   };
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     SCOPED_TRACE(Name(device));
     for (const char* name : {"g2g_mask", "g2l_mask", "l2g_mask", "l2l_mask"}) inputs.erase(name);
     EXPECT_EQ(seen(inputs, 0, device).size(), 9u);
@@ -330,7 +330,7 @@ TEST(Etc, ARowWithoutAnyPairIsZero) {
   NamedTensors inputs = Random(problem, options, 3);
   AddMasks(problem, options, &inputs);
   for (const char* name : {"l2g_mask", "l2l_mask"}) Fill(Slice(inputs[name].view(), 1, 7, 1), 0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device);
     EXPECT_EQ(MaxAbs(Slice(ours.at("out").view(), 2, 10, 1)), 0);
     EXPECT_EQ(ours.at("log_sum_exp").span<float>()[10], -INFINITY);
@@ -381,7 +381,7 @@ TEST(Etc, MatchesItsDefinitionWithMasksAndBiases) {
           DefineTechnique(Etc(), problem, ViewsOf(inputs), {options}).value();
       // 16-bit outputs are rounded; so are the weights of values on a GPU.
       const double rounding = dtype == DType::kF32 ? 0 : 4 * UnitRoundoff(dtype);
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         SCOPED_TRACE(ToString(options));
         ExpectNear(RunEtc(problem, ViewsOf(inputs), options, device), expected,
                    2 * Fp32Bound(inputs.at("v").view()) + rounding * MaxAbs(inputs.at("v").view()));
@@ -405,7 +405,7 @@ TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
     inputs["key_mask"] = std::move(mask);
     const NamedTensors expected =
         DefineTechnique(Etc(), problem, ViewsOf(inputs), {options}).value();
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       SCOPED_TRACE(ToString(options));
       ExpectNear(RunEtc(problem, ViewsOf(inputs), options, device), expected,
                  2 * Fp32Bound(inputs.at("v").view()));
@@ -445,7 +445,7 @@ TEST_P(EtcGolden, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
   NamedTensors defined;
   ASSERT_TRUE(Etc().Define(problem, options, tables, ViewsOf(inputs), {}, &defined).ok());
   EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &tables);
     EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
               Fp32Bound(inputs.at("v").view()))

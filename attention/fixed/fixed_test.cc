@@ -43,7 +43,7 @@ TEST(Fixed, QueriesBeforeTheFirstSummaryOfTheColumnAreEmpty) {
       {"stride", "6"}, {"summary", "2"}, {"combine", "interleaved"}, {"layer", "1"}};
   const Problem problem = Problem::SelfAttention(1, 1, 22, 8, true);
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors outputs =
         RunTechnique(Fixed(), problem, ViewsOf(inputs), {options, device}).value();
     for (int64_t i = 0; i < 22; ++i) {

@@ -64,7 +64,7 @@ Problem ScalarProblem(const NamedTensors& inputs, bool causal = false) {
 
 TEST(Hard, TakesTheValueOfTheLargestScoreAndOfTiesTheFirst) {
   const NamedTensors inputs = Scalars({1, -1, 0, 2}, {3, 5, -1, 5, -1});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors outputs = RunOwn(ScalarProblem(inputs), inputs, {}, device);
     EXPECT_EQ(Indices(outputs), (std::vector<int>{1, 2, 0, 1}));
     for (int i = 0; i < 4; ++i) {
@@ -80,7 +80,7 @@ TEST(Hard, MasksComeBeforeTheChoiceAndARowWithoutKeysIsZero) {
   mask.span<uint8_t>()[0] = mask.span<uint8_t>()[1] = 0;
   inputs["key_mask"] = std::move(mask);
   inputs["k"].span<float>()[1] = kNan;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(Indices(RunOwn(ScalarProblem(inputs), inputs, {}, device)),
               (std::vector<int>{2, 2, 2, 2}));
     const NamedTensors causal = RunOwn(ScalarProblem(inputs, true), inputs, {}, device);
@@ -131,12 +131,12 @@ TEST(Hard, AScoreThatIsNoNumberIsNeverChosen) {
     for (const char* name : {"u", "g"}) {
       if (noise.count(name) > 0) inputs[name] = std::move(noise[name]);
     }
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_EQ(Indices(RunOwn(problem, inputs, {{"sample", sample}}, device)),
                 (std::vector<int>{2, 2}));
     }
     Fill(inputs["k"].view(), kNan);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_EQ(Indices(RunOwn(problem, inputs, {{"sample", sample}}, device)),
                 (std::vector<int>{-1, -1}));
     }
@@ -155,7 +155,7 @@ TEST(Hard, EveryRowIsARowOfTheValuesBitByBit) {
                          : dtype == DType::kBF16 ? 0x7F81u
                                                  : 0x7C01u;
     std::memcpy(inputs["v"].raw(), &nan, size);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors outputs = RunOwn(problem, inputs, {}, device);
       const std::vector<int> indices = Indices(outputs);
       const char* out = static_cast<const char*>(outputs.at("out").raw());
@@ -221,7 +221,7 @@ TEST(Hard, CpuAndCudaResolveNearTiesTheSame) {
         for (float& g : inputs["g"].span<float>()) g *= 1e-6f;
       }
       const NamedTensors cpu = RunOwn(problem, inputs, options);
-      const NamedTensors cuda = RunOwn(problem, inputs, options, Device::kSimulator);
+      const NamedTensors cuda = RunOwn(problem, inputs, options, KernelDevice());
       EXPECT_EQ(Indices(cpu), Indices(cuda)) << sample << ", head_dim " << head_dim;
     }
   }
@@ -329,7 +329,7 @@ TEST(Hard, OfEqualKeysTheFirstThatIsSeenIsChosen) {
   Fill(mask.view(), 1);
   Fill(Slice(Slice(mask.view(), 0, 1, 1), 1, 0, 67), 0);
   inputs["key_mask"] = std::move(mask);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const std::vector<int> indices = Indices(RunOwn(problem, inputs, {}, device));
     for (size_t row = 0; row < indices.size(); ++row) {
       ASSERT_EQ(indices[row], row < indices.size() / 2 ? 0 : 67);
@@ -350,7 +350,7 @@ TEST(Hard, AllDevicesDrawWhatTheDefinitionDraws) {
       inputs["key_mask"] = std::move(mask);
       const std::vector<int> expected =
           Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}).value());
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), expected)
             << sample << (causal ? " causal " : " ") << Name(device);
       }
@@ -372,7 +372,7 @@ TEST(Hard, InverseCdfPassesWeightsFromTheLeftUntilTheyExceedU) {
   const std::vector<int> expected = {0, 0, 0, 1, 1, 3, 3, 3, 3, 3};
   EXPECT_EQ(Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}).value()),
             expected);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), expected) << Name(device);
   }
 }
@@ -413,7 +413,7 @@ TEST(Hard, WeightsBelowE87OfTheLargestAreZero) {
       const std::vector<int> last = {counts ? 1 : 0};
       EXPECT_EQ(Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {options}).value()), last)
           << largest;
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         EXPECT_EQ(Indices(RunOwn(problem, inputs, options, device)), last)
             << largest << " " << Name(device);
       }
@@ -957,9 +957,9 @@ TEST(Hard, GradientsHaveTheSameBitsAloneAndForAnyNumberOfThreads) {
 
 TEST(Hard, TheBackwardPassIsOfTheCpuAlone) {
   const auto layer =
-      Hard().Create(Problem::SelfAttention(1, 1, 4, 4), {}, Device::kSimulator, 1).value();
+      Hard().Create(Problem::SelfAttention(1, 1, 4, 4), {}, KernelDevice(), 1).value();
   EXPECT_EQ(layer->CheckBackward().message(),
-            "hard has a backward pass on cpu alone, not on simulator");
+            absl::StrCat("hard has a backward pass on cpu alone, not on ", Name(KernelDevice())));
 }
 
 // ---- What tools ask ----

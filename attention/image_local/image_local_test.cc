@@ -223,7 +223,7 @@ TEST(ImageLocal, MatchesItsDefinitionInBothForms) {
     for (const Options& options : all) {
       const NamedTensors expected =
           DefineTechnique(ImageLocal(), problem, ViewsOf(inputs), {options}).value();
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors ours = RunOwn(problem, inputs, options, device);
         EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
                   Fp32Bound(inputs.at("v").view()))
@@ -286,7 +286,7 @@ TEST_P(ImageLocalGolden, DefinitionAndEnginesMatchTensor2tensorsMask) {
   for (const char* name : {"q", "k", "v"}) inputs[name] = tensors.at(name).Clone();
   ASSERT_TRUE(technique.Define(problem, options, {}, ViewsOf(inputs), {}, &defined).ok());
   EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunOwn(problem, inputs, options, device);
     EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
               Fp32Bound(inputs.at("v").view()))

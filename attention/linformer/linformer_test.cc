@@ -100,7 +100,7 @@ TEST(Linformer, TwoSlotsOfThreeTokensAreAsComputedByHand) {
   inputs["v"] = FloatsOf({1, 1, 3, 1}, {4, 5, 6});
   const NamedTensors parameters = Parameters(FloatsOf({1, 2, 3}, {1, -1, 0, 0, 0, 1}),
                                              FloatsOf({1, 2, 3}, {1, 0, 1, -1, 2, 0}));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const RunAndDefinition both = RunBoth(problem, inputs, {{"k", "2"}}, device, &parameters);
     // Weights 2^-1 and 2^3 over the slots' values 10 and 6.
     const double expected = (0.5 * 10 + 8 * 6) / 8.5;
@@ -129,7 +129,7 @@ TEST(Linformer, WindowsAreTheirMeansMaximaAndConvolutions) {
     }
     return y / sum;
   };
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto last = [&](const char* projection, const NamedTensors* parameters) {
       const Options options = {{"k", "3"}, {"projection", projection}};
       const RunAndDefinition both = RunBoth(problem, inputs, options, device, parameters);
@@ -153,7 +153,7 @@ TEST(Linformer, ADepthwiseConvolutionHasAKernelForEachChannelAsComputedByHand) {
       Parameters(FloatsOf({1, 2, 2}, {1, 0.5f, 8, 9}), FloatsOf({1, 2, 2}, {2, -1, 1, 10}));
   // K' = (1 + 1.5, ...), (5, ...); V' = (8 + 2, 1 + 30), (12, 5); scores 2.5 and 5.
   const double first = 1 / (1 + std::exp(2.5));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Options options = {{"k", "2"}, {"projection", "depthwise_convolution"}};
     const RunAndDefinition both = RunBoth(problem, inputs, options, device, &kernels);
     EXPECT_NEAR(both.run.at("out").span<float>()[4], 12 - 2 * first, 1e-5);
@@ -178,7 +178,7 @@ TEST(Linformer, ADiagonalConvolutionIsADepthwiseOne) {
       }
     }
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const RunAndDefinition depthwise =
         RunBoth(problem, inputs, options, device, &layer->parameters());
     Options other = options;
@@ -203,7 +203,7 @@ TEST(Linformer, PaddingIsZeroBeforeItIsCompressedAndItsSlotKeepsItsWeight) {
   const NamedTensors identity =
       Parameters(PermutationMatrix({0, 1, 2}), PermutationMatrix({0, 1, 2}));
   const double e = std::exp(1.0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const RunAndDefinition both = RunBoth(problem, inputs, {{"k", "3"}}, device, &identity);
     EXPECT_NEAR(both.run.at("out").span<float>()[0], (4 * e + 6 * e * e) / (1 + e + e * e), 1e-5);
     EXPECT_NEAR(both.defined.at("out").span<double>()[0], (4 * e + 6 * e * e) / (1 + e + e * e),
@@ -244,7 +244,7 @@ TEST(Linformer, LayerEqualsDefinitionUnderEveryOption) {
   Tensor& mask = padded["key_mask"] = Tensor(DType::kU8, {2, 110});
   for (int64_t n = 0; n < 220; ++n) mask.span<uint8_t>()[n] = n % 7 != 3;
   for (const Options& options : ManyOptions()) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       ExpectMatch(RunBoth(problem, inputs, options, device), inputs, ToString(options));
       ExpectMatch(RunBoth(problem, padded, options, device), padded, ToString(options));
     }
@@ -260,7 +260,7 @@ TEST(Linformer, AnyHeadDimAndValueDimMatchesTheDefinition) {
       for (const char* projection :
            {"learned", "max", "convolution", "depthwise_convolution", "fit"}) {
         const Options options = {{"k", "9"}, {"projection", projection}};
-        for (const Device device : kHostDevices) {
+        for (const Device device : TestedDevices()) {
           if (device != kCpu && head_dim == 256) continue;  // slow there
           ExpectMatch(RunBoth(problem, inputs, options, device), inputs,
                       absl::StrCat(projection, " ", problem.ToString()));
@@ -274,7 +274,7 @@ TEST(Linformer, ChunksOfTokensAddUpToTheSameBitsOnAnyNumberOfThreads) {
   const Problem problem = Problem::SelfAttention(1, 2, 2500, 16);  // whole chunks and a part
   const NamedTensors inputs = Random(problem);
   const Options options = {{"k", "20"}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     ExpectMatch(RunBoth(problem, inputs, options, device), inputs, "2500 tokens");
   }
   RunRequest one, three;
@@ -311,7 +311,7 @@ TEST(Linformer, EqualsTheCodesOfOthersWithTheirMatrices) {
     const bool convolves = options.count("projection") > 0;
     options["k"] = absl::StrCat(convolves ? k[2] / e.shape().back() : e.dim(1));
     const NamedTensors parameters = Parameters(std::move(e), file.tensors.at("f").Clone());
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const RunAndDefinition both = RunBoth(problem, inputs, options, device, &parameters);
       const ConstTensorView expected = file.tensors.at("out").view();
       EXPECT_LE(MaxDifference(both.run.at("out").view(), expected), Fp32Bound(inputs["v"].view()))
@@ -452,7 +452,7 @@ TEST(Linformer, WhatIsInASequenceChangesNoBitOfAnother) {
     Fill(Slice(others[name].view(), 0, 1, 3), 3);
   }
   for (const char* k : {"64", "256"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const auto out = [&](const Problem& problem, const NamedTensors& of) {
         return std::move(RunTechnique(Linformer(), problem, ViewsOf(of), {{{"k", k}}, device})
                              .value()
@@ -615,7 +615,7 @@ TEST(Linformer, AFitWithASlotForEachTokenIsDenseAttention) {
   const NamedTensors inputs = Random(problem);
   const NamedTensors dense = DefineDense(problem, ViewsOf(inputs));
   for (const char* sharing : {"none", "headwise"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const RunAndDefinition both = RunBoth(
           problem, inputs, {{"k", "70"}, {"projection", "fit"}, {"sharing", sharing}}, device);
       EXPECT_LE(MaxDifference(both.run.at("out").view(), dense.at("out").view()),
@@ -663,8 +663,7 @@ TEST(Linformer, AFitIsToEachSequenceItsTokensAndTheSameOnEveryDevice) {
   const Options options = {{"k", "10"}, {"projection", "fit"}};
   const Tensor both = Fitted(problem, inputs, options);
   EXPECT_THAT(both.shape(), ElementsAre(4, 10, 40));
-  EXPECT_EQ(MaxDifference(both.view(), Fitted(problem, inputs, options, Device::kSimulator).view()),
-            0);
+  EXPECT_EQ(MaxDifference(both.view(), Fitted(problem, inputs, options, KernelDevice()).view()), 0);
   for (int64_t j = 0; j < 40; ++j) {
     EXPECT_EQ(*both.view().At<float>(0, 3, j) == 0, j % 9 == 4);
   }
@@ -868,7 +867,7 @@ TEST(Linformer, WithoutTokensThereAreNoSlotsAndRowsAreEmpty) {
   const NamedTensors inputs = Random(problem);
   for (const char* projection :
        {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const RunAndDefinition both = RunBoth(problem, inputs, {{"projection", projection}}, device);
       for (const float y : both.run.at("out").span<float>()) EXPECT_EQ(y, 0);
       for (const float y : both.run.at("log_sum_exp").span<float>()) EXPECT_EQ(y, -INFINITY);
@@ -883,7 +882,7 @@ TEST(Linformer, ANanReachesItsWindowAloneAndAllRows) {
   *inputs["v"].view().MutableAt<float>(0, 1, 17, 2) = NAN;
   for (const char* projection :
        {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const RunAndDefinition both =
           RunBoth(problem, inputs, {{"k", "8"}, {"projection", projection}}, device);
       EXPECT_LE(MaxDifference(both.run.at("out").view(), both.defined.at("out").view()), 1e-4);

@@ -189,7 +189,7 @@ void ExpectGlobals(const Problem& problem, const NamedTensors& inputs, const Opt
     for (const char* name : {"out", "log_sum_exp"}) {
       EXPECT_EQ(MaxDifference(Slice(defined.at(name).view(), 0, b, 1), expected.at(name).view()),
                 0);
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options, device);
         EXPECT_LE(MaxDifference(Slice(ours.at(name).view(), 0, b, 1), expected.at(name).view()),
                   Fp32Bound(inputs.at("v").view()))
@@ -248,7 +248,7 @@ TEST(Longformer, WithAllTokensMarkedItIsDense) {
   const Inputs views = ViewsOf(inputs);
   const NamedTensors dense =
       RunDense(problem, {{"q", views.Get("q")}, {"k", views.Get("k")}, {"v", views.Get("v")}});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(MaxDifference(RunOwn(problem, views, options, device).at("out").view(),
                             dense.at("out").view()),
               Fp32Bound(inputs.at("v").view()))
@@ -355,7 +355,7 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
   ASSERT_TRUE(Longformer().Define(problem, options, {}, exact, {}, &defined).ok());
   ZeroPaddedRows(single, 2, defined["out"].view());
   EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     NamedTensors ours = RunOwn(problem, rounded, options, device);
     ZeroPaddedRows(single, 2, ours["out"].view());
     EXPECT_LE(MaxDifference(ours["out"].view(), tensors.at("out").view()),
@@ -397,7 +397,7 @@ void ExpectInsideMultiHeadIsHuggingFacesLayer(const std::string& name, const std
   ASSERT_TRUE(layer.Define(problem, options, parameters, inputs, {}, &defined).ok());
   ZeroPaddedRows(masks, 1, defined["out"].view());
   EXPECT_LE(MaxDifference(heads(defined.at("out")), out), 1e-12);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     RunRequest request{options, device};
     request.parameters = &parameters;
     NamedTensors ours = RunTechnique(layer, problem, inputs, request).value();

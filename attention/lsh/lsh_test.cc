@@ -133,7 +133,7 @@ void ExpectSeen(const HandCase& c, const std::vector<std::string>& expected) {
                                c.options);
   SCOPED_TRACE(ToString(options));
   EXPECT_EQ(Digits(DefineLsh(problem, inputs, options)), expected);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(Digits(RunLsh(problem, inputs, options, device)), expected) << Name(device);
   }
 }
@@ -207,7 +207,7 @@ TEST(Lsh, ATokenSeesItselfOnlyWhereItSeesNothingElse) {
   Tensor buckets(DType::kI32, {1, 1, 8, 1});
   std::copy(kFirst.begin(), kFirst.end(), buckets.span<int32_t>().begin());
   inputs["buckets"] = std::move(buckets);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors outputs =
         RunLsh(problem, inputs, {{"rounds", "1"}, {"chunk", "2"}, {"buckets", "4"}}, device);
     for (int64_t i = 0; i < 8; ++i) {
@@ -245,7 +245,7 @@ TEST(Lsh, OneBucketAndOneChunkAreAttentionOverAllTokens) {
     const Problem problem = Problem::SelfAttention(2, 2, 75, 16, causal);
     NamedTensors inputs = Random(problem);
     const NamedTensors dense = RunWhole(problem, inputs);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_LE(Difference(RunLsh(problem, inputs, {{"buckets", "1"}, {"self_bias", "0"}}, device),
                            dense),
                 kNear);
@@ -267,7 +267,7 @@ TEST(Lsh, OneChunkThatWrapsSeesEachKeyTwice) {
     const Problem problem = Problem::SelfAttention(1, 2, 75, 16, causal);
     const NamedTensors inputs = Random(problem);
     const NamedTensors whole = RunLsh(problem, inputs, {{"buckets", "1"}});
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       Options options = With(kWrap, {{"rounds", "1"}, {"chunk", "80"}, {"dedup", "false"}});
       EXPECT_LE(Difference(RunLsh(problem, inputs, options, device), whole, std::log(2)), kNear);
       options["dedup"] = "true";
@@ -282,7 +282,7 @@ TEST(Lsh, TwoChunksThatWrapAreAttentionOverAllTokens) {
       const Problem problem = Problem::SelfAttention(1, 2, tokens, 16, causal);
       const NamedTensors inputs = Random(problem);
       const NamedTensors whole = RunLsh(problem, inputs, {{"buckets", "1"}});
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const Options options = With(kWrap, {{"rounds", "1"}, {"chunk", "40"}, {"dedup", "false"}});
         EXPECT_LE(Difference(RunLsh(problem, inputs, options, device), whole), kNear) << tokens;
       }
@@ -319,7 +319,7 @@ TEST(Lsh, ARoundThatIsRepeatedChangesNothing) {
     const Options one = With(kind, {{"rounds", "1"}});
     const NamedTensors parameters = Rounds(RotationsOf(problem, one), {0});
     const NamedTensors thrice = Rounds(parameters.at("rotations"), {0, 0, 0});
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors once = RunLsh(problem, inputs, one, device, &parameters);
       Options options = With(kind, {{"rounds", "3"}});
       EXPECT_LE(Difference(RunLsh(problem, inputs, options, device, &thrice), once), kNear);
@@ -333,7 +333,7 @@ TEST(Lsh, ARoundThatIsRepeatedChangesNothing) {
 TEST(Lsh, ABucketIsThatOfTheDirection) {
   const Problem problem = Problem::SelfAttention(1, 2, 70, 16);
   const NamedTensors inputs = Random(problem);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* count : {"2", "16", "144"}) {
       const Options options = {{"buckets", count}};
       const std::vector<int> buckets = BucketsOf(RunLsh(problem, inputs, options, device));
@@ -351,7 +351,7 @@ TEST(Lsh, TheNegativeOfAVectorIsInTheOppositeBucket) {
   const NamedTensors inputs = Random(problem);
   NamedTensors negative = Random(problem);
   for (float& x : negative["q"].span<float>()) x = -x;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const int count : {2, 6, 64}) {
       const Options options = {{"buckets", std::to_string(count)}};
       const std::vector<int> buckets = BucketsOf(RunLsh(problem, inputs, options, device));
@@ -376,7 +376,7 @@ TEST(Lsh, EqualVectorsShareBuckets) {
   NamedTensors inputs = Random(problem);
   const TensorView q = inputs["q"].view();
   for (int64_t i = 70; i < 140; ++i) CopyElements(Slice(q, 2, i - 70, 1), Slice(q, 2, i, 1));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const std::vector<int> buckets =
         BucketsOf(RunLsh(problem, inputs, {{"buckets", "64"}}, device));
     for (size_t n = 0; n < buckets.size() / 2; ++n) {
@@ -389,7 +389,7 @@ TEST(Lsh, AVectorOfZerosIsInTheFirstBucket) {
   const Problem problem = Problem::SelfAttention(1, 1, 10, 16);
   NamedTensors inputs = Random(problem);
   Fill(inputs["q"].view(), 0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* count : {"8", "144"}) {
       const NamedTensors outputs = RunLsh(problem, inputs, {{"buckets", count}}, device);
       EXPECT_EQ(BucketsOf(outputs), std::vector<int>(40, 0));
@@ -409,7 +409,7 @@ TEST(Lsh, ABucketOutOfRangeIsTheNearest) {
   }
   inputs["buckets"] = std::move(given);
   inside["buckets"] = std::move(nearest);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunLsh(problem, inputs, options, device);
     EXPECT_EQ(Difference(ours, RunLsh(problem, inside, options, device)), 0);
     EXPECT_EQ(MaxDifference(ours.at("buckets").view(), inside.at("buckets").view()), 0);
@@ -425,7 +425,7 @@ TEST(Lsh, AllDevicesChooseTheSameBuckets) {
        {Options{{"chunk", "16"}}, Options{{"chunk", "16"}, {"buckets", "144"}},
         With(kWrap, {{"chunk", "16"}, {"dedup", "false"}, {"rounds", "2"}})}) {
     const NamedTensors cpu = RunLsh(problem, inputs, options);
-    const NamedTensors cuda = RunLsh(problem, inputs, options, Device::kSimulator);
+    const NamedTensors cuda = RunLsh(problem, inputs, options, KernelDevice());
     EXPECT_EQ(BucketsOf(cuda), BucketsOf(cpu)) << ToString(options);
     EXPECT_LE(MaxDifference(cuda.at("out").view(), cpu.at("out").view()), kNear);
   }
@@ -488,7 +488,7 @@ TEST(Lsh, AHeadWithRotationsOfItsOwnHashesAsIfItWereAlone) {
       for (const char* name : {"buckets", "out"}) {
         EXPECT_EQ(MaxDifference(head(defined, name), expected.at(name).view()), 0) << name;
       }
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors ours = RunLsh(problem, inputs, own, device);
         EXPECT_EQ(MaxDifference(head(ours, "buckets"), expected.at("buckets").view()), 0);
         EXPECT_LE(MaxDifference(head(ours, "out"), expected.at("out").view()),
@@ -502,7 +502,7 @@ TEST(Lsh, HeadsHashWithTheSameRotationsUnlessTheyHaveTheirOwn) {
   const Problem problem = Problem::SelfAttention(1, 2, 200, 16);
   NamedTensors inputs = Random(problem);
   CopyElements(Slice(inputs["q"].view(), 1, 0, 1), Slice(inputs["q"].view(), 1, 1, 1));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* own : {"false", "true"}) {
       const NamedTensors outputs =
           RunLsh(problem, inputs, {{"buckets", "16"}, {"per_head", own}}, device);
@@ -519,7 +519,7 @@ TEST(Lsh, ManyBucketsAreThoseOfTheDefinition) {
     const Options options = {{"rounds", "2"}, {"chunk", "8"}, {"buckets", std::to_string(count)}};
     const NamedTensors defined = DefineLsh(problem, inputs, options);
     for (const int bucket : BucketsOf(defined)) ASSERT_LT(bucket, count);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors ours = RunLsh(problem, inputs, options, device);
       EXPECT_EQ(BucketsOf(ours), BucketsOf(defined)) << count;
       EXPECT_LE(MaxDifference(ours.at("out").view(), defined.at("out").view()),
@@ -604,7 +604,7 @@ TEST(Lsh, PaddingChangesNothingForTheTokensThereAre) {
       }
     }
     inputs["key_mask"] = std::move(mask);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       for (const Options& kind : {Options{}, kNoMask}) {
         const NamedTensors padded = RunLsh(problem, inputs, With(options, kind), device);
         const NamedTensors plain = RunLsh(alone, of_tokens, With(options, kind), device);
@@ -628,7 +628,7 @@ TEST(Lsh, PaddingWithOneBucketMatchesTheDefinition) {
   Fill((inputs["key_mask"] = Tensor(DType::kU8, {2, 70})).view(), 1);
   Fill(Slice(inputs["key_mask"].view(), 1, 60, 7), 0);
   const NamedTensors defined = DefineLsh(problem, inputs, {{"buckets", "1"}});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(Difference(RunLsh(problem, inputs, {{"buckets", "1"}}, device), defined), kNear);
   }
 }
@@ -639,7 +639,7 @@ void ExpectSpoiled(const Problem& problem, const NamedTensors& inputs, const Opt
   NamedTensors spoiled = Random(problem);
   for (const auto& [name, tensor] : inputs) spoiled[name] = tensor.Clone();
   spoil(&spoiled);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors before = RunLsh(problem, inputs, options, device);
     const NamedTensors after = RunLsh(problem, spoiled, options, device);
     for (int64_t i = 0; i < problem.query_tokens; ++i) {
@@ -686,7 +686,7 @@ TEST(Lsh, KeyNormSaysWhatKeysAreDividedBy) {
   const Problem problem = Problem::SelfAttention(1, 1, 1, 4);
   NamedTensors inputs = Random(problem);
   Fill(inputs["q"].view(), 1e-3);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     Options options = {{"scale", "1000"}, {"self_bias", "0"}};
     const auto score = [&] {
       return RunLsh(problem, inputs, options, device).at("log_sum_exp").span<float>()[0];
@@ -709,7 +709,7 @@ TEST(Lsh, AKeyIsAUnitVectorHoweverShortOrLongItsQueryIs) {
   }
   for (const Options& options : {Options{{"chunk", "8"}}, Options{{"buckets", "1"}}}) {
     const NamedTensors defined = DefineLsh(problem, inputs, options);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_LE(MaxDifference(RunLsh(problem, inputs, options, device).at("out").view(),
                               defined.at("out").view()),
                 Fp32Bound(inputs.at("v").view()))
@@ -920,7 +920,7 @@ TEST_P(LshGolden, DefinitionAndRunAreWhatOtherCodeComputes) {
       EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()), bound);
     };
     expect_theirs(DefineLsh(problem, inputs, options, &parameters), rounding);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       SCOPED_TRACE(Name(device));
       expect_theirs(RunLsh(problem, inputs, options, device, &parameters),
                     Fp32Bound(inputs.at("v").view()));

@@ -63,7 +63,7 @@ void ExpectMatchesDefinition(const Problem& problem, const Options& options,
   const auto expected = DefineTechnique(MultiHead(), problem, ViewsOf(inputs), {options});
   ASSERT_TRUE(expected.ok()) << expected.status();
   const Tensor& out = expected->at("out");
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(MaxDifference(RunOwn(problem, ViewsOf(inputs), options, nullptr, device).view(),
                             out.view()),
               Bound(out.view(), problem.dtype))
@@ -203,7 +203,7 @@ TEST(MultiHead, WithoutAnOutputMatrixOrAKeyItsBiasIsLeft) {
   Fill(mask.view(), 1);
   Fill(Slice(mask.view(), 0, 1, 1), 0);
   inputs["key_mask"] = std::move(mask);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     expect_bias(RunOwn(problem, ViewsOf(inputs), options, &parameters, device), 1);
   }
   Fill(parameters["w_o"].view(), 0);
@@ -400,7 +400,7 @@ TEST(MultiHead, EveryFurtherInputMatters) {
     const auto specs = MultiHead().InputSpecs(problem, options).value();
     for (const std::string& name : reads) {
       NamedTensors inputs = InputsWith(specs, {name});
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const Tensor before = RunOwn(problem, ViewsOf(inputs), options, nullptr, device);
         Tensor kept = std::move(inputs.at(name));
         Tensor& other = inputs[name] = kept.Clone();
@@ -422,7 +422,7 @@ TEST(MultiHead, TokensThatTheMaskMarksAreGlobalAsThoseOfTheOptionAre) {
   const Options marked = {{"inner", "longformer[window=6,max_globals=2,projections=own]"}};
   const Options named = {{"inner", "longformer[window=6,globals=3/17,projections=own]"}};
   NamedTensors inputs = Random(problem, marked);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor expected = RunOwn(problem, ViewsOf(inputs), named, nullptr, device);
     Tensor mask(DType::kU8, {2, 40});
     Fill(mask.view(), 0);
@@ -464,7 +464,7 @@ TEST(MultiHead, ChoicesOfTheTechniqueInsideAreOutputsAndCanBeFollowed) {
     EXPECT_THAT(NamesOf(MultiHead().OutputSpecs(problem, options).value()),
                 testing::ElementsAre("out", choice));
     const NamedTensors inputs = Random(problem, options);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors outputs =
           RunTechnique(MultiHead(), problem, ViewsOf(inputs), {options, device}).value();
       DefinitionRequest request;
@@ -601,7 +601,7 @@ TEST_P(MultiHeadGolden, TorchsMultiheadAttentionComputesTheSame) {
   const ConstTensorView out = golden.tensors.at("out").view();
   const auto defined = DefineTechnique(MultiHead(), problem, ViewsOf(inputs), request);
   EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor ours = RunOwn(problem, ViewsOf(inputs), request.options, &parameters, device);
     EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
   }
@@ -744,9 +744,9 @@ TEST(MultiHead, ABackwardPassIsOnTheDevicesWhereTheInnerTechniqueHasOne) {
   const auto check = [&](const Options& options, Device device) {
     return MultiHead().Create(problem, options, device, 1).value()->CheckBackward();
   };
-  for (const Device device : kHostDevices) EXPECT_EQ(check({}, device), absl::OkStatus());
+  for (const Device device : TestedDevices()) EXPECT_EQ(check({}, device), absl::OkStatus());
   EXPECT_EQ(check({{"inner", "sinkhorn"}}, Device::kCpu), absl::OkStatus());
-  const absl::Status status = check({{"inner", "sinkhorn"}}, Device::kSimulator);
+  const absl::Status status = check({{"inner", "sinkhorn"}}, KernelDevice());
   EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
   EXPECT_THAT(std::string(status.message()), HasSubstr("on the CPU alone"));
   const auto on_cpu = MultiHead().Create(problem, {}, Device::kCpu, 1).value();

@@ -396,7 +396,7 @@ TEST(Performer, AHeadWithAMatrixOfItsOwnIsAsIfItWereAlone) {
         };
         const ConstTensorView out = expected.at("out").view();
         EXPECT_EQ(MaxDifference(head(Define(problem, inputs, own)), out), 0);
-        for (const Device device : kHostDevices) {
+        for (const Device device : TestedDevices()) {
           RunRequest on{own, device};
           const NamedTensors ours = RunTechnique(Performer(), problem, ViewsOf(inputs), on).value();
           EXPECT_LE(MaxDifference(head(ours), out), Fp32Bound(inputs.at("v").view()))

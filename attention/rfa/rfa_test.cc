@@ -67,7 +67,7 @@ class TwoDirections {
   NamedTensors& parameters() { return parameters_; }
   Problem& problem() { return problem_; }
   void ExpectRows(const std::vector<double>& rows) const {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       RunRequest request = request_;
       request.device = device;
       const auto run = RunTechnique(Rfa(), problem_, ViewsOf(inputs_), request);
@@ -186,7 +186,7 @@ TEST(Rfa, LayersEqualTheDefinitionUnderEveryOption) {
       request.parameters = &parameters;
       const NamedTensors defined =
           DefineTechnique(Rfa(), problem, ViewsOf(inputs), request).value();
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         request.device = device;
         const NamedTensors run = RunTechnique(Rfa(), problem, ViewsOf(inputs), request).value();
         EXPECT_LE(MaxDifference(run.at("out").view(), defined.at("out").view()),

@@ -176,7 +176,7 @@ TEST(Routing, ATokensOutputIsTheMeanOverItsClusters) {
   std::vector<std::string> both = marks;
   both.insert(both.end(), marks.begin(), marks.end());
   const NamedTensors inputs = Given(both, false);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(3), device);
     const double a = 1.0 / 3, b = 1.0 / 9;
     EXPECT_THAT(Row(run.at("out"), 0), Near({a, 0, a, 0, 0, a, 0, 0}));
@@ -194,7 +194,7 @@ TEST(Routing, ATokensOutputIsTheMeanOverItsClusters) {
 TEST(Routing, CausalTokensSeeTheEarlierOnesOfTheirClusters) {
   const std::vector<std::string> marks = {"10100100", "00110001", "00100110"};
   const NamedTensors inputs = Given(marks, true);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunRouting(GivenProblem(true), inputs, Clusters(3), device);
     const double a = 1.0 / 3, b = 1.0 / 6;
     EXPECT_THAT(Row(run.at("out"), 0), Near({1, 0, 0, 0, 0, 0, 0, 0}));
@@ -213,7 +213,7 @@ TEST(Routing, QueriesAndKeysOfAClusterAreChosenApart) {
   // There are two clusters of 4: queries 0, 1, 2, 3 on keys 4 to 7, and 0, 2, 4, 6 on keys 1, 3, 5,
   // 7.
   const NamedTensors inputs = Given({"11110000", "10101010", "00001111", "01010101"}, false);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(2), device);
     const double a = 1.0 / 4, b = 1.0 / 8;
     for (const int i : {0, 2}) {
@@ -232,7 +232,7 @@ TEST(Routing, ScoresAreOfLayerNormsAndUnscaled) {
                                        -900, 0, 0, -900, 500, -500, 1, 901});
   inputs["k"] = Numbers({1, 1, 8, 2}, {0, 900, 900, 0, 0, 900, 900, 0,  //
                                        0, 900, 0, 900, 900, 0, 900, 0});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     // Token 0 is (1, -1), and so are keys 1 and 6 of its cluster; keys 0 and 5 are (-1, 1).
     const double far = 1 / (2 + 2 * std::exp(4)), near = std::exp(4) * far;
     const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(2), device);
@@ -251,7 +251,7 @@ TEST(Routing, ScoresAreOfLayerNormsAndUnscaled) {
 
 TEST(Routing, OfGivenMarksTheFirstCountAndFirstTokensFillUp) {
   // A cluster has 4 members: six are too many, two too few, and so is none.
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors many =
         RunRouting(GivenProblem(true), Given({"01101111", "00010001"}, true), Clusters(2), device);
     EXPECT_THAT(Strings(many.at("members")), ElementsAre("01101100", "11010001"));
@@ -273,7 +273,7 @@ TEST(Routing, MembersThatWereWrittenMayBeGiven) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 3, 77, 8, causal);
     const Options options = {{"clusters", "5"}, {"local_heads", "1"}};
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors computed = RunRouting(problem, Random(problem), options, device);
       NamedTensors inputs = Random(problem);
       inputs["members"] = computed.at("members").Clone();
@@ -293,7 +293,7 @@ TEST(Routing, AClusterHasTheTokensOfLargestScore) {
   inputs.erase("members");
   inputs["q"] = Numbers({1, 1, 8, 2}, {1, -1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, -1, 1, 1, -1});
   const NamedTensors parameters = Parameters(Numbers({1, 2, 2}, {1, 0, -1, 0}));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_THAT(
         Strings(
             RunRouting(GivenProblem(true), inputs, Clusters(2), device, &parameters).at("members")),
@@ -308,7 +308,7 @@ TEST(Routing, OfEqualScoresTheEarlierTokenIsAMember) {
     const TensorView x = inputs[name].view();
     for (int64_t i = 1; i < 70; ++i) CopyElements(Slice(x, 2, 0, 1), Slice(x, 2, i, 1));
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunRouting(problem, inputs, Clusters(7), device);
     for (int64_t b = 0; b < 2; ++b) {
       for (int64_t h = 0; h < 2; ++h) {
@@ -326,7 +326,7 @@ TEST(Routing, CpuAndCudaChooseTheSameMembers) {
       const Problem problem = Problem::SelfAttention(2, 2, 210, 24, causal, dtype);
       const NamedTensors inputs = Random(problem);
       const NamedTensors cpu = RunRouting(problem, inputs, Clusters(9));
-      const NamedTensors cuda = RunRouting(problem, inputs, Clusters(9), Device::kSimulator);
+      const NamedTensors cuda = RunRouting(problem, inputs, Clusters(9), KernelDevice());
       EXPECT_EQ(MaxDifference(cpu.at("members").view(), cuda.at("members").view()), 0);
     }
   }
@@ -356,7 +356,7 @@ TEST(Routing, CpuAndCudaResolveNearTiesTheSame) {
     const auto members = [&](Device device) {
       return Strings(RunRouting(problem, inputs, Clusters(5), device).at("members"));
     };
-    EXPECT_EQ(members(Device::kCpu), members(Device::kSimulator)) << head_dim;
+    EXPECT_EQ(members(Device::kCpu), members(KernelDevice())) << head_dim;
   }
 }
 
@@ -494,7 +494,7 @@ TEST(Routing, MoreClustersThanTokensAreOneATokenEach) {
   for (const int64_t tokens : {1, 3}) {
     const Problem problem = Problem::SelfAttention(1, 2, tokens, 8, /*causal=*/true);
     const NamedTensors inputs = Random(problem);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run = RunRouting(problem, inputs, Clusters(8), device);
       ASSERT_EQ(run.at("members").dim(3), tokens);
       for (int64_t h = 0; h < 2; ++h) {
@@ -533,7 +533,7 @@ TEST(Routing, OneClusterIsDenseAttentionOnLayerNorms) {
     const NamedTensors normalized = WithLayerNorms(inputs);
     const NamedTensors dense =
         RunTechnique(dense::Dense(), problem, ViewsOf(normalized), {{{"scale", "1"}}}).value();
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run = RunRouting(problem, inputs, Clusters(1), device);
       EXPECT_LE(MaxDifference(run.at("out").view(), dense.at("out").view()),
                 Fp32Bound(inputs.at("v").view()));
@@ -578,7 +578,7 @@ TEST(Routing, SeparableClustersGiveTheBlockMaskExactly) {
         [](int64_t, int64_t i, int64_t j) { return i % 4 == j % 4; },
         [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, &expected);
     const NamedTensors parameters = Parameters(Directions(2, 4));
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run = RunRouting(problem, inputs, Clusters(4), device, &parameters);
       for (int64_t set = 0; set < (causal ? 1 : 2); ++set) {
         for (int64_t c = 0; c < 4; ++c) {
@@ -607,7 +607,7 @@ TEST(Routing, PaddedTokensAreMembersAfterAllOthersAndNeverKeys) {
     }
     return RunRouting(GivenProblem(false), inputs, Clusters(2), device, &parameters);
   };
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors enough = run("01111111", device);
     EXPECT_THAT(Strings(enough.at("members")), Each("01111000"));
     EXPECT_THAT(Row(enough.at("out"), 0), Near({0, 0, 0, 0, 0, 0, 0, 0}));
@@ -633,7 +633,7 @@ TEST(Routing, NanInAValueReachesOnlyTheRowsThatSeeIt) {
   const auto nan =
       static_cast<int64_t>(Strings(defined.at("members").CloneAs(DType::kU8))[6].find('1'));
   *inputs["v"].view().MutableAt<float>(0, 0, nan, 3) = kNan;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunRouting(problem, inputs, Clusters(6), device);
     int64_t rows = 0;
     for (int64_t i = 0; i < 90; ++i) {
@@ -652,7 +652,7 @@ TEST(Routing, ATokenWhoseScoresAreNanIsTheLastOfAll) {
   *inputs["q"].view().MutableAt<float>(0, 0, 3, 2) = kNan;
   for (const bool padded : {false, true}) {
     if (padded) inputs["key_mask"] = KeyMaskOf(Repeat(5, '1') + Repeat(35, '0'));
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run = RunRouting(problem, inputs, Clusters(4), device);
       for (const std::string& cluster : Strings(run.at("members"))) {
         EXPECT_EQ(cluster[3], '0');
@@ -693,7 +693,7 @@ TEST(Routing, LocalHeadsOfOneBlockAreDenseOnPlainScores) {
     NamedTensors inputs = Random(problem);
     const Options options = {{"local_heads", "2"}, {"local_block", "60"}, {"scale", "5"}};
     const NamedTensors run = RunRouting(problem, inputs, options);
-    const NamedTensors cuda = RunRouting(problem, inputs, options, Device::kSimulator);
+    const NamedTensors cuda = RunRouting(problem, inputs, options, KernelDevice());
     if (causal) inputs["k"] = inputs.at("q").Clone();
     const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     for (const NamedTensors* outputs : {&run, &cuda}) {
@@ -734,7 +734,7 @@ TEST(Routing, AHeadKnowsNothingOfWhatTheOthersAre) {
           {"local_heads", local_heads}, {"local_block", "16"}, {"clusters", "3"}};
       return RunRouting(problem, inputs, options, device);
     };
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors none = run("0", device), half = run("2", device), all = run("4", device);
       EXPECT_EQ(MaxDifference(Slice(half.at("out").view(), 1, 2, 2),
                               Slice(none.at("out").view(), 1, 2, 2)),
@@ -855,13 +855,13 @@ TEST(Routing, SetupMovesTheCentroidsOfClustersByAllItsTokens) {
           ASSERT_FLOAT_EQ(moved.span<float>()[h * 32 + i], static_cast<float>(expected[i]));
         }
       }
-      const Tensor cuda = Moved(problem, inputs, options, Device::kSimulator);
+      const Tensor cuda = Moved(problem, inputs, options, KernelDevice());
       EXPECT_EQ(MaxDifference(moved.view(), cuda.view()), 0);
       // The run that follows uses the moved centroids.
       const NamedTensors parameters = Parameters(moved.Clone());
       Options without = options;
       without["updates"] = "0";
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         EXPECT_EQ(MaxDifference(
                       RunRouting(problem, inputs, options, device).at("out").view(),
                       RunRouting(problem, inputs, without, device, &parameters).at("out").view()),
@@ -882,7 +882,7 @@ TEST(Routing, PaddedTokensMoveNoCentroid) {
   }
   inputs["key_mask"] = KeyMaskOf(Repeat(31, '1') + Repeat(9, '0'), 2);
   const Options options = Clusters(3, {{"updates", "2"}, {"decay", "0.5"}});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(MaxDifference(Moved(longer, inputs, options, device).view(),
                             Moved(shorter, cut, options, device).view()),
               0);
@@ -983,7 +983,7 @@ TEST(Routing, UnitMembersDoNotDependOnTheLengthOfVectors) {
       const absl::Span<float> x = other[name].span<float>();
       for (size_t n = 0; n < x.size(); ++n) x[n] *= std::ldexp(1.0f, static_cast<int>(n / 16 % 9));
     }
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors ours = RunRouting(problem, inputs, options, device);
       const NamedTensors scaled = RunRouting(problem, other, options, device);
       EXPECT_EQ(MaxDifference(ours.at("members").view(), scaled.at("members").view()), 0);
@@ -1016,7 +1016,7 @@ TEST(Routing, OneClusterOfGivenVectorsIsDenseAttention) {
   for (const char* norm : {"layer_norm", "unit"}) {
     Options with = options;
     with["norm"] = norm;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       problem.causal = false;
       EXPECT_LE(MaxDifference(RunRouting(problem, inputs, with, device).at("out").view(),
                               dense.at("out").view()),
@@ -1038,7 +1038,7 @@ TEST(Routing, MatchesItsDefinitionWhateverIsNormalised) {
         for (const char* scored : {"normalized", "given"}) {
           const Options options = {{"clusters", "4"},  {"local_heads", "1"}, {"norm", norm},
                                    {"scored", scored}, {"self_bias", "-2"},  {"scale", "0.5"}};
-          for (const Device device : kHostDevices) {
+          for (const Device device : TestedDevices()) {
             const NamedTensors ours = RunRouting(problem, inputs, options, device);
             DefinitionRequest request;
             request.computed = &ours;
@@ -1134,7 +1134,7 @@ TEST(Routing, ClustersMatchRoutingTransformer) {
     const NamedTensors defined =
         DefineTechnique(Routing(), golden.problem, ViewsOf(golden.inputs), request).value();
     EXPECT_LE(MaxDifference(golden.AsThere(defined.at("out")).view(), expected), 1e-12) << name;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run =
           RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
       EXPECT_LE(MaxDifference(golden.AsThere(run.at("out")).view(), expected),
@@ -1155,7 +1155,7 @@ TEST(Routing, ClustersOfGivenVectorsMatchRoutingTransformer) {
         DefineTechnique(Routing(), golden.problem, ViewsOf(golden.inputs), request).value();
     EXPECT_EQ(MaxDifference(defined.at("members").view(), members.view()), 0) << name;
     EXPECT_LE(MaxDifference(golden.AsThere(defined.at("out")).view(), expected), 1e-12) << name;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run =
           RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
       EXPECT_EQ(MaxDifference(run.at("members").view(), members.view()), 0)
@@ -1172,7 +1172,7 @@ TEST(Routing, ClustersOfGivenVectorsMatchRoutingTransformer) {
 TEST(Routing, MembersAreThoseOfRoutingTransformer) {
   for (const char* name : {"clusters", "clusters_causal"}) {
     const Golden golden(name);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run =
           RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
       EXPECT_EQ(MaxDifference(run.at("members").view(), golden.Members().view()), 0)
@@ -1226,7 +1226,7 @@ TEST(Routing, LocalHeadsMatchLocalAttention) {
     const NamedTensors defined =
         DefineTechnique(Routing(), problem, ViewsOf(inputs), {options}).value();
     EXPECT_LE(MaxDifference(defined.at("out").view(), expected), 1e-12);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_LE(
           MaxDifference(RunRouting(problem, inputs, options, device).at("out").view(), expected),
           Fp32Bound(inputs.at("v").view()));

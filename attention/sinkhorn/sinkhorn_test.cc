@@ -92,7 +92,7 @@ std::vector<double> Balanced(const std::vector<double>& g, const Options& more,
   const absl::Status status = Sinkhorn().Define(problem, options, parameters, ViewsOf(inputs),
                                                 DefinitionRequest(), &outputs);
   EXPECT_TRUE(status.ok()) << status;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
     EXPECT_LE(MaxDifference(run.at("sort").view(), outputs.at("sort").view()), 2e-6)
         << Name(device);
@@ -149,7 +149,7 @@ TEST(Sinkhorn, TwoBlocksOfOneTokenByHand) {
   inputs["v"] = Numbers({1, 1, 2, 1}, {2, 6});
   inputs["sort"] = Numbers({1, 1, 2, 2}, {0.25, 0.75, 1, 0});
   // The sorted keys are 1 and 0, the sorted values 5 and 2.
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunSinkhorn(problem, inputs, Block(1), device);
     EXPECT_THAT(Values(run.at("out")), Near({(2 * 5 + 2) / 3.0, (2 + 6) / 2.0})) << Name(device);
     EXPECT_THAT(Values(run.at("log_sum_exp")), Near({std::log(3), std::log(2)})) << Name(device);
@@ -179,7 +179,7 @@ TEST(Sinkhorn, CausalScoresComeFromTheTokensUpToABlocksFirst) {
   inputs["k"] = Numbers({1, 1, 6, 1}, {1, -2, 3, -4, 2 + std::log(3), 50});
   NamedTensors parameters = Zeros(problem, options);
   parameters["score_weights"] = Numbers({1, 1, 3}, {0, 1, 5});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
     EXPECT_THAT(Values(run.at("sort")), Near({0, 0, 0, 1, 0, 0, 0.2, 1, 0})) << Name(device);
   }
@@ -198,7 +198,7 @@ TEST(Sinkhorn, TheNetworkByHand) {
   parameters["score_bias"] = Numbers({1, 2}, {-4, 2});
   // The scores are (2, 0) and (0, 2), the logits (1, 0) and (0, 1).
   const double larger = std::exp(1) / (std::exp(1) + 1);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
     EXPECT_THAT(Values(run.at("sort")), Near({larger, 1 - larger, 1 - larger, larger}))
         << Name(device);
@@ -274,7 +274,7 @@ TEST(Sinkhorn, TheMatrixThatWasWrittenMayBeGiven) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 77, 8, causal);
     NamedTensors inputs = Random(problem);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors computed = RunSinkhorn(problem, inputs, Block(16), device);
       NamedTensors with_matrix = Random(problem);
       with_matrix["sort"] = computed.at("sort").Clone();
@@ -321,7 +321,7 @@ TEST(Sinkhorn, APermutationMakesABlockSeeTwo) {
   const std::vector<int64_t> order = {2, 1, 3, 0};  // block 1 stays: its keys count twice
   NamedTensors inputs = Random(problem);
   inputs["sort"] = Permutation(problem, order);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunSinkhorn(problem, inputs, Block(16), device);
     for (int64_t u = 0; u < 4; ++u) {
       const NamedTensors expected = DenseOnBlocks(inputs, 16, u, {order[u], u});
@@ -353,7 +353,7 @@ TEST(Sinkhorn, SortCutOfAllBlocksOfAPermutationIsDense) {
   const NamedTensors dense = RunDense(problem, inputs);
   inputs["sort"] = Permutation(problem, {2, 1, 3, 0});
   for (const char* sorted_blocks : {"4", "9"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       ExpectNear(
           RunSinkhorn(problem, inputs, With(Block(16), {{"sorted_blocks", sorted_blocks}}), device),
           dense, 0);
@@ -419,7 +419,7 @@ TEST(Sinkhorn, CausalMatricesHaveNoEntriesOfThePresentOrFuture) {
       }
     }
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(MaxDifference(RunSinkhorn(problem, inputs, Block(8), device).at("out").view(),
                             run.at("out").view()),
               1e-6);
@@ -457,7 +457,7 @@ TEST(Sinkhorn, ANullKeyByHand) {
   NamedTensors parameters = Zeros(problem, options);
   parameters["null_key"] = Numbers({1, 1}, {3});
   parameters["null_value"] = Numbers({1, 1}, {11});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
     EXPECT_THAT(Values(run.at("sort")), Near({1, 0, 0, 1.0 / 3, 1, 0}));
     // Keys 3 and 1 with values 11 and 5; keys 3/3 + 1 and 2 with values 11/3 + 5 and 7.
@@ -475,7 +475,7 @@ TEST(Sinkhorn, NullKeysMatchTheDefinition) {
   grouped.value_dim = 5;
   Problem half = Problem::SelfAttention(1, 2, 50, 16, /*causal=*/true);
   half.dtype = DType::kBF16;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     ExpectRunMatchesDefinition(grouped, With(Block(8), null_key), device);
     ExpectRunMatchesDefinition(
         grouped, With(ScoresAreNoise(8), {{"null_key", "true"}, {"hidden", "0"}}), device);
@@ -502,7 +502,7 @@ TEST(Sinkhorn, AMatrixMaySortNoNullBlockOrItAlone) {
   Fill(sort.view(), 0);
   Fill(Slice(sort.view(), 3, 0, 1), 1);
   const NamedTensors alone = RunSinkhorn(problem, inputs, null_key);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     NamedTensors changed = Random(problem);
     changed["sort"] = sort.Clone();
     Fill(Slice(changed["k"].view(), 2, 0, 4), 3);  // block 0 is in no other block's sum
@@ -529,7 +529,7 @@ TEST(Sinkhorn, GivenLogitsAreTheScoresOfANetworkThatGivesThem) {
       own["logits"] = inputs.at("g").Clone();
       NamedTensors zeros = Zeros(problem, noise), nulls = Zeros(problem, given);
       EXPECT_EQ(nulls.size(), causal && std::string(null_key) == "true" ? 2u : 0u);
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors a = RunSinkhorn(problem, inputs, noise, device, &zeros);
         const NamedTensors b = RunSinkhorn(problem, own, given, device, &nulls);
         for (const char* output : {"out", "sort"}) {
@@ -557,7 +557,7 @@ TEST(Sinkhorn, ARaggedBlockIsAMaskedOne) {
     }
     inputs["key_mask"] = Tensor(DType::kU8, {2, 48});
     for (int64_t n = 0; n < 96; ++n) inputs["key_mask"].span<uint8_t>()[n] = n % 48 < 41;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors ragged = RunSinkhorn(shorter, cut, Block(16), device);
       const NamedTensors masked = RunSinkhorn(longer, inputs, Block(16), device);
       EXPECT_EQ(MaxDifference(ragged.at("sort").view(), masked.at("sort").view()), 0);
@@ -578,7 +578,7 @@ TEST(Sinkhorn, RowsOfPaddingAloneAreNoKeys) {
     const uint8_t is_token[] = {0, 0, 1, 0, 1, 0};
     std::copy_n(is_token, 6, inputs["key_mask"].span<uint8_t>().data());
     // All scores are 0: the number of a row's keys is exp(log_sum_exp).
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run = RunSinkhorn(problem, inputs, Block(2), device);
       std::vector<double> keys = Values(run.at("log_sum_exp"));
       for (double& log_sum_exp : keys) log_sum_exp = std::exp(log_sum_exp);
@@ -597,7 +597,7 @@ TEST(Sinkhorn, GroupedHeadsPoolTheQueriesOfTheirGroup) {
     Problem problem = Problem::SelfAttention(2, 6, 50, 8, causal);
     problem.kv_heads = 2;
     for (const char* pooled : {"keys", "queries_and_keys", "hidden"}) {
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         ExpectRunMatchesDefinition(problem, With(Block(8), {{"pooled", pooled}}), device);
       }
     }
@@ -607,7 +607,8 @@ TEST(Sinkhorn, GroupedHeadsPoolTheQueriesOfTheirGroup) {
 TEST(Sinkhorn, MoreBlocksThanATileSums) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(1, 1, 150, 4, causal);
-    for (const Device device : kHostDevices) ExpectRunMatchesDefinition(problem, Block(1), device);
+    for (const Device device : TestedDevices())
+      ExpectRunMatchesDefinition(problem, Block(1), device);
   }
   const Problem problem = Problem::SelfAttention(1, 1, 150, 72);
   ExpectRunMatchesDefinition(problem, With(Block(1), {{"sorted_blocks", "70"}}), Device::kCpu);
@@ -617,7 +618,7 @@ TEST(Sinkhorn, MoreBlocksThanATileSums) {
 TEST(Sinkhorn, SortedBlocksOf16BitsAreRoundedAsTheDefinitionRoundsThem) {
   const Options options = With(Block(8), {{"gumbel", "true"}, {"scores", "log_relu"}});
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       ExpectRunMatchesDefinition(Problem::SelfAttention(2, 2, 50, 16, /*causal=*/false, dtype),
                                  options, device);
     }
@@ -635,7 +636,7 @@ void ExpectOutputsOf(const SafetensorsFile& file, const Problem& problem,
   for (const char* output : {"out", "sort"}) {
     const ConstTensorView expected = file.tensors.at(output).view();
     EXPECT_LE(MaxDifference(defined.at(output).view(), expected), exact) << output;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       EXPECT_LE(MaxDifference(
                     RunSinkhorn(problem, inputs, options, device, &parameters).at(output).view(),
                     expected),

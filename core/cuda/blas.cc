@@ -6,6 +6,12 @@
 namespace tfb {
 namespace {
 
+int CublasType(Element element) {
+  return element == Element::kBf16  ? kCublasBf16
+         : element == Element::kF16 ? kCublasF16
+                                    : kCublasF32;
+}
+
 absl::Status CublasError(const CublasFunctions& functions, int status) {
   if (status == kCublasSuccess) return absl::OkStatus();
   return absl::InternalError(absl::StrCat("cuBLAS: ", functions.status_string(status)));
@@ -28,6 +34,7 @@ absl::StatusOr<CublasFunctions> OpenCublas() {
   TFB_RETURN_IF_ERROR(library.Resolve("cublasSetWorkspace_v2", &functions.set_workspace));
   TFB_RETURN_IF_ERROR(library.Resolve("cublasGetStatusString", &functions.status_string));
   TFB_RETURN_IF_ERROR(library.Resolve("cublasSgemm_v2_64", &functions.sgemm));
+  TFB_RETURN_IF_ERROR(library.Resolve("cublasGemmEx_64", &functions.gemm));
   return functions;
 }
 
@@ -54,21 +61,37 @@ std::string CudaBlas::name() const {
   return absl::StrCat("cuBLAS ", version_ / 10000, ".", version_ / 100 % 100, ".", version_ % 100);
 }
 
-absl::Status CudaBlas::Multiply(const GemmCall& call, void* workspace, void* stream) {
-  constexpr float kOne = 1, kZero = 0;
+absl::Status CudaBlas::Use(void* workspace, void* stream) {
   void* aligned =
       reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace) + kWorkspaceAlignment - 1) /
                               kWorkspaceAlignment * kWorkspaceAlignment);
-  const std::lock_guard<std::mutex> lock(mutex_);
   // The order matters: setting the stream resets the workspace.
   TFB_RETURN_IF_ERROR(CublasError(functions_, functions_.set_stream(handle_, stream)));
-  TFB_RETURN_IF_ERROR(
-      CublasError(functions_, functions_.set_workspace(handle_, aligned, workspace_bytes_)));
-  // Read as column-major, the matrices are their transposes, and c^T = b^T a^T.
+  return CublasError(functions_, functions_.set_workspace(handle_, aligned, workspace_bytes_));
+}
+
+// Read as column-major, the matrices are their transposes, and c^T = b^T a^T.
+absl::Status CudaBlas::Multiply(const GemmCall& call, void* workspace, void* stream) {
+  constexpr float kOne = 1, kZero = 0;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TFB_RETURN_IF_ERROR(Use(workspace, stream));
   return CublasError(functions_,
                      functions_.sgemm(handle_, kCublasNoTranspose, kCublasNoTranspose, call.columns,
                                       call.rows, call.depth, &kOne, call.b, call.b_stride, call.a,
                                       call.a_stride, &kZero, call.c, call.c_stride));
+}
+
+absl::Status CudaBlas::Multiply(const SixteenBitGemmCall& call, void* workspace, void* stream) {
+  constexpr float kOne = 1;
+  const float beta = call.adds ? 1 : 0;
+  const int type = CublasType(call.element);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TFB_RETURN_IF_ERROR(Use(workspace, stream));
+  return CublasError(
+      functions_, functions_.gemm(handle_, kCublasNoTranspose, kCublasNoTranspose, call.columns,
+                                  call.rows, call.depth, &kOne, call.b, type, call.b_stride, call.a,
+                                  type, call.a_stride, &beta, call.c, CublasType(call.c_element),
+                                  call.c_stride, kCublasCompute32F, kCublasDefault));
 }
 
 }  // namespace tfb

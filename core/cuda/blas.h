@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/cuda/cublas_functions.h"
+#include "core/cuda/device_view.h"
 #include "core/cuda/dynamic_library.h"
 #include "core/cuda/runtime.h"
 #include "core/problem.h"
@@ -30,6 +31,22 @@ struct GemmCall {
   int64_t c_stride = 0;
 };
 
+// c = a b, or c += a b, of 16-bit matrices with fp32 sums. Strides are in elements.
+struct SixteenBitGemmCall {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t depth = 0;
+  Element element = Element::kBf16;  // of a and b: bf16 or f16
+  const void* a = nullptr;
+  int64_t a_stride = 0;
+  const void* b = nullptr;
+  int64_t b_stride = 0;
+  Element c_element = Element::kF32;  // f32 or `element`
+  void* c = nullptr;
+  int64_t c_stride = 0;
+  bool adds = false;
+};
+
 // A handle of cuBLAS. It is thread-safe: it runs one call at a time. Its math mode stays the
 // default, in which fp32 products are fp32 throughout (no TF32). On one GPU, and with the workspace
 // that a call brings, the same call gives the same bits.
@@ -47,6 +64,7 @@ class CudaBlas {
 
   // Enqueues the product on the stream. `workspace` is device memory of workspace_bytes().
   absl::Status Multiply(const GemmCall& call, void* workspace, void* stream);
+  absl::Status Multiply(const SixteenBitGemmCall& call, void* workspace, void* stream);
 
  private:
   static constexpr size_t kWorkspaceAlignment = 256;
@@ -57,6 +75,8 @@ class CudaBlas {
         version_(version),
         workspace_bytes_(workspace_bytes) {}
   static absl::StatusOr<CudaBlas*> Create(Device device);
+  // Gives the handle, which is locked, the stream and the workspace.
+  absl::Status Use(void* workspace, void* stream);
 
   CublasFunctions functions_;
   void* handle_;

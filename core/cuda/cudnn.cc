@@ -124,7 +124,6 @@ absl::StatusOr<CudnnDescriptor> CudnnGraph::MakeTensor(int64_t id, int dtype,
                                                        const std::vector<int64_t>& dims,
                                                        const std::vector<int64_t>& strides,
                                                        bool is_virtual, bool is_value) const {
-  constexpr int64_t kAlignment = 16;
   const int64_t rank = static_cast<int64_t>(dims.size());
   TFB_ASSIGN_OR_RETURN(CudnnDescriptor tensor,
                        CudnnDescriptor::Create(cudnn_, cudnn::kBackendTensorDescriptor));

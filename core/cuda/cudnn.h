@@ -113,7 +113,10 @@ class CudnnGraph {
 
   explicit CudnnGraph(const Cudnn* cudnn) : cudnn_(cudnn) {}
 
-  // Adds memory that the caller gives, by id, aligned to 16 bytes. Strides are in elements.
+  // Of memory, in bytes. cuDNN trusts this of the addresses that it is given.
+  static constexpr int64_t kAlignment = 16;
+
+  // Adds memory that the caller gives, by id, aligned to kAlignment. Strides are in elements.
   Tensor Memory(int64_t id, int dtype, std::vector<int64_t> dims, std::vector<int64_t> strides);
   // Adds one number in host memory that the caller gives, by id, as [1, 1, 1, 1].
   Tensor Value(int64_t id, int dtype);

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_query.h"
+#include "core/tested_devices.h"
 
 namespace tfb {
 namespace {
@@ -24,6 +25,7 @@ TEST(DeviceProbe, DevicesAreDescribedOrTheirAbsenceExplained) {
     EXPECT_THAT(machine.status().code(),
                 AnyOf(absl::StatusCode::kUnavailable, absl::StatusCode::kUnimplemented));
     EXPECT_THAT(std::string(machine.status().message()), StartsWith("no CUDA device: "));
+    ASSERT_NE(KernelDevice(), Device::kCuda) << machine.status();
     GTEST_SKIP() << machine.status();
   }
   EXPECT_GE(machine->driver_version / 1000, machine->runtime_version / 1000);

@@ -9,6 +9,7 @@
 #include "core/cuda/for_each_test_functors.h"
 #include "core/cuda/runtime.h"
 #include "core/tensor.h"
+#include "core/tested_devices.h"
 #include "core/thread_pool.h"
 #include "gtest/gtest.h"
 
@@ -20,7 +21,7 @@ class ForEachOnDevice : public testing::TestWithParam<Device> {
   void SetUp() override {
     if (GetParam() == Device::kCpu) return;
     const auto runtime = CudaRuntime::For(GetParam());
-    if (!runtime.ok()) GTEST_SKIP() << runtime.status();
+    ASSERT_TRUE(runtime.ok()) << runtime.status();
   }
 
   Execution execution() {
@@ -106,8 +107,7 @@ TEST_P(ForEachOnDevice, LoadsAndStoresElementsOfAnyDtypeAndStride) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, ForEachOnDevice,
-                         testing::Values(Device::kCpu, Device::kSimulator, Device::kCuda),
+INSTANTIATE_TEST_SUITE_P(Devices, ForEachOnDevice, testing::ValuesIn(TestedDevices()),
                          [](const auto& info) { return std::string(Name(info.param)); });
 
 }  // namespace

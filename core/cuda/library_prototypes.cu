@@ -50,6 +50,10 @@ static_assert(kSameCall<decltype(CublasFunctions::set_stream), decltype(cublasSe
 static_assert(kSameCall<decltype(CublasFunctions::set_workspace), decltype(cublasSetWorkspace_v2)>);
 static_assert(kSameCall<decltype(CublasFunctions::status_string), decltype(cublasGetStatusString)>);
 static_assert(kSameCall<decltype(CublasFunctions::sgemm), decltype(cublasSgemm_v2_64)>);
+static_assert(kSameCall<decltype(CublasFunctions::gemm), decltype(cublasGemmEx_64)>);
+static_assert(kCublasCompute32F == CUBLAS_COMPUTE_32F);
+static_assert(kCublasDefault == CUBLAS_GEMM_DEFAULT);
+static_assert(kCublasF32 == CUDA_R_32F && kCublasF16 == CUDA_R_16F && kCublasBf16 == CUDA_R_16BF);
 // These assertions test the check itself: one parameter more, or one of another size, makes another
 // call.
 static_assert(!kSameCall<decltype(CublasFunctions::create), decltype(cublasGetVersion_v2)>);

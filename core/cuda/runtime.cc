@@ -124,6 +124,7 @@ absl::StatusOr<DeviceBuffer> CudaRuntime::Allocate(size_t bytes) {
 absl::StatusOr<DeviceBuffer> CudaRuntime::Upload(const void* from, size_t bytes) {
   TFB_ASSIGN_OR_RETURN(DeviceBuffer buffer, Allocate(bytes));
   TFB_RETURN_IF_ERROR(CopyToDevice(buffer.data(), from, bytes));
+  TFB_RETURN_IF_ERROR(Synchronize());
   return buffer;
 }
 

@@ -86,7 +86,8 @@ class CudaRuntime {
   // Allocates memory with unspecified contents. Returns ResourceExhausted where there is not enough
   // memory. 0 bytes give a buffer without memory.
   absl::StatusOr<DeviceBuffer> Allocate(size_t bytes);
-  // Allocates memory and copies from the host to it.
+  // Allocates memory and copies from the host to it. The copy is done when it returns: a stream that
+  // does not wait for the default stream may read it.
   absl::StatusOr<DeviceBuffer> Upload(const void* from, size_t bytes);
 
   // Enqueue copies on the stream; copies from and to pageable host memory return when they are

@@ -61,5 +61,14 @@ TEST(Runtime, EventsMeasureAndCallsAreCounted) {
   EXPECT_EQ(runtime->waits() - waits, 1);
 }
 
+// Copies of at most 64 KiB from pageable memory may be under way when CUDA's call returns.
+TEST(Runtime, AnUploadIsWaitedForSinceAnotherStreamMayReadIt) {
+  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+  const int64_t waits = runtime->waits();
+  const float value = 3;
+  const DeviceBuffer buffer = runtime->Upload(&value, sizeof(value)).value();
+  EXPECT_EQ(runtime->waits() - waits, 1);
+}
+
 }  // namespace
 }  // namespace tfb

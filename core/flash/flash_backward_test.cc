@@ -20,6 +20,7 @@
 #include "core/flash/rows.h"
 #include "core/random.h"
 #include "core/schedule/band_schedule.h"
+#include "core/tested_devices.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -204,12 +205,14 @@ struct Calls {
 absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule& rule,
                        const Calls& host, std::map<std::string, std::vector<float>>* sums,
                        int seed) {
-  cuda_simulator::Settings settings;
-  settings.seed = seed;
-  cuda_simulator::Configure(settings);
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(Device::kSimulator));
+  if (KernelDevice() == Device::kSimulator) {
+    cuda_simulator::Settings settings;
+    settings.seed = seed;
+    cuda_simulator::Configure(settings);
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(KernelDevice()));
   TFB_ASSIGN_OR_RETURN(const FlashEngine engine,
-                       FlashEngine::Create(Device::kSimulator, problem, FromFunction(s), rule));
+                       FlashEngine::Create(KernelDevice(), problem, FromFunction(s), rule));
   TFB_ASSIGN_OR_RETURN(
       const FlashBackwardCuda backward,
       FlashBackwardCuda::Create(runtime, problem, BuildSchedule(problem, FromFunction(s)), rule));
@@ -263,16 +266,16 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   }
   const int64_t rows = call.log_sum_exp.num_elements();
   TFB_ASSIGN_OR_RETURN(const DeviceArray<float> numbers,
-                       DeviceArray<float>::Allocate(Device::kSimulator, 3 * rows));
+                       DeviceArray<float>::Allocate(KernelDevice(), 3 * rows));
   of_device.numbers = {numbers.mutable_data(), numbers.mutable_data() + rows,
                        numbers.mutable_data() + 2 * rows, call.log_sum_exp.dim(2)};
   ScoreSums all;
   all.content_bias = all.labels = all.offsets = all.relative_keys = all.key_order = true;
   const int64_t bytes = static_cast<int64_t>(
-      std::max(FlashEngine::WorkspaceBytes(Device::kSimulator, problem, s.Has("r"), 1),
+      std::max(FlashEngine::WorkspaceBytes(KernelDevice(), problem, s.Has("r"), 1),
                FlashBackwardCuda::WorkspaceBytes(problem, all)));
   TFB_ASSIGN_OR_RETURN(const DeviceArray<char> memory,
-                       DeviceArray<char>::Allocate(Device::kSimulator, bytes));
+                       DeviceArray<char>::Allocate(KernelDevice(), bytes));
   ThreadPool pool(1);
   Execution execution;
   execution.pool = &pool;
@@ -502,7 +505,7 @@ void ExpectGradients(const Setting& s, Device device) {
 }
 
 class FlashBackward : public testing::TestWithParam<Device> {};
-INSTANTIATE_TEST_SUITE_P(Devices, FlashBackward, testing::Values(Device::kCpu, Device::kSimulator),
+INSTANTIATE_TEST_SUITE_P(Devices, FlashBackward, testing::ValuesIn(TestedDevices()),
                          [](const auto& test) { return std::string(Name(test.param)); });
 
 TEST_P(FlashBackward, OfPlainAttention) {

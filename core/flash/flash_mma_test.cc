@@ -1,4 +1,4 @@
-// Tests the tensor-core kernels, called through their tables in the simulator, against float64
+// Tests the tensor-core kernels, called through their tables, against float64
 // loops over the same 16-bit numbers. flash_test.cc tests the engine around them.
 #include <algorithm>
 #include <array>
@@ -43,7 +43,7 @@ Problem Make(DType dtype, const Sizes& sizes, bool causal = false) {
   return problem;
 }
 
-// A call with its tensors on the host, and its result on the simulated device.
+// A call with its tensors on the host, and its result on the device.
 class Subject {
  public:
   explicit Subject(const Problem& p, const Pattern* of_keys = nullptr)
@@ -251,7 +251,7 @@ class Subject {
   }
 
   absl::Status RunOnDevice() {
-    TFB_ASSIGN_OR_RETURN(runtime_, CudaRuntime::For(Device::kSimulator));
+    TFB_ASSIGN_OR_RETURN(runtime_, CudaRuntime::For(KernelDevice()));
     buffers_.clear();
     FlashArguments a = {};
     TFB_ASSIGN_OR_RETURN(a.q, UploadView(call.q));
@@ -293,12 +293,12 @@ class Subject {
     a.partial = partial.As<float>();
     a.max_blocks = max_blocks;
     const auto forward = problem.dtype == DType::kBF16
-                             ? KernelsOn<FlashBf16Kernels>(CudaTarget::kSimulator).forward
-                             : KernelsOn<FlashF16Kernels>(CudaTarget::kSimulator).forward;
+                             ? KernelsOn<FlashBf16Kernels>(runtime_->target()).forward
+                             : KernelsOn<FlashF16Kernels>(runtime_->target()).forward;
     TFB_RETURN_IF_ERROR(ToStatus(forward(a, nullptr)));
     if (splits > 1) {
       TFB_RETURN_IF_ERROR(
-          ToStatus(KernelsOn<FlashF32Kernels>(CudaTarget::kSimulator).combine(a, nullptr)));
+          ToStatus(KernelsOn<FlashF32Kernels>(runtime_->target()).combine(a, nullptr)));
     }
     TFB_RETURN_IF_ERROR(Download(a.out, call.out));
     DeviceView sums = {a.log_sum_exp, {}, Element::kF32};

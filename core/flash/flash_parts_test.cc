@@ -117,7 +117,7 @@ class Parts : public testing::TestWithParam<Device> {
     }
   }
 };
-INSTANTIATE_TEST_SUITE_P(On, Parts, testing::ValuesIn(kHostDevices),
+INSTANTIATE_TEST_SUITE_P(On, Parts, testing::ValuesIn(TestedDevices()),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 TEST_P(Parts, TogetherAreOneSoftmax) {

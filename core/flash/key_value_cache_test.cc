@@ -12,6 +12,7 @@
 #include "core/flash/flash_engine.h"
 #include "core/random.h"
 #include "core/schedule/band_schedule.h"
+#include "core/tested_devices.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -176,11 +177,12 @@ class CudaStream {
         RelativeKeys(table.view(), -(kWindow - 1), 0, [](int64_t offset) { return -offset; });
     ScoreRule rule;
     rule.relative_keys = &distances_;
-    engine_ = FlashEngine::CreateForStream(kDevice, largest_, rule).value();
-    cache_ = KeyValueCache::Create(kDevice, largest_, kWindow + kSegment - 1).value();
-    runtime_ = CudaRuntime::For(kDevice).value();
+    engine_ = FlashEngine::CreateForStream(KernelDevice(), largest_, rule).value();
+    cache_ = KeyValueCache::Create(KernelDevice(), largest_, kWindow + kSegment - 1).value();
+    runtime_ = CudaRuntime::For(KernelDevice()).value();
     workspace_ =
-        runtime_->Allocate(FlashEngine::StreamWorkspaceBytes(kDevice, largest_, true, 1)).value();
+        runtime_->Allocate(FlashEngine::StreamWorkspaceBytes(KernelDevice(), largest_, true, 1))
+            .value();
     q_on_device_ = ByHead(mirror_.Copy(q_.view()).value());
     k_on_device_ = ByHead(mirror_.Copy(k_.view()).value());
     v_on_device_ = ByHead(mirror_.Copy(v_.view()).value());
@@ -213,7 +215,6 @@ class CudaStream {
   KeyValueCache& cache() { return cache_; }
 
  private:
-  static constexpr Device kDevice = Device::kSimulator;
   static constexpr int64_t kWindow = 70;
   static constexpr int64_t kSegment = 66;
   static constexpr int64_t kTokens = 330;
@@ -244,7 +245,7 @@ class CudaStream {
   KeyValueCache cache_;
   CudaRuntime* runtime_ = nullptr;
   DeviceBuffer workspace_;
-  DeviceMirror mirror_{CudaRuntime::For(kDevice).value()};
+  DeviceMirror mirror_{CudaRuntime::For(KernelDevice()).value()};
   ConstTensorView q_on_device_, k_on_device_, v_on_device_;
   Execution execution_;
 };
@@ -266,7 +267,7 @@ TEST(KeyValueCache, OnCudaAStreamEqualsPlainCallsForSegmentsThatStraddleTilesAnd
 
 TEST(KeyValueCache, AWindowThatDoesNotFitTheMemoryIsAnError) {
   const Problem problem = Problem::SelfAttention(1, 8, 1, 64);
-  for (const Device device : {Device::kCpu, Device::kSimulator}) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(KeyValueCache::Create(device, problem, int64_t{1} << 50).status().code(),
               absl::StatusCode::kResourceExhausted);
   }

@@ -45,7 +45,7 @@ class Planned : public testing::TestWithParam<Device> {
 
   std::unique_ptr<Layer> layer_;
 };
-INSTANTIATE_TEST_SUITE_P(On, Planned, testing::ValuesIn(kHostDevices),
+INSTANTIATE_TEST_SUITE_P(On, Planned, testing::ValuesIn(TestedDevices()),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 TEST_P(Planned, APlanOfNothingElseIsDenseAttention) {

@@ -206,7 +206,7 @@ class TokenRules : public testing::TestWithParam<std::tuple<Device, DType>> {
   DType dtype() const { return std::get<1>(GetParam()); }
 };
 INSTANTIATE_TEST_SUITE_P(On, TokenRules,
-                         testing::Combine(testing::ValuesIn(kHostDevices),
+                         testing::Combine(testing::ValuesIn(TestedDevices()),
                                           testing::Values(DType::kF32, DType::kBF16)),
                          [](const auto& test) {
                            return absl::StrCat(Name(std::get<0>(test.param)), "_",

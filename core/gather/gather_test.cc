@@ -68,7 +68,7 @@ class Gather : public testing::TestWithParam<Device> {
   ThreadPool pool_{2};
   DeviceArray<std::byte> memory_;
 };
-INSTANTIATE_TEST_SUITE_P(On, Gather, testing::ValuesIn(kHostDevices),
+INSTANTIATE_TEST_SUITE_P(On, Gather, testing::ValuesIn(TestedDevices()),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 TEST_P(Gather, RowsAreNormalized) {

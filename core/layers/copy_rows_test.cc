@@ -10,6 +10,7 @@
 #include "core/cuda/runtime.h"
 #include "core/random.h"
 #include "core/tensor.h"
+#include "core/tested_devices.h"
 #include "core/thread_pool.h"
 #include "gtest/gtest.h"
 
@@ -87,7 +88,7 @@ TEST_P(CopyRowsOn, EveryRowIsTheOneThatTheCallSaysAndTheOthersStay) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, CopyRowsOn, ::testing::Values(Device::kCpu, Device::kSimulator),
+INSTANTIATE_TEST_SUITE_P(, CopyRowsOn, ::testing::ValuesIn(TestedDevices()),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 }  // namespace

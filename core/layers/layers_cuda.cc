@@ -30,6 +30,57 @@ FloatRows ToFloatRows(const View& view) {
   return result;
 }
 
+// Returns null where the library cannot multiply the rows as they are with a split matrix; else the
+// first row, with *stride elements between rows.
+const void* SixteenBitRows(const ProductLibrary& library, const PackedMatrix& matrix,
+                           const ConstTensorView& x, int64_t* stride) {
+  if (library.multiply_16 == nullptr || matrix.split(x.dtype) == nullptr) return nullptr;
+  const RowsOf<ConstTensorView> rows(x);
+  const void* first = rows.FirstRowOfAnyType(stride);
+  if (rows.rows() == 1) *stride = rows.channels();
+  return *stride < rows.channels() ? nullptr : first;
+}
+
+// Computes rows of floats, as the sum of the products with both parts of the matrix.
+absl::Status MultiplySplit(const ProductLibrary& library, const PackedMatrix& matrix,
+                           const MatMulCall& call, const void* x, int64_t x_stride,
+                           const FloatRows& y, void* scratch, void* stream) {
+  SixteenBitGemmCall gemm;
+  gemm.rows = RowsOf<TensorView>(call.y).rows();
+  gemm.columns = RowsOf<TensorView>(call.y).channels();
+  gemm.depth = matrix.in();
+  gemm.element = call.x.dtype == DType::kBF16 ? Element::kBf16 : Element::kF16;
+  gemm.a = x;
+  gemm.a_stride = x_stride;
+  gemm.b_stride = matrix.out();
+  gemm.c = y.first;
+  gemm.c_stride = y.stride;
+  for (const bool is_rest : {false, true}) {
+    gemm.adds = is_rest;
+    gemm.b = matrix.split(call.x.dtype) + (is_rest ? matrix.in() * matrix.out() : 0) +
+             call.columns.first;
+    TFB_RETURN_IF_ERROR(library.multiply_16(gemm, scratch, stream));
+  }
+  return absl::OkStatus();
+}
+
+// Computes rows of floats from rows of floats.
+absl::Status MultiplyFloats(const ProductLibrary& library, const PackedMatrix& matrix,
+                            const MatMulCall& call, const FloatRows& x, const FloatRows& y,
+                            void* scratch, void* stream) {
+  GemmCall gemm;
+  gemm.rows = RowsOf<TensorView>(call.y).rows();
+  gemm.columns = RowsOf<TensorView>(call.y).channels();
+  gemm.depth = matrix.in();
+  gemm.a = x.first;
+  gemm.a_stride = x.stride;
+  gemm.b = matrix.weights() + call.columns.first;
+  gemm.b_stride = matrix.out();
+  gemm.c = y.first;
+  gemm.c_stride = y.stride;
+  return library.multiply(gemm, scratch, stream);
+}
+
 // Returns the bias of the call's columns, or null where there is none.
 const float* BiasOf(const PackedMatrix& matrix, const MatMulCall& call) {
   return matrix.bias() == nullptr ? nullptr : matrix.bias() + call.columns.first;
@@ -87,10 +138,11 @@ absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& ca
 
 absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
                               const Execution& execution) {
-  const auto multiply = [blas](const GemmCall& gemm, void* scratch, void* stream) {
+  const auto multiply = [blas](const auto& gemm, void* scratch, void* stream) {
     return blas->Multiply(gemm, scratch, stream);
   };
-  return MultiplyWithLibrary({blas->workspace_bytes(), multiply}, matrix, call, execution);
+  return MultiplyWithLibrary({blas->workspace_bytes(), multiply, multiply}, matrix, call,
+                             execution);
 }
 
 absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatrix& matrix,
@@ -101,8 +153,10 @@ absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatr
   Workspace workspace(execution.workspace);
   std::byte* scratch = workspace.Take<std::byte>(static_cast<int64_t>(library.scratch_bytes));
 
+  int64_t stride = 0;
+  const void* const sixteen_bit_x = SixteenBitRows(library, matrix, call.x, &stride);
   FloatRows x = ToFloatRows(call.x);
-  if (x.first == nullptr) {
+  if (x.first == nullptr && sixteen_bit_x == nullptr) {
     x = {workspace.Take<float>(rows * matrix.in()), matrix.in()};
     const TensorView converted(x.first, DType::kF32, call.x.shape());
     TFB_RETURN_IF_ERROR(FinishCuda(matrix.device(), 1, call.x, nullptr, Activation::kNone, {},
@@ -115,17 +169,10 @@ absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatr
     y = {workspace.Take<float>(rows * columns), columns};
     product = TensorView(y.first, DType::kF32, call.y.shape());
   }
-  GemmCall gemm;
-  gemm.rows = rows;
-  gemm.columns = columns;
-  gemm.depth = matrix.in();
-  gemm.a = x.first;
-  gemm.a_stride = x.stride;
-  gemm.b = matrix.weights() + call.columns.first;
-  gemm.b_stride = matrix.out();
-  gemm.c = y.first;
-  gemm.c_stride = y.stride;
-  TFB_RETURN_IF_ERROR(library.multiply(gemm, scratch, execution.stream));
+  TFB_RETURN_IF_ERROR(sixteen_bit_x != nullptr
+                          ? MultiplySplit(library, matrix, call, sixteen_bit_x, stride, y, scratch,
+                                          execution.stream)
+                          : MultiplyFloats(library, matrix, call, x, y, scratch, execution.stream));
   const bool done =
       product.data == call.y.data && bias == nullptr && call.activation == Activation::kNone;
   if (done) return absl::OkStatus();

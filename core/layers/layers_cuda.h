@@ -25,10 +25,13 @@ absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& ca
                                 const Execution& execution);
 absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
                               const Execution& execution);
-// Does the same with any library, which multiplies rows of floats with `scratch_bytes` of memory.
+// Does the same with any library, which multiplies rows of floats with `scratch_bytes` of memory, and
+// 16-bit rows with a split matrix where multiply_16 is not null.
 struct ProductLibrary {
   size_t scratch_bytes = 0;
   std::function<absl::Status(const GemmCall& gemm, void* scratch, void* stream)> multiply;
+  std::function<absl::Status(const SixteenBitGemmCall& gemm, void* scratch, void* stream)>
+      multiply_16;
 };
 absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatrix& matrix,
                                  const MatMulCall& call, const Execution& execution);

@@ -30,6 +30,7 @@
 #include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/tensor.h"
+#include "core/tested_devices.h"
 #include "core/thread_pool.h"
 #include "gtest/gtest.h"
 
@@ -86,7 +87,7 @@ class LayersOn : public ::testing::TestWithParam<Device> {
   void SetUp() override {
     if (device() == Device::kCpu) return;
     const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device());
-    if (!runtime.ok()) GTEST_SKIP() << runtime.status().message();
+    ASSERT_TRUE(runtime.ok()) << runtime.status();
     mirror_.emplace(*runtime);
   }
   Device device() const { return GetParam(); }
@@ -430,9 +431,9 @@ TEST(MatMulBackend, OurKernelAndCublasAgree) {
   }
 }
 
-// A library on the simulator, which multiplies in host memory.
+// A library that multiplies in host memory.
 absl::Status MultiplyOnHost(const GemmCall& gemm) {
-  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+  CudaRuntime* runtime = CudaRuntime::For(KernelDevice()).value();
   const auto load = [&](const float* from, int64_t rows, int64_t columns, int64_t stride) {
     std::vector<float> matrix(rows * columns);
     for (int64_t r = 0; r < rows; ++r) {
@@ -485,7 +486,7 @@ TEST(ProductLibrary, ReadsAndWritesRowsInPlaceWhereItCan) {
            {halves.view(), DType::kF32, true, false, Activation::kNone, 1},
            {Slice(repeated, 2, 0, kIn), DType::kF32, false, false, Activation::kNone, 1},
            {halves.view(), DType::kF16, true, true, Activation::kTanh, 2}}) {
-    const PackedMatrix matrix = PackedMatrix::Create(Device::kSimulator, weights.view(),
+    const PackedMatrix matrix = PackedMatrix::Create(KernelDevice(), weights.view(),
                                                      c.has_bias ? bias.view() : ConstTensorView())
                                     .value();
     const int64_t rows = c.x.dim(0) * c.x.dim(1);
@@ -493,7 +494,7 @@ TEST(ProductLibrary, ReadsAndWritesRowsInPlaceWhereItCan) {
     const size_t bytes = LibraryWorkspaceBytes(kScratch, rows, kIn, kOut);
     const auto units = [](int64_t floats) { return (floats * 4 + 63) / 64 * 64; };
     EXPECT_EQ(bytes, static_cast<size_t>(128 + units(rows * kIn) + units(rows * kOut)));
-    Machine machine(Device::kSimulator, 1, bytes);
+    Machine machine(KernelDevice(), 1, bytes);
     const auto* first = static_cast<const std::byte*>(machine.execution().workspace.data());
     const auto is_inside = [&](const float* rows_of) {
       const auto* at = reinterpret_cast<const std::byte*>(rows_of);
@@ -511,7 +512,7 @@ TEST(ProductLibrary, ReadsAndWritesRowsInPlaceWhereItCan) {
     Fill(y_memory.view(), 7);
     const TensorView y = Slice(y_memory.view(), 2, 0, kOut);
     const ConstTensorView added = c.has_residual ? residual.view() : ConstTensorView();
-    DeviceMirror mirror(CudaRuntime::For(Device::kSimulator).value());
+    DeviceMirror mirror(CudaRuntime::For(KernelDevice()).value());
     const TensorView written = mirror.CopyForWriting(y_memory.view()).value();
     ASSERT_OK(MultiplyWithLibrary(library, matrix,
                                   {mirror.Copy(c.x).value(), mirror.Copy(added).value(),
@@ -525,15 +526,120 @@ TEST(ProductLibrary, ReadsAndWritesRowsInPlaceWhereItCan) {
   }
 }
 
+// Does the same for 16-bit rows.
+absl::Status Multiply16OnHost(const SixteenBitGemmCall& gemm) {
+  CudaRuntime* runtime = CudaRuntime::For(KernelDevice()).value();
+  const DType type = gemm.element == Element::kBf16 ? DType::kBF16 : DType::kF16;
+  const auto load = [&](const void* from, DType dtype, int64_t rows, int64_t columns,
+                        int64_t stride) {
+    Tensor matrix(dtype, {rows, columns});
+    const int64_t size = static_cast<int64_t>(SizeOf(dtype));
+    for (int64_t r = 0; r < rows; ++r) {
+      EXPECT_OK(runtime->CopyToHost(static_cast<std::byte*>(matrix.raw()) + r * columns * size,
+                                    static_cast<const std::byte*>(from) + r * stride * size,
+                                    columns * size));
+    }
+    return matrix.CloneAs(DType::kF32);
+  };
+  EXPECT_EQ(gemm.c_element, Element::kF32);
+  const Tensor a = load(gemm.a, type, gemm.rows, gemm.depth, gemm.a_stride);
+  const Tensor b = load(gemm.b, type, gemm.depth, gemm.columns, gemm.b_stride);
+  Tensor c(DType::kF32, {gemm.rows, gemm.columns});
+  Fill(c.view(), 0);
+  if (gemm.adds) c = load(gemm.c, DType::kF32, gemm.rows, gemm.columns, gemm.c_stride);
+  for (int64_t r = 0; r < gemm.rows; ++r) {
+    for (int64_t k = 0; k < gemm.depth; ++k) {
+      for (int64_t n = 0; n < gemm.columns; ++n) {
+        c.span<float>()[r * gemm.columns + n] +=
+            a.span<float>()[r * gemm.depth + k] * b.span<float>()[k * gemm.columns + n];
+      }
+    }
+    EXPECT_OK(runtime->CopyToDevice(static_cast<float*>(gemm.c) + r * gemm.c_stride,
+                                    &c.span<float>()[r * gemm.columns],
+                                    gemm.columns * sizeof(float)));
+  }
+  return absl::OkStatus();
+}
+
+// A product of a split matrix with rows of its type is as exact as one in fp32, and reads the rows in
+// place; other rows are converted.
+TEST(ProductLibrary, SixteenBitRowsMeetBothPartsOfASplitMatrix) {
+  constexpr int64_t kIn = 70, kOut = 36;
+  const Tensor weights = Random(DType::kF32, {kIn, kOut}, 2), bias = Random(DType::kF32, {kOut}, 3);
+  for (const DType split : {DType::kBF16, DType::kF16}) {
+    PackedMatrix matrix = PackedMatrix::Create(KernelDevice(), weights.view(), bias.view()).value();
+    const size_t bytes_before = matrix.bytes();
+    ASSERT_OK(matrix.Split(split));
+    EXPECT_EQ(matrix.bytes() - bytes_before, size_t{2 * kIn * kOut * 2});
+    for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+      const Tensor wide = Random(dtype, {2, 5, 2 * kIn}, 1);
+      for (const bool spread : {false, true}) {
+        ConstTensorView x = Slice(wide.view(), 2, 1, kIn);
+        if (spread) {  // rows whose channels do not lie side by side
+          x.strides[2] = 2;
+        }
+        int calls = 0, calls_16 = 0;
+        ProductLibrary library;
+        library.multiply = [&](const GemmCall& gemm, void*, void*) {
+          ++calls;
+          return MultiplyOnHost(gemm);
+        };
+        library.multiply_16 = [&](const SixteenBitGemmCall& gemm, void*, void*) {
+          EXPECT_EQ(gemm.adds, ++calls_16 == 2);
+          return Multiply16OnHost(gemm);
+        };
+        for (const Columns& columns : {Columns{0, kOut}, Columns{11, 7}}) {
+          calls = calls_16 = 0;
+          Tensor y(DType::kF32, {2, 5, columns.count});
+          Machine machine(KernelDevice(), 1, LibraryWorkspaceBytes(0, 10, kIn, kOut));
+          DeviceMirror mirror(CudaRuntime::For(KernelDevice()).value());
+          MatMulCall call = {mirror.Copy(x).value(),
+                             {},
+                             mirror.CopyForWriting(y.view()).value(),
+                             Activation::kTanh};
+          call.columns = columns;
+          ASSERT_OK(MultiplyWithLibrary(library, matrix, call, machine.execution()));
+          ASSERT_OK(mirror.CopyBack());
+          const bool is_direct = dtype == split && !spread;
+          EXPECT_EQ(calls, is_direct ? 0 : 1) << Name(split) << " " << Name(dtype);
+          EXPECT_EQ(calls_16, is_direct ? 2 : 0) << Name(split) << " " << Name(dtype);
+          ExpectProduct(x, Slice(weights.view(), 1, columns.first, columns.count),
+                        Slice(bias.view(), 0, columns.first, columns.count), {}, Activation::kTanh,
+                        y.view());
+        }
+      }
+    }
+  }
+}
+
+TEST(ProductLibrary, AMatrixWithValuesBeyondTheTypeIsNotSplit) {
+  Tensor weights(DType::kF32, {3, 2});
+  Fill(weights.view(), 1);
+  weights.span<float>()[4] = 70000;  // the largest f16 is 65504
+  PackedMatrix matrix = PackedMatrix::Create(KernelDevice(), weights.view()).value();
+  ASSERT_OK(matrix.Split(DType::kF16));
+  EXPECT_EQ(matrix.split(DType::kF16), nullptr);
+  ASSERT_OK(matrix.Split(DType::kBF16));
+  EXPECT_NE(matrix.split(DType::kBF16), nullptr);
+  EXPECT_EQ(matrix.split(DType::kF16), nullptr);
+  PackedMatrix on_cpu = PackedMatrix::Create(Device::kCpu, weights.view()).value();
+  EXPECT_EQ(on_cpu.Split(DType::kBF16).code(), absl::StatusCode::kInternal);
+  // Products in the simulator and on the CPU are no library's.
+  ASSERT_OK(PrepareForRowsOf(DType::kBF16, &on_cpu));
+  PackedMatrix simulated = PackedMatrix::Create(Device::kSimulator, weights.view()).value();
+  ASSERT_OK(PrepareForRowsOf(DType::kBF16, &simulated));
+  EXPECT_EQ(simulated.split(DType::kBF16), nullptr);
+}
+
 // Some columns of a matrix, with their part of the bias.
 TEST(ProductLibrary, MultipliesSomeColumnsAndHandsItsErrorsOn) {
   const Tensor x = Random(DType::kF32, {6, 20}, 1), weights = Random(DType::kF32, {20, 36}, 2);
   const Tensor bias = Random(DType::kF32, {36}, 3);
   const PackedMatrix matrix =
-      PackedMatrix::Create(Device::kSimulator, weights.view(), bias.view()).value();
+      PackedMatrix::Create(KernelDevice(), weights.view(), bias.view()).value();
   Tensor y(DType::kF32, {1, 6, 7});
-  Machine machine(Device::kSimulator, 1, LibraryWorkspaceBytes(0, 6, 20, 36));
-  DeviceMirror mirror(CudaRuntime::For(Device::kSimulator).value());
+  Machine machine(KernelDevice(), 1, LibraryWorkspaceBytes(0, 6, 20, 36));
+  DeviceMirror mirror(CudaRuntime::For(KernelDevice()).value());
   const ConstTensorView one_batch(x.raw(), DType::kF32, {1, 6, 20});
   MatMulCall call = {mirror.Copy(one_batch).value(), {}, mirror.CopyForWriting(y.view()).value()};
   call.columns = {11, 7};
@@ -1006,19 +1112,19 @@ TEST_P(GateOn, ShapesThatDoNotFitAreAnError) {
 std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
   return std::string(Name(info.param));
 }
-const Device kDevices[] = {Device::kCpu, Device::kSimulator, Device::kCuda};
-INSTANTIATE_TEST_SUITE_P(, MatMulOn, ::testing::ValuesIn(kDevices), DeviceName);
-INSTANTIATE_TEST_SUITE_P(, LayerNormOn, ::testing::ValuesIn(kDevices), DeviceName);
-INSTANTIATE_TEST_SUITE_P(, LogSoftmaxOn, ::testing::ValuesIn(kDevices), DeviceName);
-INSTANTIATE_TEST_SUITE_P(, FeedForwardOn, ::testing::ValuesIn(kDevices), DeviceName);
-INSTANTIATE_TEST_SUITE_P(, GateOn, ::testing::ValuesIn(kDevices), DeviceName);
-INSTANTIATE_TEST_SUITE_P(, AddOn, ::testing::ValuesIn(kDevices), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, MatMulOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, LayerNormOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, LogSoftmaxOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, FeedForwardOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, GateOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, AddOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
 
-// The simulator's seed sets the order of blocks and threads: the bits must not depend on it.
-TEST(LayersInTheSimulator, BitsDoNotDependOnTheOrderOfThreads) {
+// The simulator's seed sets the order of blocks and threads: the bits must not depend on it. A GPU
+// has an order of its own each time.
+TEST(LayersOnDevices, BitsDoNotDependOnTheOrderOfThreads) {
   const Tensor x = Random(DType::kBF16, {2, 50, 90}, 1);
   const Tensor weights = Random(DType::kF32, {90, 90}, 2), row = Random(DType::kF32, {90}, 3);
-  const Device device = Device::kSimulator;
+  const Device device = KernelDevice();
   const FeedForward layer(PackedMatrix::Create(device, weights.view(), row.view()).value(),
                           PackedMatrix::Create(device, weights.view(), row.view()).value(),
                           Activation::kGeluTanh);

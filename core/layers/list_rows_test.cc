@@ -17,6 +17,7 @@
 #include "core/layers/matmul.h"
 #include "core/random.h"
 #include "core/tensor.h"
+#include "core/tested_devices.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -57,7 +58,7 @@ class ListRowsOn : public ::testing::TestWithParam<Device> {
  protected:
   void SetUp() override {
     const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(GetParam());
-    if (!runtime.ok()) GTEST_SKIP() << runtime.status().message();
+    ASSERT_TRUE(runtime.ok()) << runtime.status();
   }
   Device device() const { return GetParam(); }
 };
@@ -193,13 +194,12 @@ TEST_P(ListRowsOn, ColumnsOfAMatrixGiveTheirPartOfTheProduct) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, ListRowsOn, ::testing::Values(Device::kSimulator, Device::kCuda),
-                         [](const auto& info) {
-                           return info.param == Device::kCuda ? "Gpu" : "Simulator";
-                         });
+INSTANTIATE_TEST_SUITE_P(, ListRowsOn, ::testing::Values(KernelDevice()),
+                         [](const auto& info) { return std::string(Name(info.param)); });
 
 // The simulator counts each load and store of a kernel; a tile makes a fixed number of them.
 TEST(ListRows, AccessesOfAProductFallWithTheRowsThatAreListed) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Device device = Device::kSimulator;
   const Tensor x = Random({512, 64}, 1), weights = Random({64, 64}, 2);
   const PackedMatrix matrix = PackedMatrix::Create(device, weights.view()).value();

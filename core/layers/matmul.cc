@@ -1,6 +1,7 @@
 #include "core/layers/matmul.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
@@ -226,6 +227,26 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Pack(Device device, int64_t in, int64
   return packed;
 }
 
+absl::Status PackedMatrix::Split(DType of_x) {
+  if (device() == Device::kCpu) return absl::InternalError("a matrix on the CPU is not split");
+  Tensor rest(DType::kF32, {in_, out_});
+  TFB_RETURN_IF_ERROR(weights_.Read(rest.span<float>().data()));
+  std::vector<uint16_t> split;
+  for (int part = 0; part < 2; ++part) {
+    const Tensor rounded = rest.CloneAs(of_x);
+    const auto* bits = static_cast<const uint16_t*>(rounded.raw());
+    split.insert(split.end(), bits, bits + in_ * out_);
+    for (int64_t n = 0; n < in_ * out_; ++n) {
+      const double value = rounded.view().Get(n);
+      if (!std::isfinite(value)) return absl::OkStatus();
+      rest.span<float>()[n] -= static_cast<float>(value);
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(split_, DeviceArray<uint16_t>::Create(device(), split));
+  split_type_ = of_x;
+  return absl::OkStatus();
+}
+
 size_t MatMulWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out, int threads) {
   return device == Device::kCpu ? threads * ThreadBytes()
                                 : MatMulCudaWorkspaceBytes(device, rows, in, out);
@@ -236,6 +257,11 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call,
   TFB_RETURN_IF_ERROR(CheckShapes(matrix, call));
   return matrix.device() == Device::kCpu ? MatMulCpu(matrix, call, execution)
                                          : MatMulCuda(matrix, call, execution);
+}
+
+absl::Status PrepareForRowsOf(DType x, PackedMatrix* matrix) {
+  const bool is_16_bit = x == DType::kBF16 || x == DType::kF16;
+  return is_16_bit && MatMulUsesCublas(matrix->device()) ? matrix->Split(x) : absl::OkStatus();
 }
 
 bool MatMulUsesCublas(Device device) {

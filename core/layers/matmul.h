@@ -8,7 +8,7 @@
 // panel for one block of rows; it sums in fp32 in the order of the input channels, so the result
 // depends neither on the number of threads nor on the other rows.
 //
-// CUDA. Arithmetic is fp32 throughout, and W is row-major. On a GPU cuBLAS computes the product
+// CUDA. Arithmetic is fp32, and W is row-major. On a GPU cuBLAS computes the product
 // where the library can be opened, and a kernel adds the rest; else, and in the simulator, one
 // kernel of our own does all of it (layer_kernels.cu), whose sums are in the order of the input
 // channels too. MatMulBackend tells which. Our own kernel computes products of listed rows on a GPU
@@ -16,6 +16,12 @@
 // device would mean to wait for it in every layer; a product of all rows would save nothing.
 // Whether a list of nearly all rows is then slower than cuBLAS with all of them has not been
 // measured.
+//
+// Where x is bf16 or f16, tensor cores compute its product exactly in fp32 if W has that type too.
+// W is fp32, and so it is split (PackedMatrix::Split) into the sum of two 16-bit matrices, the
+// nearest to it and the nearest to the rest:
+//
+//   x W = x high + x low        |W - high - low| <= 2^-18 |W| in bf16, 2^-22 |W| or 2^-25 in f16
 #ifndef TFB_CORE_LAYERS_MATMUL_H_
 #define TFB_CORE_LAYERS_MATMUL_H_
 
@@ -53,13 +59,19 @@ class PackedMatrix {
   static absl::StatusOr<PackedMatrix> CreateTransposed(Device device,
                                                        const std::vector<ConstTensorView>& weights);
 
+  // Splits W for products with rows of bf16 or f16 by a library on the GPU. Does nothing where the
+  // values are too large for the type. Internal on the CPU, whose layout is another.
+  absl::Status Split(DType of_x);
+
   Device device() const { return weights_.device(); }
   int64_t in() const { return in_; }
   int64_t out() const { return out_; }
   // CPU: panels, [ceil(out / 64)][in][64], zero beyond the last column. CUDA: [in][out].
   const float* weights() const { return weights_.data(); }
   const float* bias() const { return bias_.data(); }  // null: none
-  size_t bytes() const { return weights_.bytes() + bias_.bytes(); }
+  // The two parts of a split W, [2][in][out], for rows of this type; null: none.
+  const uint16_t* split(DType of_x) const { return of_x == split_type_ ? split_.data() : nullptr; }
+  size_t bytes() const { return weights_.bytes() + bias_.bytes() + split_.bytes(); }
 
  private:
   // A matrix whose element (0, 0) is element (row, column) of the whole.
@@ -76,6 +88,8 @@ class PackedMatrix {
   int64_t out_ = 0;
   DeviceArray<float> weights_;
   DeviceArray<float> bias_;
+  DeviceArray<uint16_t> split_;
+  DType split_type_ = DType::kF32;
 };
 
 // Selects columns of a matrix: y then has `count` channels.
@@ -111,6 +125,8 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Ex
 // used: "own (libcublas.so.13: cannot open ...)".
 std::string MatMulBackend(Device device);
 bool MatMulUsesCublas(Device device);
+// Splits a matrix for rows of this type where the device multiplies 16-bit rows with cuBLAS.
+absl::Status PrepareForRowsOf(DType x, PackedMatrix* matrix);
 
 // y = alpha a + beta b, each of shape [batch, tokens, channels] or [rows, channels], of any
 // floating dtype and in memory of the device. y may be a or b; a and b may have strides of 0. Each

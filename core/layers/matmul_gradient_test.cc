@@ -57,13 +57,13 @@ absl::Status Run(Device device, const MatMulGradientCall& call, const Sizes& s) 
 }
 
 absl::Status RunOnCuda(MatMulGradientCall call, const Sizes& s) {
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(Device::kSimulator));
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(KernelDevice()));
   DeviceMirror mirror(runtime);
   TFB_ASSIGN_OR_RETURN(call.x, mirror.Copy(call.x));
   TFB_ASSIGN_OR_RETURN(call.dy, mirror.Copy(call.dy));
   TFB_ASSIGN_OR_RETURN(call.weights, mirror.CopyForWriting(call.weights));
   TFB_ASSIGN_OR_RETURN(call.bias, mirror.CopyForWriting(call.bias));
-  TFB_RETURN_IF_ERROR(Run(Device::kSimulator, call, s));
+  TFB_RETURN_IF_ERROR(Run(KernelDevice(), call, s));
   return mirror.CopyBack();
 }
 

@@ -26,15 +26,20 @@ class RowsOf {
   // Returns the first row of floats, where row r begins at FirstRow() + r * *stride; null where the
   // rows are not floats side by side.
   const float* FirstRow(int64_t* stride) const {
+    return view_.dtype == DType::kF32 ? static_cast<const float*>(FirstRowOfAnyType(stride))
+                                      : nullptr;
+  }
+  // Returns the same for elements of any type, between whose rows there are *stride elements.
+  const void* FirstRowOfAnyType(int64_t* stride) const {
     const bool unit = view_.stride(view_.rank - 1) == 1 || channels() == 1;
-    if (view_.dtype != DType::kF32 || !unit) return nullptr;
+    if (!unit) return nullptr;
     if (view_.rank == 2 || view_.dim(0) == 1) {
       *stride = view_.stride(view_.rank - 2);
     } else {
       *stride = view_.stride(view_.dim(1) == 1 ? 0 : 1);
       if (view_.dim(1) > 1 && view_.stride(0) != view_.dim(1) * view_.stride(1)) return nullptr;
     }
-    return static_cast<const float*>(view_.data);
+    return view_.data;
   }
 
   // Loads `count` channels of a row from channel `first` on.

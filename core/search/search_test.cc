@@ -172,7 +172,7 @@ class SearchTest : public testing::TestWithParam<Device> {
     }
   }
 };
-INSTANTIATE_TEST_SUITE_P(On, SearchTest, testing::ValuesIn(kHostDevices),
+INSTANTIATE_TEST_SUITE_P(On, SearchTest, testing::ValuesIn(TestedDevices()),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 TEST_P(SearchTest, FindsThreePointsOnALineByTheirDistance) {
@@ -369,9 +369,9 @@ TEST(SearchCuda, FindsWhatTheCpuFindsBitForBit) {
         c.entries = 850;
         c.oldest = 300;
         const Found cpu = RunSearch(Device::kCpu, c).value();
-        const Found simulator = RunSearch(Device::kSimulator, c).value();
-        EXPECT_EQ(cpu.slots, simulator.slots);
-        EXPECT_EQ(cpu.scores, simulator.scores);
+        const Found cuda = RunSearch(KernelDevice(), c).value();
+        EXPECT_EQ(cpu.slots, cuda.slots);
+        EXPECT_EQ(cpu.scores, cuda.scores);
       }
     }
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/random.h"
+#include "core/tested_devices.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/judge/guarded.h"
@@ -19,7 +20,8 @@ using ::testing::HasSubstr;
 // Copies f32 [1, 1, tokens, channels] by a kernel.
 absl::Status CopyByKernel(const ConstTensorView& from, const TensorView& to) {
   const TinyCopy copy = {ToDeviceView(from), ToDeviceView(to), 1, 1, from.dim(2), from.dim(3)};
-  return ToStatus(KernelsOn<TinyKernels>(CudaTarget::kSimulator).copy(copy, nullptr));
+  return ToStatus(
+      KernelsOn<TinyKernels>(RuntimeOf(KernelDevice()).value()->target()).copy(copy, nullptr));
 }
 
 Tensor Drawn(const Shape& shape) {
@@ -30,16 +32,16 @@ Tensor Drawn(const Shape& shape) {
 
 TEST(DeviceMemory, RuntimesAreOfDevicesAndNoneOfTheCpu) {
   EXPECT_EQ(RuntimeOf(Device::kCpu).value(), nullptr);
-  EXPECT_EQ(RuntimeOf(Device::kSimulator).value()->device(), Device::kSimulator);
+  EXPECT_EQ(RuntimeOf(KernelDevice()).value()->device(), KernelDevice());
   EXPECT_TRUE(Synchronize(nullptr).ok());
 }
 
 TEST(DeviceMemory, MemoryThatIsNotThereIsAStatus) {
-  for (const Device device : {Device::kCpu, Device::kSimulator}) {
+  for (const Device device : TestedDevices()) {
     const auto memory = DeviceMemory::Allocate(device, size_t{1} << 60);
     EXPECT_EQ(memory.status().code(), absl::StatusCode::kResourceExhausted) << memory.status();
   }
-  EXPECT_EQ(DeviceMemory::Allocate(Device::kSimulator, 0)->bytes().size(), 0u);
+  EXPECT_EQ(DeviceMemory::Allocate(KernelDevice(), 0)->bytes().size(), 0u);
 }
 
 TEST(DeviceTensors, OfTheCpuAreTheHostsOwnAndOfADeviceCopies) {
@@ -50,7 +52,7 @@ TEST(DeviceTensors, OfTheCpuAreTheHostsOwnAndOfADeviceCopies) {
   const auto on_cpu = DeviceTensors::Of(Device::kCpu, {{"a", strided}});
   ASSERT_TRUE(on_cpu.ok());
   EXPECT_EQ(on_cpu->inputs().Get("a").data, strided.data);
-  const auto simulated = DeviceTensors::Of(Device::kSimulator, {{"a", strided}});
+  const auto simulated = DeviceTensors::Of(KernelDevice(), {{"a", strided}});
   ASSERT_TRUE(simulated.ok());
   EXPECT_NE(simulated->inputs().Get("a").data, strided.data);
   for (const auto* tensors : {&*on_cpu, &*simulated}) {
@@ -66,7 +68,7 @@ TEST(DeviceTensors, OfTheCpuAreTheHostsOwnAndOfADeviceCopies) {
 TEST(DeviceTensors, OfSpecsHaveTheOptionalOnesOnRequest) {
   const std::vector<TensorSpec> specs = {{"out", {1, 1, 4, 8}, DType::kF32, false},
                                          {"more", {3}, DType::kBF16, true}};
-  for (const Device device : {Device::kCpu, Device::kSimulator}) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(DeviceTensors::Allocate(device, specs, false)->outputs().size(), 1u);
     const auto both = DeviceTensors::Allocate(device, specs, true);
     ASSERT_TRUE(both.ok());
@@ -85,7 +87,7 @@ TEST(DeviceTwin, OfTheCpuIsTheMemoryItself) {
 
 // Returns a guarded tensor in the simulator, with drawn elements.
 GuardedTensor Guarded(const Shape& shape, bool gaps, Contents contents) {
-  auto tensor = GuardedTensor::Allocate(DType::kF32, shape, gaps, Device::kSimulator);
+  auto tensor = GuardedTensor::Allocate(DType::kF32, shape, gaps, KernelDevice());
   EXPECT_TRUE(tensor.ok()) << tensor.status();
   if (contents == Contents::kWritten) CopyElements(Drawn(shape).view(), tensor->view());
   EXPECT_TRUE(tensor->Upload(contents).ok());
@@ -138,7 +140,7 @@ TEST(DeviceTwin, TheHostsTensorsAreNoDeviceMemory) {
 }
 
 TEST(GuardedWorkspace, IsPoisonedBeforeEachCallAndCheckedAfterIt) {
-  for (const Device device : {Device::kCpu, Device::kSimulator}) {
+  for (const Device device : TestedDevices()) {
     auto workspace = GuardedWorkspace::Allocate(256, device);
     ASSERT_TRUE(workspace.ok());
     CudaRuntime* const runtime = RuntimeOf(device).value();

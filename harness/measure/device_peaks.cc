@@ -38,7 +38,7 @@ class PeakMeter {
     const int blocks = multiprocessors() * kAddBlocks;
     const double flops = 2.0 * blocks * PeakKernels::kThreads * PeakKernels::kChains;
     return BestRate(flops, [&](int64_t iterations) {
-      return kernels().multiply_add(blocks, iterations, 0.5f, results_.As<float>());
+      return ToStatus(kernels().multiply_add(blocks, iterations, 0.5f, results_.As<float>()));
     });
   }
   absl::StatusOr<double> MatrixProducts(Element type) {
@@ -46,7 +46,33 @@ class PeakMeter {
     const int warps = blocks * PeakKernels::kThreads / 32;
     const double flops = 2.0 * 16 * 16 * 8 * warps * PeakKernels::kTiles;
     return BestRate(flops, [&](int64_t iterations) {
-      return kernels().matrix_products(blocks, iterations, type, 0.5f, results_.As<float>());
+      return ToStatus(
+          kernels().matrix_products(blocks, iterations, type, 0.5f, results_.As<float>()));
+    });
+  }
+  // Returns FLOP/s of products of square matrices by the library.
+  absl::StatusOr<double> LibraryProducts(const PeakLibrary& library, Element type) {
+    // 2^40 operations, 1 ms at 1 PFLOP/s; the simulator's library is for tests.
+    const int64_t side = runtime_->target() == CudaTarget::kGpu ? 8192 : 16;
+    SixteenBitGemmCall call;
+    call.rows = call.columns = call.depth = side;
+    call.a_stride = call.b_stride = call.c_stride = side;
+    call.element = call.c_element = type;
+    const size_t bytes = static_cast<size_t>(side * side) * sizeof(uint16_t);
+    TFB_ASSIGN_OR_RETURN(const DeviceBuffer operand, runtime_->Allocate(bytes));
+    TFB_ASSIGN_OR_RETURN(const DeviceBuffer product, runtime_->Allocate(bytes));
+    TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime_->Allocate(library.workspace_bytes));
+    constexpr int kByte = 0x3C;  // 0x3C3C is 0.01 in bf16 and 1.06 in f16
+    TFB_RETURN_IF_ERROR(runtime_->Fill(operand.data(), kByte, bytes));
+    call.a = call.b = operand.data();
+    call.c = product.data();
+    const double cube = static_cast<double>(side) * static_cast<double>(side * side);
+    return BestRate(2 * cube, [&](int64_t iterations) {
+      absl::Status status;
+      for (int64_t i = 0; i < iterations && status.ok(); ++i) {
+        status = library.multiply(call, workspace.data(), /*stream=*/nullptr);
+      }
+      return status;
     });
   }
   // Returns B/s, read and written.
@@ -63,7 +89,7 @@ class PeakMeter {
       for (int64_t i = 0; i < iterations && error == nullptr; ++i) {
         error = kernels().copy(multiprocessors() * kCopyBlocks, to.data(), from.data(), bytes);
       }
-      return error;
+      return ToStatus(error);
     });
   }
 
@@ -75,7 +101,7 @@ class PeakMeter {
 
   // Returns the rate of work that is `amount` an iteration: the best of many passes, since a peak
   // is the device's rate when nothing disturbs it.
-  absl::StatusOr<double> BestRate(double amount, absl::FunctionRef<const char*(int64_t)> launch) {
+  absl::StatusOr<double> BestRate(double amount, absl::FunctionRef<absl::Status(int64_t)> launch) {
     int64_t iterations = 1;
     double seconds = 0;
     for (;; iterations *= 2) {
@@ -89,9 +115,9 @@ class PeakMeter {
     return amount * static_cast<double>(iterations) / seconds;
   }
   absl::StatusOr<double> Seconds(int64_t iterations,
-                                 absl::FunctionRef<const char*(int64_t)> launch) {
+                                 absl::FunctionRef<absl::Status(int64_t)> launch) {
     TFB_RETURN_IF_ERROR(begin_.Record());
-    TFB_RETURN_IF_ERROR(ToStatus(launch(iterations)));
+    TFB_RETURN_IF_ERROR(launch(iterations));
     TFB_RETURN_IF_ERROR(end_.Record());
     return end_.SecondsSince(begin_);
   }
@@ -101,7 +127,7 @@ class PeakMeter {
   DeviceBuffer results_;
 };
 
-void AddPeak(const CudaRuntime& runtime, const char* name, double value, Peak::Kind kind,
+void AddPeak(const CudaRuntime& runtime, const std::string& name, double value, Peak::Kind kind,
              ElementType dtype, Environment* environment) {
   Peak* peak = environment->add_peaks();
   peak->set_name(name);
@@ -114,9 +140,20 @@ void AddPeak(const CudaRuntime& runtime, const char* name, double value, Peak::K
 
 }  // namespace
 
-absl::Status MeasureDevicePeaks(CudaRuntime* runtime, Environment* environment) {
+std::optional<PeakLibrary> CublasPeakLibrary(Device device) {
+  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
+  if (!blas.ok()) return std::nullopt;
+  const auto multiply = [blas = *blas](const SixteenBitGemmCall& call, void* workspace,
+                                       void* stream) {
+    return blas->Multiply(call, workspace, stream);
+  };
+  return PeakLibrary{(*blas)->name(), (*blas)->workspace_bytes(), multiply};
+}
+
+absl::Status MeasureDevicePeaks(CudaRuntime* runtime, const std::optional<PeakLibrary>& library,
+                                Environment* environment) {
   TFB_ASSIGN_OR_RETURN(PeakMeter meter, PeakMeter::Make(runtime));
-  const auto add_flops = [&](const char* name, double value, ElementType dtype) {
+  const auto add_flops = [&](const std::string& name, double value, ElementType dtype) {
     AddPeak(*runtime, name, value, Peak::KIND_COMPUTE, dtype, environment);
   };
   TFB_ASSIGN_OR_RETURN(const double adds, meter.MultiplyAdds());
@@ -125,6 +162,13 @@ absl::Status MeasureDevicePeaks(CudaRuntime* runtime, Environment* environment) 
   add_flops("bf16 mma.sync", bf16, ELEMENT_TYPE_BF16);
   TFB_ASSIGN_OR_RETURN(const double f16, meter.MatrixProducts(Element::kF16));
   add_flops("f16 mma.sync", f16, ELEMENT_TYPE_F16);
+  if (library.has_value()) {
+    TFB_ASSIGN_OR_RETURN(const double bf16_products,
+                         meter.LibraryProducts(*library, Element::kBf16));
+    add_flops("bf16 " + library->name, bf16_products, ELEMENT_TYPE_BF16);
+    TFB_ASSIGN_OR_RETURN(const double f16_products, meter.LibraryProducts(*library, Element::kF16));
+    add_flops("f16 " + library->name, f16_products, ELEMENT_TYPE_F16);
+  }
   TFB_ASSIGN_OR_RETURN(const double copies, meter.Copies());
   AddPeak(*runtime, "copy", copies, Peak::KIND_COPY_BANDWIDTH, ELEMENT_TYPE_UNSPECIFIED,
           environment);

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "core/cuda/simulator/simulator.h"
+#include "core/tested_devices.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/measure/peak_kernels.h"
@@ -32,8 +34,14 @@ class PeakKernelsTest : public ::testing::Test {
     return results;
   }
 
-  CudaRuntime* const runtime_ = CudaRuntime::For(Device::kSimulator).value();
+  CudaRuntime* const runtime_ = CudaRuntime::For(KernelDevice()).value();
   const PeakKernels& kernels_ = KernelsOn<PeakKernels>(runtime_->target());
+};
+
+// Peaks by a clock of the test's own.
+class PeakMeterTest : public ::testing::Test {
+ protected:
+  CudaRuntime* const runtime_ = CudaRuntime::For(Device::kSimulator).value();
 };
 
 TEST_F(PeakKernelsTest, MultiplyAddsAreAsManyAsAreCounted) {
@@ -73,9 +81,25 @@ TEST_F(PeakKernelsTest, CopiesAreWhole) {
   }
 }
 
+TEST_F(PeakKernelsTest, ReadsAreWholeAndWriteNothingWhereAllIsZero) {
+  for (const size_t count : {4, 4 * 255, 4 * 3000}) {
+    for (const size_t place : {size_t{0}, count / 2, count - 1, count}) {
+      std::vector<float> values(count, 0);
+      if (place < count) values[place] = 3;
+      const DeviceBuffer from =
+          runtime_->Upload(values.data(), values.size() * sizeof(float)).value();
+      float not_zero = -1;
+      const DeviceBuffer result = runtime_->Upload(&not_zero, sizeof(float)).value();
+      ASSERT_STREQ(kernels_.read(kBlocks, from.data(), from.bytes(), result.As<float>()), nullptr);
+      ASSERT_TRUE(runtime_->CopyToHost(&not_zero, result.data(), sizeof(float)).ok());
+      EXPECT_EQ(not_zero, place < count ? 3 : -1) << place << " of " << count;
+    }
+  }
+}
+
 // A peak takes two readings of the events' clock for each of 20 passes, of which each is faster than
 // the one before. The first trial of the first peak is too short, so that its passes do twice as much.
-TEST_F(PeakKernelsTest, APeakIsTheCountedWorkOfTheBestOfTwentyPasses) {
+TEST_F(PeakMeterTest, APeakIsTheCountedWorkOfTheBestOfTwentyPasses) {
   constexpr int kPasses = 20;
   constexpr double kTick = 1.0 / 64;
   const auto seconds_of = [](int pass) { return kTick * (1 - pass / 100.0); };
@@ -87,7 +111,7 @@ TEST_F(PeakKernelsTest, APeakIsTheCountedWorkOfTheBestOfTwentyPasses) {
   settings.event_seconds = [&clock] { return clock.Seconds(); };
   cuda_simulator::Configure(settings);
   Environment environment;
-  const absl::Status status = MeasureDevicePeaks(runtime_, &environment);
+  const absl::Status status = MeasureDevicePeaks(runtime_, std::nullopt, &environment);
   cuda_simulator::Configure({});
   ASSERT_TRUE(status.ok()) << status;
   ASSERT_EQ(environment.peaks_size(), 4);
@@ -115,9 +139,61 @@ TEST_F(PeakKernelsTest, APeakIsTheCountedWorkOfTheBestOfTwentyPasses) {
       "kind: KIND_COPY_BANDWIDTH device: DEVICE_TYPE_SIMULATOR }");
 }
 
-TEST_F(PeakKernelsTest, EachPeakSaysWhatItIsOf) {
+// The library's passes take the time that it tells the clock: the fastest one counts.
+TEST_F(PeakMeterTest, ALibrarysProductsArePeaksOfTheirOwn) {
+  static double now = 0;
+  cuda_simulator::Settings settings;
+  settings.event_seconds = [] { return now; };
+  // Kernels that take no time would be measured for ever.
+  settings.on_launch = [](bool begins) { now += begins ? 0 : 1.0 / 64; };
+  cuda_simulator::Configure(settings);
+  int calls = 0;
+  PeakLibrary library;
+  library.name = "library 1.2";
+  library.workspace_bytes = 96;
+  std::vector<Element> elements;
+  library.multiply = [&](const SixteenBitGemmCall& call, void* workspace, void* stream) {
+    EXPECT_NE(workspace, nullptr);
+    EXPECT_EQ(stream, nullptr);
+    EXPECT_EQ(std::vector<int64_t>(
+                  {call.columns, call.depth, call.a_stride, call.b_stride, call.c_stride}),
+              std::vector<int64_t>(5, call.rows));
+    EXPECT_EQ(call.rows, 16);
+    elements.push_back(call.element);
+    now += ++calls % 7 == 0 ? 1.0 / 64 : 1.0 / 32;
+    return absl::OkStatus();
+  };
   Environment environment;
-  const absl::Status status = MeasureDevicePeaks(runtime_, &environment);
+  const absl::Status status = MeasureDevicePeaks(runtime_, library, &environment);
+  cuda_simulator::Configure({});
+  ASSERT_TRUE(status.ok()) << status;
+  ASSERT_EQ(environment.peaks_size(), 6);
+  for (const int n : {3, 4}) {
+    const Peak& peak = environment.peaks(n);
+    EXPECT_EQ(peak.name(), n == 3 ? "bf16 library 1.2" : "f16 library 1.2");
+    EXPECT_EQ(peak.dtype(), n == 3 ? ELEMENT_TYPE_BF16 : ELEMENT_TYPE_F16);
+    EXPECT_EQ(peak.kind(), Peak::KIND_COMPUTE);
+    EXPECT_NEAR(peak.value(), 2.0 * 16 * 16 * 16 * 64, 1e-3 * 16 * 16 * 16 * 64);
+  }
+  std::vector<Element> expected(20, Element::kBf16);
+  expected.resize(40, Element::kF16);
+  EXPECT_EQ(elements, expected);
+}
+
+TEST_F(PeakMeterTest, ALibraryThatFailsEndsTheMeasurementWithItsReason) {
+  PeakLibrary library;
+  library.multiply = [](const SixteenBitGemmCall&, void*, void*) {
+    return absl::InternalError("no such product");
+  };
+  Environment environment;
+  EXPECT_EQ(MeasureDevicePeaks(runtime_, library, &environment),
+            absl::InternalError("no such product"));
+  EXPECT_EQ(environment.peaks_size(), 3) << "those before it";
+}
+
+TEST_F(PeakMeterTest, EachPeakSaysWhatItIsOf) {
+  Environment environment;
+  const absl::Status status = MeasureDevicePeaks(runtime_, std::nullopt, &environment);
   ASSERT_TRUE(status.ok()) << status;
   ASSERT_EQ(environment.peaks_size(), 4);
   EXPECT_EQ(environment.peaks(0).dtype(), ELEMENT_TYPE_F32);

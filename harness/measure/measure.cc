@@ -635,8 +635,8 @@ void Measurer::RecordTimes(const TimedCase& timed, const MachineLoad& load, bool
   *outcome->mutable_timing() = timed.timing;
   *outcome->mutable_machine_load() = load;
   if (monitored) {
-    *outcome->mutable_device_state_before() = timed.state_before;
-    *outcome->mutable_device_state_after() = timed.state_after;
+    *outcome->mutable_device_state_before() = timed.state_first;
+    *outcome->mutable_device_state_after() = timed.state_last;
   }
   outcome->set_elapsed_seconds(report->preparation_seconds() + timed.spent_seconds);
   outcome->set_process_peak_bytes(PeakResidentBytes());

@@ -63,6 +63,18 @@ __global__ void Copy(float4* to, const float4* from, int64_t count) {
   }
 }
 
+__global__ void Read(const float4* from, int64_t count, float* not_zero) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  float sum = 0;
+#pragma unroll 4
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count;
+       i += step) {
+    const float4 x = from[i];
+    sum += (x.x + x.y) + (x.z + x.w);
+  }
+  if (sum != 0) *not_zero = sum;
+}
+
 const char* LaunchMultiplyAdd(int blocks, int64_t iterations, float factor, float* results) {
   return Launch("MultiplyAdd", &MultiplyAdd, {blocks, kThreads}, nullptr, iterations, factor,
                 results);
@@ -85,8 +97,14 @@ const char* LaunchCopy(int blocks, void* to, const void* from, size_t bytes) {
                 static_cast<const float4*>(from), static_cast<int64_t>(bytes / sizeof(float4)));
 }
 
+const char* LaunchRead(int blocks, const void* from, size_t bytes, float* not_zero) {
+  return Launch("Read", &Read, {blocks, kThreads}, nullptr, static_cast<const float4*>(from),
+                static_cast<int64_t>(bytes / sizeof(float4)), not_zero);
+}
+
 }  // namespace
 
-TFB_KERNEL_TABLE(PeakKernels, {&LaunchMultiplyAdd, &LaunchMatrixProducts, &LaunchCopy});
+TFB_KERNEL_TABLE(PeakKernels,
+                 {&LaunchMultiplyAdd, &LaunchMatrixProducts, &LaunchCopy, &LaunchRead});
 
 }  // namespace tfb

@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// Kernels each of which measures one peak rate of the device. Each launcher enqueues on the default
+// Kernels each of which measures one peak rate of the device, and one that empties its caches. Each launcher enqueues on the default
 // stream, and returns null, or a text that says why it failed.
 struct PeakKernels {
   static constexpr int kThreads = 256;  // of a block
@@ -25,6 +25,9 @@ struct PeakKernels {
                                  float* results);
   // Copies `bytes`, a multiple of 16, between addresses that are aligned to 16.
   const char* (*copy)(int blocks, void* to, const void* from, size_t bytes);
+  // Reads `bytes`, a multiple of 16, from an address that is aligned to 16. Each thread that read
+  // floats whose sum is not 0 writes it to *not_zero: where all are 0, nothing is written.
+  const char* (*read)(int blocks, const void* from, size_t bytes, float* not_zero);
 };
 
 }  // namespace tfb

@@ -411,7 +411,7 @@ class Sweep {
   absl::Status StartWorker() {
     TFB_ASSIGN_OR_RETURN(
         worker_, Worker::Start([this](WorkerSide& side) { WorkForSweep(options_, cases_, side); },
-                               options_.measure.memory_limit, &clock_));
+                               HostMemoryLimit(options_.measure.memory_limit, cases_), &clock_));
     return absl::OkStatus();
   }
 
@@ -846,6 +846,12 @@ class Sweep {
 };
 
 }  // namespace
+
+int64_t HostMemoryLimit(int64_t memory_limit, const std::vector<Job>& cases) {
+  const bool any_on_gpu = std::any_of(cases.begin(), cases.end(),
+                                      [](const Job& job) { return job.device == Device::kCuda; });
+  return any_on_gpu ? 0 : memory_limit;
+}
 
 int RunSweep(const SweepOptions& options, const std::vector<Job>& cases) {
   return Sweep(options, cases).Run();

@@ -6,6 +6,7 @@
 #ifndef TFB_HARNESS_MEASURE_SWEEP_H_
 #define TFB_HARNESS_MEASURE_SWEEP_H_
 
+#include <cstdint>
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -48,6 +49,11 @@ struct SweepOptions {
   std::string turns;
   bool quiet = false;  // no progress and no tables
 };
+
+// Returns how many bytes of host memory the process that measures the cases may allocate, 0 for any
+// number: `memory_limit`, but no limit where a case is on a GPU, for whose sake CUDA maps more of the
+// host's addresses than the tensors take. What a case needs is compared with memory_limit before.
+int64_t HostMemoryLimit(int64_t memory_limit, const std::vector<Job>& cases);
 
 // Runs the cases, prints progress to stderr and, at the end, tables and the file's path to stdout;
 // with another build's sweep, also the comparison of both (results/comparison.h).

@@ -410,5 +410,13 @@ TEST(DefaultResultPath, IsOfTheTimeAndTheHostAndOfNoFileThatIsThere) {
   EXPECT_EQ(third, stem + "-3.pb");
 }
 
+TEST(HostMemoryLimit, IsNoneWhereACaseIsOnAGpu) {
+  std::vector<Job> cases(3);
+  cases[2].device = Device::kSimulator;
+  EXPECT_EQ(HostMemoryLimit(1 << 20, cases), 1 << 20);
+  cases[1].device = Device::kCuda;
+  EXPECT_EQ(HostMemoryLimit(1 << 20, cases), 0);
+}
+
 }  // namespace
 }  // namespace tfb

@@ -70,7 +70,7 @@ class SweepWorker {
                                     [](const Job& job) { return job.device == Device::kCuda; });
     if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
       // A failure here only loses the shares of peaks; the cases themselves report the error.
-      MeasureDevicePeaks(*gpu, &environment).IgnoreError();
+      MeasureDevicePeaks(*gpu, CublasPeakLibrary(Device::kCuda), &environment).IgnoreError();
     }
     return environment;
   }

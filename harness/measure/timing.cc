@@ -15,6 +15,7 @@
 #include "harness/contestants/interface.h"
 #include "harness/judge/device_memory.h"
 #include "harness/measure/machine.h"
+#include "harness/measure/peak_kernels.h"
 
 namespace tfb {
 namespace {
@@ -70,7 +71,6 @@ class Measurement {
     }
     timed_.timing.set_clock(timed_.bound.runtime == nullptr ? Timing::CLOCK_WALL
                                                             : Timing::CLOCK_DEVICE_EVENTS);
-    timed_.state_before = timed_.state_after = ReadState();
     if (timed_.bound.runtime != nullptr && !(Prepare(&begin_) && Prepare(&end_))) return;
     if (auto* contestant = dynamic_cast<ContestantLayer*>(timed_.bound.layer);
         contestant != nullptr && contestant->times_itself()) {
@@ -266,13 +266,14 @@ class Measurement {
 
   void DeviceRunSample() {
     if (!Keep(Warm())) return;
-    const DeviceState before = ReadState();
+    DeviceState state;
     const absl::StatusOr<double> seconds =
-        DeviceSeconds([this] { return RunTimes(calls_per_sample_); });
-    timed_.state_after = ReadState();
+        DeviceSeconds([this] { return RunTimes(calls_per_sample_); }, &state);
     if (!Keep(seconds.status())) return;
     run_seconds_.push_back(*seconds);
-    states_.push_back(Worse(before, timed_.state_after));
+    if (states_.empty()) timed_.state_first = state;
+    timed_.state_last = state;
+    states_.push_back(state);
   }
 
   void SetupSample() {
@@ -469,22 +470,20 @@ class Measurement {
                ? DeviceState()
                : options_.monitor->Read();
   }
-  static DeviceState Worse(const DeviceState& a, const DeviceState& b) {
-    if (IsThrottled(a) != IsThrottled(b)) return IsThrottled(a) ? a : b;
-    return a.clock_mhz() < b.clock_mhz() ? a : b;
-  }
   bool Prepare(DeviceEvent* event) {
     absl::StatusOr<DeviceEvent> made = DeviceEvent::Make(timed_.bound.runtime);
     if (made.ok()) *event = *std::move(made);
     return Keep(made.status());
   }
   // Returns the seconds from before the first to after the last kernel that `body` enqueues, and
-  // waits for them.
+  // waits for them. Where `state` is not null, the sensors are read before the wait, while the
+  // device works: an idle one has other clocks and takes less power.
   template <class Body>
-  absl::StatusOr<double> DeviceSeconds(const Body& body) {
+  absl::StatusOr<double> DeviceSeconds(const Body& body, DeviceState* state = nullptr) {
     TFB_RETURN_IF_ERROR(begin_.Record(timed_.bound.execution.stream));
     TFB_RETURN_IF_ERROR(body());
     TFB_RETURN_IF_ERROR(end_.Record(timed_.bound.execution.stream));
+    if (state != nullptr) *state = ReadState();
     return end_.SecondsSince(begin_);
   }
 
@@ -507,7 +506,7 @@ class Measurement {
   int samples_left_ = 0;             // of all kinds
   std::vector<double> run_seconds_;  // by sample of `run`, all of its calls together
   std::vector<double> probes_;       // likewise on the CPU: the longer of the two about the sample
-  std::vector<DeviceState> states_;  // the same on a device: the worse of the two
+  std::vector<DeviceState> states_;  // the same on a device: during the sample
   DeviceEvent begin_, end_;
   StreamingLayer* stream_ = nullptr;
   std::vector<SegmentCall> segments_;
@@ -585,18 +584,24 @@ size_t DeviceCacheFlusher::Bytes(const CudaRuntime& runtime) {
   // The simulator has no caches to flush.
   const int64_t least = runtime.target() == CudaTarget::kGpu ? int64_t{256} << 20 : 0;
   return static_cast<size_t>(
-      std::min(std::max(2 * l2, least), runtime.properties().memory_bytes / 16));
+             std::min(std::max(2 * l2, least), runtime.properties().memory_bytes / 16)) /
+         16 * 16;
 }
 
 absl::StatusOr<std::unique_ptr<DeviceCacheFlusher>> DeviceCacheFlusher::Make(CudaRuntime* runtime) {
   std::unique_ptr<DeviceCacheFlusher> flusher(new DeviceCacheFlusher(runtime));
   TFB_ASSIGN_OR_RETURN(flusher->memory_, runtime->Allocate(Bytes(*runtime)));
+  TFB_RETURN_IF_ERROR(runtime->Fill(flusher->memory_.data(), 0, flusher->memory_.bytes()));
+  TFB_ASSIGN_OR_RETURN(flusher->not_zero_, runtime->Allocate(sizeof(float)));
   TFB_RETURN_IF_ERROR((*flusher)());
   return flusher;
 }
 
 absl::Status DeviceCacheFlusher::operator()() {
-  return runtime_->Fill(memory_.data(), ++value_, memory_.bytes());
+  constexpr int kBlocks = 16;  // a multiprocessor
+  return ToStatus(KernelsOn<PeakKernels>(runtime_->target())
+                      .read(kBlocks * runtime_->properties().multiprocessors, memory_.data(),
+                            memory_.bytes(), not_zero_.As<float>()));
 }
 
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases) {

@@ -29,7 +29,8 @@
 // counted, the worst first and never more than a third of a case's samples.
 //
 // On a device, runs, cold runs and segments are timed between events of the stream, and instead of
-// the arithmetic the GPU's sensors are read before and after each sample of `run`. Samples taken
+// the arithmetic the GPU's sensors are read during each sample of `run`, when all of its calls are
+// enqueued and before the wait for them. Samples taken
 // while the GPU throttled are discarded and counted, those at the lowest clock first, and never
 // more than a third; Timing::throttled_samples is the number of all throttled ones.
 #ifndef TFB_HARNESS_MEASURE_TIMING_H_
@@ -76,7 +77,8 @@ struct TimedCase {
 
   // The results.
   Timing timing;
-  DeviceState state_before, state_after;  // of the device, by TimingOptions::monitor
+  // Of the device, by TimingOptions::monitor, during the first and the last sample of `run`.
+  DeviceState state_first, state_last;
   double spent_seconds = 0;
   // The error of a call that failed; DeadlineExceeded where the timeout passed before a sample of
   // `run`; Cancelled where `stopped` was true before kFewestSamples of them. An error of the stream
@@ -92,7 +94,7 @@ struct TimingOptions {
   int repetitions = 11;    // samples of `run`, unless the share is too small for them
   double min_time = 0.01;  // seconds that a sample of `run` lasts at least
   bool setup = true, cold = true, stream = true;
-  // Overwrites the caches of the cores, or enqueues that on the device; null: no cold runs.
+  // Replaces what is in the caches of the cores, or enqueues that on the device; null: no cold runs.
   std::function<absl::Status()> flush_caches;
   double flush_seconds = 0;          // of one call of flush_caches
   DeviceMonitor* monitor = nullptr;  // of the device; null: its state is unknown
@@ -132,20 +134,21 @@ class CpuCacheFlusher {
   uint8_t value_ = 0;
 };
 
-// Overwrites twice the size of a GPU's second-level cache, but at least 256 MiB and at most a
-// sixteenth of the GPU's memory.
+// Reads twice the size of a GPU's second-level cache, but at least 256 MiB and at most a sixteenth of
+// the GPU's memory. It writes nothing: dirty lines would be written back during the run that is
+// timed.
 class DeviceCacheFlusher {
  public:
   static absl::StatusOr<std::unique_ptr<DeviceCacheFlusher>> Make(CudaRuntime* runtime);
-  absl::Status operator()();  // enqueues the writes on the default stream
+  absl::Status operator()();  // enqueues the reads on the default stream
   static size_t Bytes(const CudaRuntime& runtime);
 
  private:
   explicit DeviceCacheFlusher(CudaRuntime* runtime) : runtime_(runtime) {}
 
   CudaRuntime* runtime_;
-  DeviceBuffer memory_;
-  uint8_t value_ = 0;
+  DeviceBuffer memory_;  // zeros
+  DeviceBuffer not_zero_;
 };
 
 // Returns the seconds of the real clock.
@@ -155,7 +158,7 @@ double MonotonicSeconds();
 // this file). `usual` is the undisturbed time.
 std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual);
 
-// Tells which samples of a device to keep, by the states that its monitor read around them.
+// Tells which samples of a device to keep, by the states that its monitor read during them.
 std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states);
 
 // A segment [begin, begin + tokens) of a stream.

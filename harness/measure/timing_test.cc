@@ -684,17 +684,47 @@ TEST_F(TimingTest, OnADeviceEventsTellTheTime) {
     // Events return milliseconds in f32.
     EXPECT_THAT(timed.timing.run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
     EXPECT_THAT(timed.timing.cold_run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
-    EXPECT_EQ(timed.state_before.clock_mhz(), 1700);
-    EXPECT_EQ(timed.state_after.clock_mhz(), 1700);
+    EXPECT_EQ(timed.state_first.clock_mhz(), 1700);
+    EXPECT_EQ(timed.state_last.clock_mhz(), 1700);
   }
-  EXPECT_EQ(monitor.reads(), 2 * (1 + 2 * 7));
+  EXPECT_EQ(monitor.reads(), 2 * 7) << "one a sample";
   EXPECT_EQ(cases[0].timing.calls_per_sample(), 8);
   EXPECT_EQ(cases[1].timing.calls_per_sample(), 1);
 }
 
+// A sample begins and ends with an event. The warm-up call before it waits, and so does reading the
+// time behind it; between its second event and that the device is at work.
+TEST_F(TimingTest, SensorsAreReadWhileTheDeviceWorks) {
+  const CudaRuntime& runtime = *RuntimeOf(Device::kSimulator).value();
+  int events = 0;
+  int64_t waits_at_event = 0;
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
+  settings.event_seconds = [&] {
+    ++events;
+    waits_at_event = runtime.waits();
+    return clock_.Seconds();
+  };
+  cuda_simulator::Configure(settings);
+  std::vector<int> events_at_reading;
+  FakeMonitor monitor([&](int n) {
+    EXPECT_EQ(runtime.waits(), waits_at_event) << n;
+    events_at_reading.push_back(events);
+    return Clocked(1700 + n, false);
+  });
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  TimingOptions options = QuickOnDevice();
+  options.repetitions = 3;
+  options.setup = options.cold = options.stream = false;
+  options.monitor = &monitor;
+  MeasureSideBySide(options, &cases);
+  EXPECT_THAT(events_at_reading, ElementsAre(2, 4, 6));
+  EXPECT_EQ(cases[0].state_first.clock_mhz(), 1700);
+  EXPECT_EQ(cases[0].state_last.clock_mhz(), 1702);
+}
+
 TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {
-  // The third reading of each sample's two, and so one sample in three.
-  FakeMonitor monitor([](int n) { return Clocked(1700 - n, n % 6 == 3); });
+  FakeMonitor monitor([](int n) { return Clocked(1700 - n, n % 3 == 1); });
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
   TimingOptions options = QuickOnDevice();

@@ -91,7 +91,7 @@ TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
   }
 }
 
-TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
+TEST(Compressive, OnDevicesEveryFunctionEqualsTheDefinition) {
   const Compressive technique;
   const Problem problem = CausalProblem(2, 2, 70, 8);
   const Tensor x = RandomHidden(problem);
@@ -107,8 +107,7 @@ TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
       for (const Options& chosen : {options, others}) {
         SCOPED_TRACE(ToString(chosen));
         const NamedTensors parameters = PerturbedParameters(technique, problem, chosen);
-        ExpectDefined(EvaluateStack(technique, problem, chosen, parameters, x, Device::kSimulator),
-                      2);
+        ExpectDefined(EvaluateStack(technique, problem, chosen, parameters, x, KernelDevice()), 2);
       }
     }
   }
@@ -758,7 +757,7 @@ TEST(Compressive, OnGpusAndInHalfPrecisionTooTwoRunsAreOne) {
     const Options options = {{"function", function}, {"segment", "8"},
                              {"memory", "10"},       {"compressed_memory", "6"},
                              {"given_memory", "12"}, {"pre_norm", "true"}};
-    ExpectTwoRunsAreOne(Compressive(), CausalProblem(1, 2, 43, 8), options, 24, Device::kSimulator);
+    ExpectTwoRunsAreOne(Compressive(), CausalProblem(1, 2, 43, 8), options, 24, KernelDevice());
     // A choice by 16 bits may be another.
     if (function == std::string("most_used")) continue;
     for (const DType dtype : {DType::kBF16, DType::kF16}) {
@@ -799,7 +798,7 @@ TEST(Compressive, QueuesThatStartWithZerosEndWithThoseThatAreLeft) {
   const Options options = {
       {"segment", "4"}, {"memory", "9"}, {"compressed_memory", "5"}, {"start_zero", "true"}};
   const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const StackOutcome outcome =
         EvaluateStack(Compressive(), problem, options, parameters, RandomHidden(problem), device);
     // Six zeros have left the memory; four of them are one compressed row, and two wait.
@@ -939,7 +938,7 @@ void ExpectGolden(const std::string& file) {
                            {"pre_norm", golden.metadata.at("pre_norm")}};
   NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     SCOPED_TRACE(Name(device));
     const StackOutcome outcome =
         EvaluateStack(Compressive(), problem, options, parameters, x, device);

@@ -59,7 +59,7 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
   }
 }
 
-TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
+TEST(GatedTransformerXl, OnDevicesEveryGateEqualsTheDefinition) {
   const GatedTransformerXl technique;
   const Problem problem = CausalProblem(1, 2, 70, 8);
   const Tensor x = RandomHidden(problem);
@@ -74,7 +74,7 @@ TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
                              {"gate_biases", is_gru ? "true" : "false"}};
     const NamedTensors parameters = PerturbedParameters(technique, problem, options);
     const StackOutcome outcome =
-        EvaluateStack(technique, problem, options, parameters, x, Device::kSimulator);
+        EvaluateStack(technique, problem, options, parameters, x, KernelDevice());
     EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), outcome.defined.at("out").view()),
               transformer_xl::StackBound(outcome.defined.at("out").view(), 2));
   }
@@ -99,7 +99,7 @@ TEST(GatedTransformerXl, TheFirstSegmentDoesNotKnowWhetherTheMemoryIsNormalised)
   const GatedTransformerXl technique;
   const Problem problem = CausalProblem(2, 2, 60, 8);
   const Tensor x = RandomHidden(problem);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     RunRequest request;
     request.device = device;
     request.options = {{"segment", "20"}, {"memory", "30"}};
@@ -145,7 +145,7 @@ TEST(GatedTransformerXl, AtALargeBiasEveryGateWithOneIsTheIdentityBitByBit) {
   const Problem problem = CausalProblem(2, 2, 60, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* gate : {"gru", "output", "highway", "sigmoid_tanh"}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       RunRequest request;
       request.options = {
           {"gate", gate}, {"gate_bias", "10000"}, {"segment", "32"}, {"layers", "2"}};
@@ -244,7 +244,7 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
 // ---- Costs, parameters, errors ----
 
 TEST(GatedTransformerXl, TwoRunsWithTheMemoriesHandedOverAreOne) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* gate : {"gru", "sum"}) {
       for (const char* same_length : {"false", "true"}) {
         const Options options = {
@@ -352,7 +352,7 @@ void ExpectMatchesGolden(const std::string& name, const Options& more) {
     }
   }
   const ConstTensorView out = golden.tensors.at("out").view();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x, device);
     EXPECT_LE(MaxDifference(outcome.defined.at("out").view(), out), 1e-13);
     EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out),

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -101,7 +102,7 @@ void ExpectNear(const std::vector<double>& actual, const std::vector<double>& ex
 
 // Checks that the layer on both devices and the definition give these probabilities.
 void ExpectPrediction(const Line& line, int64_t token, const std::vector<double>& expected) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     SCOPED_TRACE(Name(device));
     ExpectNear(Probabilities(line.Run(device), token), expected);
   }
@@ -152,7 +153,7 @@ TEST(KnnLm, OfEqualKeysTheOlderIsFound) {
 
 TEST(KnnLm, WithLambda0ItIsTheModel) {
   const Random random;
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors model = random.Run({{"k", "0"}}, nullptr, device);
     const NamedTensors mixed = random.Run({{"lambda", "0"}}, nullptr, device);
     EXPECT_EQ(MaxDifference(model.at("out").view(), mixed.at("out").view()), 0);
@@ -202,7 +203,7 @@ TEST(KnnLm, ColdItIsTheNearestNeighbourAndHotTheHistogram) {
   ExpectPrediction(cold, 0, {0, 1, 0});
   const Line hot({0.4f}, keys, values, {{"lambda", "1"}, {"temperature", "1e9"}});
   ExpectNear(Probabilities(hot.Run()), {0.5, 0.25, 0.25});
-  ExpectNear(Probabilities(hot.Run(Device::kSimulator)), {0.5, 0.25, 0.25});
+  ExpectNear(Probabilities(hot.Run(KernelDevice())), {0.5, 0.25, 0.25});
 }
 
 TEST(KnnLm, TheOrderOfTheDatastoreDoesNotMatter) {
@@ -215,7 +216,7 @@ TEST(KnnLm, TheOrderOfTheDatastoreDoesNotMatter) {
                    Slice(reversed.at(name).view(), 0, 299 - e, 1));
     }
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(MaxDifference(random.Run({}, &parameters, device).at("out").view(),
                             random.Run({}, &reversed, device).at("out").view()),
               0);
@@ -224,7 +225,7 @@ TEST(KnnLm, TheOrderOfTheDatastoreDoesNotMatter) {
 
 TEST(KnnLm, WithLambda1OtherTokensAreImpossibleAndNothingIsNan) {
   const Line line({0, 1e6f, kNan}, {0, 1}, {2, 2}, {{"lambda", "1"}});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors outputs = line.Run(device);
     const ConstTensorView out = outputs.at("out").view();
     for (const int64_t token : {0, 1}) {
@@ -245,7 +246,7 @@ TEST(KnnLm, AContextThatIsNotFiniteFindsNothingAndLeavesTheModel) {
 
 TEST(KnnLm, MoreNeighboursThanEntriesAreNone) {
   const Line line({0}, {0, 1}, {2, 0}, {{"k", "5"}});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(Neighbours(line.Run(device)), (std::vector<int>{0, 1, -1, -1, -1}));
   }
 }
@@ -260,7 +261,7 @@ TEST(KnnLm, GivenNeighboursAreTakenAsTheyAre) {
   ExpectPrediction(line, 0, {std::exp(-1.0) / sum, std::exp(-9.0) / sum, 0});
   ExpectPrediction(line, 1, {1.0 / 3, 1.0 / 3, 1.0 / 3});  // no neighbour at all: the model alone
   ExpectPrediction(line, 2, {1, 0, 0});
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(Neighbours(line.Run(device)), (std::vector<int>{2, 1, -1, -1, 1, -1}));
   }
 }
@@ -269,7 +270,7 @@ TEST(KnnLm, ItsOwnNeighboursGivenChangeNothing) {
   Random random;
   const NamedTensors found = random.Run();
   random.inputs["neighbours"] = found.at("neighbours").Clone();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(MaxDifference(random.Run({}, nullptr, device).at("neighbours").view(),
                             found.at("neighbours").view()),
               0);
@@ -347,7 +348,7 @@ TEST(KnnLm, StatesMayHaveAnyStrides) {
     CopyElements(random.inputs.at(name).view(), view);
     inputs.Set(name, view);
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto outputs =
         RunTechnique(KnnLm(), p, inputs, {random.options, device, 1, nullptr, 2}).value();
     EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), 1e-5);
@@ -454,7 +455,7 @@ TEST(KnnLm, ALambdaBeyondItsRangeHasNoGradient) {
 TEST(KnnLm, StatisticsSayHowTheNeighboursAgreeWithTheModel) {
   Line line({0, 2}, {0, 1}, {2, 0}, {{"lambda", "0.5"}});
   line.parameters["output"] = Floats({3, 1}, {0, 1, 2});  // token 2 is the most likely
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto layer = KnnLm().Create(line.problem, line.options, device, 1).value();
     EXPECT_TRUE(layer->statistics().empty());
     ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
@@ -501,12 +502,10 @@ TEST(KnnLm, WhatItCannotDoIsSaidInOneLine) {
   EXPECT_EQ(message(problem, {{"lambda", "1.5"}}),
             "INVALID_ARGUMENT: option lambda is \"1.5\"; allowed are 0 to 1");
   EXPECT_EQ(
-      KnnLm()
-          .Create(problem, {{"search", "approximate"}}, Device::kSimulator, 1)
-          .status()
-          .ToString(),
-      "UNIMPLEMENTED: knn_lm: search is \"approximate\", which is on the CPU alone; allowed on "
-      "simulator is exact");
+      KnnLm().Create(problem, {{"search", "approximate"}}, KernelDevice(), 1).status().ToString(),
+      absl::StrCat("UNIMPLEMENTED: knn_lm: search is \"approximate\", which is on the CPU alone; "
+                   "allowed on ",
+                   Name(KernelDevice()), " is exact"));
   problem.kv_tokens = 9;
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: knn_lm has no keys but the datastore's: kv_tokens is 9; allowed is "
@@ -560,7 +559,7 @@ TEST(KnnLm, TheAuthorsCodeGivesEveryTokenTheSameProbability) {
   const ConstTensorView out = golden.tensors.at("out").view();
   const auto defined = DefineTechnique(KnnLm(), problem, inputs, request).value();
   EXPECT_LE(MaxDifference(defined.at("out").view(), out), 1e-14);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     const auto computed = RunTechnique(KnnLm(), problem, inputs, request).value();
     EXPECT_LE(MaxDifference(computed.at("out").view(), out), Fp32Bound(out));

@@ -121,7 +121,7 @@ TEST(Memorizing, EveryOptionEqualsTheDefinition) {
   }
 }
 
-TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
+TEST(Memorizing, OnDevicesItEqualsTheDefinition) {
   for (const Options& options : std::vector<Options>{
            {{"segment", "20"}, {"memory", "10"}, {"store", "40"}, {"k", "5"}},
            {{"segment", "16"}, {"memory", "9"}, {"store", "30"}, {"beyond_memory", "true"}},
@@ -136,12 +136,12 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
             {"null_key", "true"},
             {"one_key_value_head", "true"}},
            {{"segment", "50"}, {"store", "30"}, {"k", "40"}}}) {
-    ExpectAsDefined(CausalProblem(2, 2, 70, 8), options, Device::kSimulator);
+    ExpectAsDefined(CausalProblem(2, 2, 70, 8), options, KernelDevice());
   }
 }
 
 // A warp reads 32 slots and 32 channels at a time.
-TEST(Memorizing, InTheSimulatorMoreSlotsAndChannelsThanAWarpHasEqualTheDefinition) {
+TEST(Memorizing, OnDevicesMoreSlotsAndChannelsThanAWarpHasEqualTheDefinition) {
   for (const char* softmax : {"separate", "joint"}) {
     ExpectAsDefined(CausalProblem(1, 2, 90, 36),
                     {{"segment", "30"},
@@ -150,7 +150,7 @@ TEST(Memorizing, InTheSimulatorMoreSlotsAndChannelsThanAWarpHasEqualTheDefinitio
                      {"layers", "1"},
                      {"softmax", softmax},
                      {"null_key", "true"}},
-                    Device::kSimulator);
+                    KernelDevice());
   }
 }
 
@@ -163,7 +163,7 @@ TEST(Memorizing, TokensOfZerosAreRetrievedInTheirOrder) {
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   Tensor x = RandomHidden(problem);
   Fill(x.view(), 0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     const NamedTensors defined = Define(problem, options, parameters, x, &computed);
     EXPECT_EQ(MaxDifference(computed.at("retrieved").view(), defined.at("retrieved").view()), 0);
@@ -196,7 +196,7 @@ TEST(Memorizing, OneHeadOfKeysAndValuesIsEveryHeadsAlike) {
         CopyElements(own.view(), Slice(copy.view(), axis, h * own.dim(axis), own.dim(axis)));
       }
     }
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       ExpectSame(Compute(Memorizing(), problem, one, parameters, x, device),
                  Compute(Memorizing(), problem, shared, copied, x, device));
     }
@@ -248,7 +248,7 @@ TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
   }
   const NamedTensors defined = Define(problem, options, parameters, x);
   const double norm = std::sqrt(1 + 1e-5);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     for (int64_t c = 0; c < 4; ++c) {
       const double expected[] = {
@@ -312,7 +312,7 @@ TEST(Memorizing, JoinedScoresAndANullSlotGiveWhatTheFormulaGivesByHand) {
                         : ((3 * w[c] + 3 * of_a + of_b) / 7 + of_a) / 2)};
       for (int64_t p = 0; p < 3; ++p) {
         EXPECT_NEAR(defined.at("out").span<double>()[4 * p + c], expected[p], 1e-6) << p;
-        for (const Device device : kHostDevices) {
+        for (const Device device : TestedDevices()) {
           const NamedTensors run = Compute(Memorizing(), problem, options, parameters, x, device);
           EXPECT_NEAR(run.at("out").span<float>()[4 * p + c], expected[p], 1e-5) << p;
         }
@@ -328,7 +328,7 @@ TEST(Memorizing, AClosedGateIsTransformerXlBitByBit) {
   const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
   const Tensor x = RandomHidden(problem);
   NamedTensors parameters = ParametersOf(transformer_xl::TransformerXl(), problem, shared);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors plain =
         Compute(transformer_xl::TransformerXl(), problem, shared, parameters, x, device);
     NamedTensors with_gate = ParametersOf(Memorizing(), problem, shared);
@@ -496,7 +496,7 @@ TEST(Memorizing, TokensOfNanAreNotRetrievedWhereOthersMayBe) {
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   Tensor x = RandomHidden(problem);
   Fill(Slice(x.view(), 1, 3, 1), NAN);  // and so are the keys of tokens 3 to 7
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     const NamedTensors defined = Define(problem, options, parameters, x, &computed);
     for (const char* output : {"out", "context"}) {
@@ -520,7 +520,7 @@ void ExpectRetrieved(const Options& options, int64_t tokens, int64_t lag) {
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   const int64_t segment = std::stoll(options.at("segment")),
                 store = std::stoll(options.at("store"));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors computed =
         Compute(Memorizing(), problem, options, parameters, RandomHidden(problem), device);
     const ConstTensorView retrieved = computed.at("retrieved").view();
@@ -663,7 +663,7 @@ TEST(Memorizing, OfEqualKeysTheOlderIsRetrieved) {
     CopyElements(Slice(x.view(), 1, 0, 1), Slice(x.view(), 1, t, 1));
   }
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     for (const auto& [p, oldest] : {std::make_pair(15, 0), {29, 0}, {35, 10}}) {
       for (int64_t n = 0; n < 3; ++n) {
@@ -796,7 +796,7 @@ TEST(Memorizing, OnGpusAndInHalfPrecisionTooTwoRunsAreOne) {
   for (const char* selection : {"exact", "bucketed"}) {
     options["selection"] = selection;
     transformer_xl::ExpectTwoRunsAreOne(Memorizing(), CausalProblem(2, 2, 43, 8), options, 24,
-                                        Device::kSimulator);
+                                        KernelDevice());
   }
   options["k"] = "20";  // in 16 bits a choice may be another
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
@@ -916,7 +916,7 @@ TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {
 void ExpectGoldenInTwoRuns(const Problem& problem, const Options& options,
                            const NamedTensors& parameters, const Tensor& x,
                            const ConstTensorView& out, int64_t first) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const transformer_xl::StackOutcome two = transformer_xl::EvaluateInTwoRuns(
         Memorizing(), problem, options, parameters, {{"x", x.view()}}, first, device);
     EXPECT_LE(MaxDifference(two.defined.at("out").view(), out), 1e-13);
@@ -952,7 +952,7 @@ TEST(Memorizing, MemorizingTransformersPytorchJoinsScoresInTheSameWay) {
     }
     const ConstTensorView out = golden.tensors.at("out").view();
     EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
       EXPECT_LE(MaxDifference(computed.at("out").view(), out), transformer_xl::StackBound(out, 1));
     }
@@ -979,7 +979,7 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
   const ConstTensorView out = golden.tensors.at("out").view();
   EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     EXPECT_LE(MaxDifference(computed.at("out").view(), out), transformer_xl::StackBound(out, 2));
   }

@@ -170,7 +170,7 @@ TEST(Reversible, OneBlockOnOneTokenIsAsComputedByHand) {
     return std::vector<float>(span.begin(), span.end());
   };
   const auto near = [](double value) { return ::testing::FloatNear(value, 2e-4); };
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_THAT(run("concatenate", device),
                 ::testing::ElementsAre(near(-1), near(5), near(7), near(10)));
     EXPECT_THAT(run("mean", device), ::testing::ElementsAre(near(3), near(7.5)));
@@ -195,7 +195,7 @@ TEST(Reversible, LayerEqualsDefinitionUnderEveryOption) {
     const Problem problem = Problem::SelfAttention(2, 2, 37, 8, /*causal=*/true, dtype);
     const NamedTensors inputs = Random(problem);
     for (const Options& options : all) {
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         RunRequest request;
         request.options = options;
         request.device = device;
@@ -221,7 +221,7 @@ TEST(Reversible, ReformersBlocksHashTheirTokens) {
   request.options = {{"f", "multi_head[inner=lsh[chunk=8,rounds=2]]"}, {"chunks", "4"}};
   const NamedTensors defined =
       DefineTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     const NamedTensors run = RunTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
     EXPECT_LE(MaxDifference(run.at("out").view(), defined.at("out").view()),
@@ -242,7 +242,7 @@ Tensor ExpectMatchesDefinition(const Problem& problem, const NamedTensors& input
   RunRequest request{options};
   Tensor expected =
       std::move(DefineTechnique(Reversible(), problem, ViewsOf(inputs), request).value().at("out"));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     request.device = device;
     const NamedTensors run = RunTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
     EXPECT_LE(MaxDifference(run.at("out").view(), expected.view()), 2e-5 * MaxAbs(expected.view()))
@@ -299,7 +299,7 @@ TEST(Reversible, AListHasATechniqueForEachBlockBitByBit) {
                                          "multi_head[bias=true]", "multi_head[bias=true]"};
   const Options options = {{"layers", "3"}, {"f", absl::StrCat(list[0], "/2*", list[1])}};
   const NamedTensors parameters = ParametersOf(problem, options);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     HostStreams blocks = Draw(problem, 5);
     HostStreams all = blocks.Clone();
     for (size_t n = 0; n < list.size(); ++n) {
@@ -350,7 +350,7 @@ TEST(Reversible, EqualsReformerPytorchInBothDirections) {
     const NamedTensors defined =
         DefineTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
     EXPECT_LE(MaxDifference(defined.at("out").view(), expected), 1e-12) << name;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       request.device = device;
       const NamedTensors run =
           RunTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
@@ -374,7 +374,7 @@ TEST(Reversible, TwelveBlocksComeBackWithinTheirRoundings) {
   const Problem problem = Problem::SelfAttention(2, 2, 20, 8);
   for (const char* f : {"multi_head", "multi_head[inner=longformer[window=6]]"}) {
     for (const int64_t layers : {1, 4, 12}) {
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         StackOnDevice stack(problem, {{"layers", absl::StrCat(layers)}, {"f", f}}, device);
         const HostStreams x = Draw(problem, 3);
         HostStreams streams = x.Clone();
@@ -411,7 +411,7 @@ TEST(Reversible, BranchesOfZeroAreTheIdentityInBothDirections) {
     const std::string last = name.substr(name.rfind('.') + 1);
     if (last == "w_o" || last == "w2" || last == "b2") Fill(tensor.view(), 0);
   }
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     StackOnDevice stack(problem, options, device, &parameters);
     const HostStreams x = Draw(problem, 3);
     HostStreams streams = x.Clone();
@@ -424,7 +424,7 @@ TEST(Reversible, BranchesOfZeroAreTheIdentityInBothDirections) {
 
 TEST(Reversible, WhatIsComputedAgainFromTheSameInputsHasTheSameBits) {
   const Problem problem = Problem::SelfAttention(2, 2, 70, 8);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     StackOnDevice stack(problem, {}, device), on_threads(problem, {}, device, nullptr, 3);
     const HostStreams x = Draw(problem, 3);
     HostStreams once = x.Clone(), again = x.Clone(), threads = x.Clone();
@@ -445,7 +445,7 @@ TEST(Reversible, ABlockIsUndoneToTheLastBitWhereItsSumsAreExact) {
   const Options options = {{"layers", "1"}};
   NamedTensors parameters = ParametersOf(problem, options);
   FillNormal(&parameters["layer0.f_norm.beta"], 5, "beta");
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     StackOnDevice stack(problem, options, device, &parameters);
     HostStreams streams = Draw(problem, 3);
     Fill(streams.first.view(), 0);
@@ -585,7 +585,7 @@ TEST(Reversible, WhatIsKeptDoesNotGrowWithTheBlocks) {
 TEST(Reversible, AnyNumberOfChunksGivesTheSameBits) {
   const Problem problem = Problem::SelfAttention(3, 2, 37, 8);
   const NamedTensors inputs = Random(problem);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto run = [&](const char* chunks) {
       RunRequest request;
       request.options = {{"chunks", chunks}};

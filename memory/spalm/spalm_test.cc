@@ -68,7 +68,7 @@ struct Plane {
       const double expected = logits[y] - max - std::log(sum);
       const double scale = std::max(1.0, std::abs(expected));
       EXPECT_NEAR(defined.at("out").span<double>()[y], expected, 1e-14 * scale);
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         EXPECT_NEAR(Run(device).at("out").span<float>()[y], expected, 2e-6 * scale) << Name(device);
       }
     }
@@ -117,7 +117,7 @@ TEST(Spalm, WithoutNeighboursItIsTheModelAsKnnLmIs) {
   const NamedTensors parameters = random.Parameters();
   NamedTensors shared = random.Parameters();
   shared.erase("spalm.gate");
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor model = random.Run({{"k", "0"}}, &parameters, device).at("out").Clone();
     Options alone = random.options;
     alone["lambda"] = "0";
@@ -143,7 +143,7 @@ TEST(Spalm, TheOrderOfTheNeighboursDoesNotMatter) {
                  Slice(reversed.view(), 2, 5 - n, 1));
   }
   random.inputs["neighbours"] = std::move(reversed);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_LE(
         MaxDifference(random.Run({}, nullptr, device).at("out").view(), found.at("out").view()),
         Fp32Bound(found.at("out").view()));
@@ -187,7 +187,7 @@ TEST(Spalm, TheStatisticIsTheMeanGateWhichIsOneForATokenWithoutNeighbours) {
     sum += found ? Logistic(score) : 1;
   }
   random.inputs["neighbours"] = std::move(neighbours);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const auto layer = Spalm().Create(random.problem, random.options, device, 1).value();
     ASSERT_TRUE(layer->SetParameters(parameters).ok());
     ASSERT_TRUE((device == Device::kCpu ? RunLayer(*layer, ViewsOf(random.inputs))

@@ -193,7 +193,7 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
 
 // The cases cover the options, and the edges of tiles and of the ring. They are few and small,
 // since the simulator is slow and the conformance test runs it too.
-TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
+TEST(TransformerXl, OnDevicesRunAndStreamsEqualTheDefinition) {
   const Problem problem = CausalProblem(2, 2, 100, 8);
   for (const Options& options :
        std::vector<Options>{{{"segment", "70"}, {"memory", "50"}},
@@ -202,7 +202,7 @@ TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
                             {{"segment", "40"}, {"memory", "90"}, {"span_ramp", "9.5"}},
                             {{"segment", "66"}, {"memory", "0"}, {"pre_norm", "true"}}}) {
     SCOPED_TRACE(ToString(options));
-    Case test(problem, options, Device::kSimulator);
+    Case test(problem, options, KernelDevice());
     const std::vector<int64_t> segments = Repeat(test.options().segment, 100);
     const Tensor expected = test.Define(segments);
     EXPECT_LE(MaxDifference(test.Run().view(), expected.view()), StackBound(expected.view(), 2));
@@ -400,7 +400,7 @@ TEST(TransformerXl, ResetBeginsAnew) {
 // ---- Memories of an earlier run ----
 
 TEST(TransformerXl, TwoRunsWithTheMemoriesHandedOverAreOne) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const Options& more :
          std::vector<Options>{{{"memory", "20"}},
                               {{"memory", "37"}, {"pre_norm", "true"}},
@@ -485,7 +485,7 @@ TEST(TransformerXl, CostsCountTheGivenKeys) {
 TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
   // Without its feed-forward network the last layer gives LN(context), or g with pre_norm, whose
   // normalisation is the context.
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* pre_norm : {"false", "true"}) {
       SCOPED_TRACE(testing::Message() << Name(device) << ", pre_norm=" << pre_norm);
       Case test(CausalProblem(2, 2, 70, 8),
@@ -520,7 +520,7 @@ TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
 // ---- Properties ----
 
 TEST(TransformerXl, TheFinalNormIsANormOfWhatTheStackWritesWithoutIt) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (const char* pre_norm : {"false", "true"}) {
       SCOPED_TRACE(testing::Message() << Name(device) << ", pre_norm=" << pre_norm);
       const Problem problem = CausalProblem(2, 2, 70, 8);
@@ -909,7 +909,7 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
                            {"memory", golden.metadata.at("memory_tokens")},
                            {"same_length", golden.metadata.at("same_length")},
                            {"feed_forward_dim", golden.metadata.at("inner_dim")}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     SCOPED_TRACE(Name(device));
     Case test(problem, options, device);
     for (auto& [name, tensor] : test.parameters()) {
@@ -979,7 +979,7 @@ TEST(TransformerXl, ARunKeepsOneStateForEachLayerButTheFirstWhateverTheSegment) 
 
 TEST(TransformerXl, TheBackwardPassIsOnTheCpu) {
   const auto layer =
-      TransformerXl().Create(CausalProblem(1, 2, 8, 8), {}, Device::kSimulator, 1).value();
+      TransformerXl().Create(CausalProblem(1, 2, 8, 8), {}, KernelDevice(), 1).value();
   EXPECT_EQ(layer->CheckBackward().code(), absl::StatusCode::kUnimplemented);
 }
 
@@ -997,7 +997,7 @@ TEST(TransformerXlGolden, LabmlsPreNormNetworkWithItsFinalNormComputesTheSame) {
   NamedTensors parameters = PerturbedParameters(TransformerXl(), problem, options);
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
   const ConstTensorView out = golden.tensors.at("out").view();
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const StackOutcome outcome =
         EvaluateStack(TransformerXl(), problem, options, parameters, x, device);
     EXPECT_LE(MaxDifference(outcome.defined.at("out").view(), out), 1e-13);

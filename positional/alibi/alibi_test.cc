@@ -63,7 +63,7 @@ TEST(Alibi, AttentionMatchesBloom) {
     NamedTensors defined;
     ASSERT_TRUE(Alibi().Define(problem, {}, exact_slopes, exact, {}, &defined).ok());
     EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12);
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors ours =
           RunTechnique(Alibi(), problem, ViewsOf(single), {{}, device}).value();
       EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),

@@ -83,7 +83,7 @@ TEST(DistanceAware, WeightsOfThreeKeysByHand) {
   const NamedTensors parameters =
       Parameters({static_cast<float>(std::log(2.0))}, {static_cast<float>(std::log(3.0))});
   const double sum = 1 + std::exp(3.0) + std::exp(8.0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunWith(problem, inputs, parameters, device);
     const float* row = ours.at("out").view().At<float>(0, 0, 1);
     EXPECT_NEAR(row[0], 1 / sum, 1e-6) << Name(device);

@@ -87,7 +87,7 @@ TEST(Learned, TwoTokensByHand) {
   x.span<float>()[0] = 1;
   x.span<float>()[1] = 2;
   const Options options = {{"max_tokens", "3"}, {"position_offset", "1"}};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor out = RunOf(Learned(), problem, {{"x", x.view()}}, options, parameters, device);
     const double u[] = {1.5, 1};
     for (int64_t i = 0; i < 2; ++i) {
@@ -149,7 +149,7 @@ TEST(Learned, AStackIsOneMultiHeadAttentionOnTheOther) {
       h = Reference(problem, h, parameters.at("p"), table, parameters,
                     "application" + std::to_string(n) + ".");
     }
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const Tensor out = RunOf(Learned(), problem, ViewsOf(inputs), options, parameters, device);
       EXPECT_LE(MaxDifference(out.view(), h.view()), Bound(h.view()))
           << per_layer << ", " << Name(device);
@@ -173,7 +173,7 @@ TEST(Learned, AListHasATechniqueForEachLayer) {
   request.parameters = &parameters;
   const auto defined = DefineTechnique(Learned(), problem, ViewsOf(inputs), request);
   EXPECT_LE(MaxDifference(defined->at("out").view(), h.view()), Bound(h.view()));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor out = RunOf(Learned(), problem, ViewsOf(inputs), options, parameters, device);
     EXPECT_LE(MaxDifference(out.view(), h.view()), Bound(h.view())) << Name(device);
   }
@@ -185,7 +185,7 @@ TEST(Learned, AListOfEqualTechniquesIsTheOneTechniqueBitByBit) {
   const Options one = {{"layers", "2"}, {"inner", "longformer[window=4]"}};
   const Options list = {{"layers", "2"}, {"inner", "2*longformer[window=4]"}};
   const NamedTensors parameters = Parameters(problem, one);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     EXPECT_EQ(
         MaxDifference(RunOf(Learned(), problem, ViewsOf(inputs), one, parameters, device).view(),
                       RunOf(Learned(), problem, ViewsOf(inputs), list, parameters, device).view()),
@@ -258,7 +258,7 @@ TEST(Learned, TorchsAttentionOnOptsTableComputesTheSame) {
   request.parameters = &parameters;
   const auto defined = DefineTechnique(Learned(), problem, inputs, request);
   EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor ours = RunOf(Learned(), problem, inputs, request.options, parameters, device);
     EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
   }

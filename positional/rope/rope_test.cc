@@ -75,7 +75,7 @@ TEST(Rope, AnglesOfAMillionPositionsAreThoseOfFloat64) {
   std::copy(rows, rows + 4, inputs["q"].span<float>().begin());
   std::copy(rows, rows + 4, inputs["k"].span<float>().begin());
   for (const int64_t p : {0, 1000, 99999, 999999}) {
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run =
           RunOwn(problem, ViewsOf(inputs), {{"position_offset", absl::StrCat(p)}}, device);
       const double root = std::sqrt(2.0);
@@ -106,7 +106,7 @@ TEST(Rope, MatchesItsDefinitionInPartAndWhole) {
       const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
       const NamedTensors expected =
           DefineTechnique(Rope(), problem, ViewsOf(inputs), {options}).value();
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options, device);
         EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
                   Fp32Bound(inputs.at("v").view()))
@@ -123,7 +123,7 @@ TEST(Rope, InSixteenBitsTurnedRowsAreRoundedAsTheDefinitionHasIt) {
       const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
       const NamedTensors expected =
           DefineTechnique(Rope(), problem, ViewsOf(inputs), {options}).value();
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options, device);
         // The log-sum-exp is fp32: a single element of a row that is rounded the other way would be
         // visible.
@@ -175,7 +175,7 @@ TEST_P(RopeGolden, AttentionWithTheirTurnedRowsEqualsOurs) {
   // At position 1e5 their angle, a product in another order, differs from ours in the last bit: 1e5
   // 2^-53 = 1e-11.
   EXPECT_LE(MaxDifference(defined["out"].view(), theirs["out"].view()), 1e-10);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors ours = RunOwn(problem, plain, options, device);
     EXPECT_LE(MaxDifference(ours.at("out").view(), theirs["out"].view()),
               Fp32Bound(values.at("v").view()))

@@ -53,7 +53,7 @@ TEST(Shaw, ThreeTokensAreWhatTheFormulaSaysByHand) {
   // The weights are 2 : 4 : 4, 1 : 2 : 4 and 1 : 1 : 2.
   const double expected[] = {(2 * 21 + 4 * 32 + 4 * 33) / 10.0, (1 * 11 + 2 * 22 + 4 * 33) / 7.0,
                              (1 * 11 + 1 * 12 + 2 * 23) / 4.0};
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const NamedTensors run =
         RunTechnique(Shaw(), problem, ViewsOf(inputs), With(tables, K(1), device)).value();
     for (int i = 0; i < 3; ++i) {
@@ -158,7 +158,7 @@ TEST(Shaw, OneTableForAllHeadsEqualsTheSameTableForEach) {
 }
 
 TEST(Shaw, MatchesItsDefinitionWhateverTheDistance) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (bool causal : {false, true}) {
       for (auto [queries, keys] : {std::pair<int64_t, int64_t>{129, 129}, {30, 200}, {200, 30}}) {
         for (const int64_t k : {0, 1, 2, 20, 33, 250}) {
@@ -204,7 +204,7 @@ TEST(Shaw, MatchesTensor2tensor) {
     NamedTensors defined;
     ASSERT_TRUE(Shaw().Define(problem, options, tables, inputs, {}, &defined).ok());
     EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12) << name;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors run =
           RunTechnique(Shaw(), problem, inputs, With(tables, options, device)).value();
       EXPECT_LE(MaxDifference(run.at("out").view(), tensors.at("out").view()),

@@ -175,7 +175,7 @@ TEST(Sinusoidal, IsMultiHeadAttentionOnEncodedHiddenStates) {
       encoded["x"] = Encoded(inputs.at("x"), scaled ? 4 : 1, Sinusoids(1000, 70, 16, {}).value());
       const Tensor expected =
           RunOf(FindTechnique("multi_head"), problem, ViewsOf(encoded), {{"inner", inner}});
-      for (const Device device : kHostDevices) {
+      for (const Device device : TestedDevices()) {
         const Options options = {{"inner", inner},
                                  {"position_offset", "1000"},
                                  {"embedding_scale", scaled ? "sqrt_model_dim" : "one"}};
@@ -289,7 +289,7 @@ TEST(Sinusoidal, TorchsAttentionOnDistilbertsTableComputesTheSame) {
   request.parameters = &parameters;
   const auto defined = DefineTechnique(Sinusoidal(), problem, inputs, request);
   EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor ours = RunOf(Sinusoidal(), problem, inputs, request.options, &parameters, device);
     EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
   }

@@ -106,7 +106,7 @@ TEST(T5Bias, AttentionMatchesHuggingFace) {
     NamedTensors defined;
     ASSERT_TRUE(T5Bias().Define(problem, {}, parameters, inputs, {}, &defined).ok());
     EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12) << name;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const NamedTensors ours =
           RunTechnique(T5Bias(), problem, inputs, {{}, device, 1, &parameters}).value();
       EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),

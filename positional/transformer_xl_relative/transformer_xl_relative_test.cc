@@ -191,7 +191,7 @@ TEST(TransformerXlRelative, ShiftingQueriesAndKeysTogetherChangesNothing) {
 }
 
 TEST(TransformerXlRelative, MatchesItsDefinitionBidirectionallyAndCausally) {
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     for (bool causal : {false, true}) {
       for (auto [queries, keys] : {std::pair<int64_t, int64_t>{129, 129}, {30, 200}, {200, 30}}) {
         Problem problem = Problem::SelfAttention(1, 4, queries, 13, causal);
@@ -257,7 +257,7 @@ TEST(TransformerXlRelative, MatchesHuggingFace) {
     ASSERT_TRUE(
         TransformerXlRelative().Define(problem, options, parameters, inputs, {}, &defined).ok());
     EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12) << name;
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       RunRequest request = With(parameters, options);
       request.device = device;
       const NamedTensors run =

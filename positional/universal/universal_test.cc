@@ -64,7 +64,7 @@ TEST(Universal, AtPositionZeroAndStepZeroZerosAndTwosAreAdded) {
     for (int64_t n = 0; n < 6; ++n) *matrix.view().MutableAt<float>(n, n) = 1;
   }
   Fill((inputs["x"] = Tensor(DType::kF32, {2, 1, 6})).view(), 0);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs),
                              {{"steps", "1"}, {"first_step", "0"}}, parameters, device);
     for (int64_t n = 0; n < 12; ++n) EXPECT_EQ(out.span<float>()[n], n % 2 == 0 ? 0 : 2);
@@ -103,7 +103,7 @@ TEST(Universal, StepsAreApplicationsOfTheSameAttention) {
       h["x"] =
           RunOf(FindTechnique("sinusoidal"), problem, ViewsOf(h), {{"inner", inner}}, parameters);
     }
-    for (const Device device : kHostDevices) {
+    for (const Device device : TestedDevices()) {
       const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs),
                                {{"steps", "3"}, {"inner", inner}}, parameters, device);
       EXPECT_LE(MaxDifference(out.view(), h["x"].view()), Bound(h["x"].view()))
@@ -151,7 +151,7 @@ Tensor ExpectMatchesDefinition(const Problem& problem, const NamedTensors& input
   request.parameters = &parameters;
   Tensor expected =
       std::move(DefineTechnique(Universal(), problem, ViewsOf(inputs), request).value().at("out"));
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs), options, parameters, device);
     EXPECT_LE(MaxDifference(out.view(), expected.view()), 2 * Bound(expected.view()))
         << Name(device);
@@ -215,7 +215,7 @@ TEST(Universal, APortOfTensor2TensorsEncoderComputesTheSame) {
   request.parameters = &parameters;
   const auto defined = DefineTechnique(Universal(), problem, inputs, request);
   EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
-  for (const Device device : kHostDevices) {
+  for (const Device device : TestedDevices()) {
     const Tensor ours = RunOf(Universal(), problem, inputs, request.options, parameters, device);
     EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
   }

@@ -92,6 +92,7 @@ KernelsInfo = provider(
     "Compiled kernels, apart from the C++ that launches them.",
     fields = {
         "for_gpu": "CcInfo to link, by nvcc; empty where there is no toolkit",
+        "resources": "files, one a source, of the registers and memory that nvcc gives each kernel",
         "simulated": "CcInfo to link, with the simulator",
     },
 )
@@ -99,6 +100,7 @@ KernelsInfo = provider(
 def _merge(infos):
     return KernelsInfo(
         for_gpu = cc_common.merge_cc_infos(cc_infos = [info.for_gpu for info in infos]),
+        resources = depset(transitive = [info.resources for info in infos]),
         simulated = cc_common.merge_cc_infos(cc_infos = [info.simulated for info in infos]),
     )
 
@@ -177,8 +179,11 @@ def _compile_for_simulator(ctx, cc_toolchain, source, context):
     return renamed
 
 def _compile(ctx, cc_toolchain, source, context):
+    """Returns the object, and the file of what its kernels need (kernel_resources.h)."""
     output = _object(ctx, source, "o")
+    resources = _object(ctx, source, "resources")
     args = ctx.actions.args()
+    args.add_all([NVCC, resources])
     args.add_all(["-std=c++17", "-x", "cu", "--expt-relaxed-constexpr", "-Werror=all-warnings"])
     args.add("--ftz=true")  # denormals count as zero, as in the engines of the CPU (core/denormals.h)
     args.add_all(_MODE_FLAGS[ctx.var["COMPILATION_MODE"]])
@@ -191,16 +196,16 @@ def _compile(ctx, cc_toolchain, source, context):
     args.add("-c", source)
     args.add("-o", output)
     ctx.actions.run(
-        executable = NVCC,
+        executable = ctx.executable._compile_kernels,
         arguments = [args],
         # The toolkit is no input of the action; its version in the environment stands for it.
         env = dict(ctx.configuration.default_shell_env, CUDA_TOOLKIT = VERSION, PATH = "/usr/bin:/bin"),
         inputs = depset(ctx.files.srcs, transitive = [context.headers, cc_toolchain.all_files]),
         mnemonic = "CudaCompile",
-        outputs = [output],
+        outputs = [output, resources],
         progress_message = "Compiling %s" % source.short_path,
     )
-    return output
+    return output, resources
 
 def _link(ctx, objects, suffix, runtime):
     """A CcInfo that links kernels and what they run on; an empty one where there are none."""
@@ -238,9 +243,18 @@ def _cuda_library_impl(ctx):
     sources = [source for source in ctx.files.srcs if source.extension == "cu"]
 
     # Compiled when something asks for the objects: a program that links them, or `bazel build` of this target.
-    for_gpu = []
+    compiled = []
     if _has_toolkit(ctx):
-        for_gpu = [_compile(ctx, cc_toolchain, source, context) for source in sources]
+        compiled = [_compile(ctx, cc_toolchain, source, context) for source in sources]
+    for_gpu = [output for output, _ in compiled]
+    resources = [output for _, output in compiled]
+    if ctx.attr.spills:
+        spills = ctx.actions.declare_file("_objs/%s/spills.resources" % ctx.label.name)
+        ctx.actions.write(spills, "".join([
+            "known spill: %s: %s\n" % (kernel, why)
+            for kernel, why in ctx.attr.spills.items()
+        ]))
+        resources.append(spills)
     simulated = []
     if ctx.attr.simulated:
         simulated = [_compile_for_simulator(ctx, cc_toolchain, source, context) for source in sources]
@@ -249,6 +263,7 @@ def _cuda_library_impl(ctx):
         CcInfo(compilation_context = context, linking_context = deps.linking_context),
         _merge([dep[KernelsInfo] for dep in ctx.attr.deps if KernelsInfo in dep] + [KernelsInfo(
             for_gpu = _link(ctx, for_gpu, "_for_gpu", ctx.attr._runtime),
+            resources = depset(resources),
             simulated = _link(ctx, simulated, "_simulated", ctx.attr._simulator),
         )]),
     ]
@@ -260,10 +275,20 @@ cuda_library = rule(
         "deps": attr.label_list(providers = [CcInfo]),
         "hdrs": attr.label_list(allow_files = [".h", ".cuh", ".inc"]),
         "simulated": attr.bool(default = True, doc = "Compile for the simulator too."),
+        "spills": attr.string_dict(
+            doc = "Kernels whose spills of registers are accepted: {\"SOURCE: KERNEL\": \"BYTES of a thread, and why\"}, named " +
+                  "as //tools/cuda:kernel_resources prints them.",
+        ),
         "local_defines": attr.string_list(doc = "Macros for these sources alone."),
         "srcs": attr.label_list(allow_files = [".cu", ".h", ".cuh", ".inc"], doc = "Sources and private headers."),
         "_architectures": attr.label(default = "//:cuda_archs"),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
+        "_compile_kernels": attr.label(
+            allow_single_file = True,
+            cfg = "exec",
+            default = "//tools/cuda:compile_kernels",
+            executable = True,
+        ),
         "_enabled": attr.label(default = "//tools/cuda:enabled"),
         "_hook_names": attr.label(default = "//tools/cuda:simulator_hooks.txt", allow_single_file = True),
         "_runtime": attr.label(default = "@local_cuda//:runtime"),
@@ -321,10 +346,20 @@ def _with_kernels(name, deps, for_tests, testonly):
     )
     return deps + [":%s_kernels" % name]
 
-def cuda_test(name, deps, **kwargs):
-    """A cc_test with kernels (see the head of this file)."""
+def cuda_test(name, deps, on_gpu = True, tags = [], **kwargs):
+    """A cc_test with kernels (see the head of this file).
+
+    Args:
+      name: of the target
+      deps: of the test, with the libraries whose kernels it links
+      on_gpu: whether it is one of the tests that --config=gpu runs, with kernels on a GPU in place of the simulator
+        (core/tested_devices.h); false for tests of the simulator, of the CPU, and by a simulated clock
+      tags: as everywhere
+      **kwargs: cc_test's other attributes
+    """
     cc_test(
         name = name,
+        tags = tags + (["gpu"] if on_gpu else []),
         deps = _with_kernels(name, deps, for_tests = True, testonly = True),
         **kwargs
     )
@@ -345,6 +380,46 @@ def cuda_binary(name, deps, for_tests = False, testonly = False, **kwargs):
         deps = _with_kernels(name, deps, for_tests, testonly or for_tests),
         **kwargs
     )
+
+# --- What kernels need of a GPU
+
+def _kernel_resources_impl(ctx):
+    infos = [dep[KernelsInfo] for dep in ctx.attr.deps if KernelsInfo in dep]
+    files = depset(transitive = [info.resources for info in infos])
+    args = ctx.actions.args()
+    args.add(ctx.outputs.out)
+    args.add_all(files)
+    ctx.actions.run_shell(
+        arguments = [args],
+        command = "out=$1; shift; cat -- /dev/null \"$@\" > \"$out\"",
+        inputs = files,
+        mnemonic = "CudaKernelResources",
+        outputs = [ctx.outputs.out],
+    )
+    return [DefaultInfo(
+        files = depset([ctx.outputs.out]),
+        runfiles = ctx.runfiles(files = [ctx.outputs.out]),
+    )]
+
+_kernel_resources = rule(
+    implementation = _kernel_resources_impl,
+    attrs = {
+        "deps": attr.label_list(aspects = [_collect], providers = [CcInfo]),
+        "out": attr.output(mandatory = True),
+    },
+)
+
+def kernel_resources(name, deps, **kwargs):
+    """NAME.txt: registers, spills and memory of the kernels of all libraries in `deps`, in the words of nvcc (kernel_resources.h).
+
+    They come with the objects: nothing is compiled for them alone.
+
+    Args:
+      name: of the target
+      deps: libraries, and what they depend on
+      **kwargs: visibility, and what else every rule has
+    """
+    _kernel_resources(name = name, deps = deps, out = name + ".txt", **kwargs)
 
 # For target_compatible_with of any target that makes sense with CUDA alone.
 REQUIRES_CUDA = select({

@@ -1,7 +1,8 @@
 """@local_cuda: the CUDA toolkit of this machine, as tools/cuda/find_toolkit finds it, or the statement that there is none.
 
     toolkit.bzl   NVCC, the compiler's path, and VERSION, the last line of its --version; both "" where there is none.
-                  HAS_GPU, whether the machine has an NVIDIA GPU and its driver
+                  HAS_GPU, whether the machine has an NVIDIA GPU and its driver; GPU_ARCHS, what nvcc calls its GPUs
+                  (tools/cuda/find_gpus), [] where they or nvcc are not found
     :runtime      the static CUDA runtime; nothing where there is none
 """
 
@@ -37,7 +38,17 @@ def _cuda_toolkit_impl(ctx):
     # The driver's devices; in WSL, the window to the host's driver.
     devices = [path.basename for path in ctx.path("/dev").readdir()]
     has_gpu = any([name == "dxg" or name.startswith("nvidia") and name[6:].isdigit() for name in devices])
-    ctx.file("toolkit.bzl", "NVCC = %r\nVERSION = %r\nHAS_GPU = %r\n" % (nvcc, version, has_gpu))
+    archs = []
+    if has_gpu and nvcc:
+        gpus = ctx.execute([ctx.path(Label("//tools/cuda:find_gpus")), nvcc])
+        if gpus.stderr:
+            print(gpus.stderr.strip())  # buildifier: disable=print
+        if gpus.return_code == 0:
+            archs = gpus.stdout.strip().split("\n")
+    ctx.file(
+        "toolkit.bzl",
+        "NVCC = %r\nVERSION = %r\nHAS_GPU = %r\nGPU_ARCHS = %r\n" % (nvcc, version, has_gpu, archs),
+    )
 
 cuda_toolkit = repository_rule(
     implementation = _cuda_toolkit_impl,

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs find_toolkit, install_toolkit and tools/setup on a made-up machine: toolkits that are a folder with an nvcc that knows its
+# Runs find_toolkit, find_gpus, install_toolkit and tools/setup on a made-up machine: toolkits that are a folder with an nvcc that knows its
 # version, a pip that writes one, and a PATH with nothing else.
 set -eu
 
@@ -12,11 +12,11 @@ new_machine() {
   rm -rf "$machine"
   mkdir -p "$machine"/{bin,home,tools/cuda}
   local tool
-  for tool in bash chmod dirname grep ln mkdir mktemp mv readlink rm sed touch; do
+  for tool in bash chmod dirname grep ln mkdir mktemp mv readlink rm sed sort touch; do
     ln -s "$(command -v "$tool")" "$machine/bin/$tool"
   done
   cp tools/setup "$machine/tools"
-  cp tools/cuda/{install_toolkit,requirements.txt} "$machine/tools/cuda"
+  cp tools/cuda/{find_gpus,install_toolkit,requirements.txt} "$machine/tools/cuda"
   sed "s|/usr/local/cuda|$machine/usr-local-cuda|g" tools/cuda/find_toolkit > "$machine/tools/cuda/find_toolkit"
   chmod +x "$machine/tools/cuda/find_toolkit"
 }
@@ -51,6 +51,15 @@ END
     [[ "${1:-}" != broken ]] || echo 'rm "$target"/nvidia/cu13/lib/*; exit 1'
   } > "$machine/bin/python3"
   chmod +x "$machine/bin/python3"
+}
+
+# new_gpus CAPABILITY...: an nvidia-smi that names GPUs of these compute capabilities.
+new_gpus() {
+  {
+    printf '#!/bin/bash\n[[ "$*" == "--query-gpu=compute_cap --format=csv,noheader" ]] || exit 1\n'
+    (( $# == 0 )) || printf 'echo %s\n' "$@"
+  } > "$machine/bin/nvidia-smi"
+  chmod +x "$machine/bin/nvidia-smi"
 }
 
 # on_machine [NAME=VALUE...] COMMAND...: sets `status`, `out` and `err`.
@@ -133,6 +142,47 @@ what_cannot_be_used_is_passed_over_with_the_reason() {
   expect stderr "$err" "*$cache/cuda-13.0: its nvcc --version names no release"
 }
 
+# A machine whose nvcc knows three GPUs.
+new_machine_for_gpus() {
+  new_machine
+  printf '#!/bin/bash\n[[ "$*" == --list-gpu-code ]] && printf "sm_80\\nsm_89\\nsm_90\\n"\n' > "$machine/bin/nvcc"
+  chmod +x "$machine/bin/nvcc"
+}
+find_gpus() { on_machine "$machine/tools/cuda/find_gpus" "$machine/bin/nvcc"; }
+
+gpus_have_the_names_that_nvcc_gives_them_each_once() {
+  new_machine_for_gpus
+  new_gpus 9.0 8.9 9.0
+  find_gpus
+  expect status "$status" 0
+  expect stdout "$out" sm_89$'\n'sm_90a
+  expect stderr "$err" ""
+}
+
+gpus_that_nothing_can_be_compiled_for_are_said_with_the_reason() {
+  new_machine_for_gpus
+  find_gpus
+  expect status "$status" 1
+  expect stderr "$err" "*there is no nvidia-smi"
+  local capability reason
+  while IFS=, read -r capability reason; do
+    new_gpus $capability
+    find_gpus
+    expect status "$status" 1
+    expect stdout "$out" ""
+    expect stderr "$err" "tools/cuda: kernels are not compiled for this machine's GPU: *$reason"
+  done << 'END'
+,nvidia-smi names none
+8.0 7.5,sm_75 is older than Ampere
+12.0,nvcc does not know sm_120
+[N/A],its compute capability is [[]N/A]
+END
+  printf '#!/bin/bash\nexit 9\n' > "$machine/bin/nvidia-smi"
+  find_gpus
+  expect status "$status" 1
+  expect stderr "$err" "*nvidia-smi fails"
+}
+
 nothing_is_installed_beside_a_toolkit() {
   new_machine
   new_toolkit "$machine/usr-local-cuda" 12.4
@@ -188,6 +238,8 @@ a_machine_without_a_toolkit_has_none
 a_toolkit_is_described_in_four_lines
 cuda_home_goes_first_then_usr_local_then_path_then_the_cache
 what_cannot_be_used_is_passed_over_with_the_reason
+gpus_have_the_names_that_nvcc_gives_them_each_once
+gpus_that_nothing_can_be_compiled_for_are_said_with_the_reason
 nothing_is_installed_beside_a_toolkit
 without_pip_one_line_says_what_to_install
 a_broken_installation_leaves_nothing_and_the_next_one_goes_through

@@ -255,7 +255,7 @@ absl::Status ProjectedAttention::Setup(const NamedTensors& parameters, absl::str
     return FindParameter(parameters, absl::StrCat(prefix, name));
   };
   // Packs the matrices of some projections side by side, and their biases.
-  const auto pack = [&](const std::vector<std::string>& names) {
+  const auto pack = [&](const std::vector<std::string>& names) -> absl::StatusOr<PackedMatrix> {
     std::vector<ConstTensorView> matrices;
     std::vector<float> biases;
     for (const std::string& name : names) {
@@ -265,7 +265,11 @@ absl::Status ProjectedAttention::Setup(const NamedTensors& parameters, absl::str
         biases.push_back(*bias.At<float>(c));
     }
     const ConstTensorView bias(biases.data(), DType::kF32, {static_cast<int64_t>(biases.size())});
-    return PackedMatrix::Create(device_, matrices, biases.empty() ? ConstTensorView() : bias);
+    absl::StatusOr<PackedMatrix> packed =
+        PackedMatrix::Create(device_, matrices, biases.empty() ? ConstTensorView() : bias);
+    // Inputs, and what the inner technique writes, are of the problem's type.
+    if (packed.ok()) TFB_RETURN_IF_ERROR(PrepareForRowsOf(problem_.dtype, &*packed));
+    return packed;
   };
   const auto names = [this](bool of_memory) {
     std::vector<std::string> result;

@@ -1,0 +1,236 @@
+#include "tools/cuda/kernel_resources.h"
+
+#include <cxxabi.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <regex>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kMaxStaticSharedBytes = 48 << 10;  // of every GPU; more must be dynamic
+
+using KernelKey = std::pair<std::string, std::string>;  // mangled name, architecture
+
+struct LaunchBounds {
+  int64_t block_threads = 1024;
+  int64_t blocks = 1;
+};
+
+// A kernel as ptxas prints it; the lines come in this order.
+struct Compiled {
+  bool has_properties = false;
+  bool has_registers = false;
+  KernelResources resources;
+};
+
+// Returns the number in front of `unit` in a line such as "Used 10 registers, 128 bytes smem"; 0
+// where the line has none.
+int64_t NumberBefore(const std::string& unit, const std::string& line) {
+  std::smatch match;
+  if (!std::regex_search(line, match, std::regex("([0-9]+) " + unit))) return 0;
+  int64_t number = 0;
+  return absl::SimpleAtoi(match[1].str(), &number) ? number : 0;
+}
+
+// Returns the product of ".maxntid 128, 1, 1"'s numbers, or ".minnctapersm 2"'s number.
+int64_t Product(absl::string_view numbers) {
+  int64_t product = 1;
+  for (const absl::string_view text : absl::StrSplit(numbers, ',')) {
+    int64_t number = 0;
+    product *= absl::SimpleAtoi(text, &number) ? number : 0;
+  }
+  return product;
+}
+
+// Returns the demangled name without return type, namespaces and parameters, behind the name of its
+// source, which nvcc puts into the name of the anonymous namespace.
+std::string ReadableName(const std::string& mangled) {
+  int status = 0;
+  const std::unique_ptr<char, decltype(&std::free)> demangled(
+      abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status), &std::free);
+  if (status != 0) return mangled;
+  std::smatch match;
+  std::string source;
+  if (std::regex_search(mangled, match, std::regex("_GLOBAL__N__[0-9a-f]+_[0-9]+_(\\w+?)_cu_"))) {
+    source = absl::StrCat(match[1].str(), ": ");
+  }
+  std::string name = demangled.get();
+  name = std::regex_replace(name, std::regex("\\(anonymous namespace\\)::"), "");
+  name = std::regex_replace(name, std::regex("\\b(?:\\w+::)+(?=\\w)"), "");
+  name = std::regex_replace(name, std::regex("^void "), "");
+  // The parameters begin at the parenthesis outside angle brackets.
+  int depth = 0;
+  for (size_t i = 0; i < name.size(); ++i) {
+    if (name[i] == '<') ++depth;
+    if (name[i] == '>') --depth;
+    if (name[i] == '(' && depth == 0) return source + name.substr(0, i);
+  }
+  return source + name;
+}
+
+class Reader {
+ public:
+  void Read(const std::string& line) {
+    std::smatch match;
+    absl::string_view spill = line;
+    if (absl::ConsumePrefix(&spill, "known spill: ")) return ReadSpill(std::string(spill));
+    static const auto* entry = new std::regex("\\.entry (\\w+)");
+    static const auto* compiling = new std::regex("Compiling entry function '(\\w+)' for '(\\w+)'");
+    if (std::regex_search(line, match, *compiling)) {
+      kernel_ = &compiled_[{match[1], match[2]}];
+    } else if (absl::StrContains(line, "bytes stack frame") && kernel_ != nullptr) {
+      ReadProperties(line);
+    } else if (absl::StrContains(line, "Used ") && kernel_ != nullptr) {
+      kernel_->has_registers = true;
+      kernel_->resources.registers = NumberBefore("registers", line);
+      kernel_->resources.static_shared_bytes = NumberBefore("bytes smem", line);
+    } else {
+      ReadPtx(line);
+    }
+    if (std::regex_search(line, match, *entry)) bounds_of_ = &bounds_[{match[1], target_}];
+  }
+
+  absl::StatusOr<std::vector<KernelResources>> Finish() && {
+    std::vector<KernelResources> kernels;
+    std::set<std::string> used;
+    for (auto& [key, compiled] : compiled_) {
+      const auto bounds = bounds_.find(key);
+      if (!compiled.has_properties || !compiled.has_registers || bounds == bounds_.end()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(key.first, " for ", key.second, ": ",
+                         bounds == bounds_.end() ? "no PTX" : "ptxas does not tell all of it"));
+      }
+      KernelResources& kernel = compiled.resources;
+      kernel.kernel = ReadableName(key.first);
+      kernel.architecture = key.second;
+      kernel.block_threads = bounds->second.block_threads;
+      kernel.blocks = bounds->second.blocks;
+      if (const auto spill = accepted_.find(kernel.kernel); spill != accepted_.end()) {
+        kernel.accepted_spill_bytes = spill->second;
+        used.insert(spill->first);
+      }
+      kernels.push_back(std::move(kernel));
+    }
+    for (const auto& [kernel, bytes] : accepted_) {
+      if (used.count(kernel) > 0) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "a BUILD file accepts ", bytes, " spilt bytes of a kernel that is not there: ", kernel));
+    }
+    std::sort(kernels.begin(), kernels.end(),
+              [](const KernelResources& a, const KernelResources& b) {
+                return std::tie(a.kernel, a.architecture) < std::tie(b.kernel, b.architecture);
+              });
+    return kernels;
+  }
+
+ private:
+  // "SOURCE: KERNEL: BYTES reason".
+  void ReadSpill(const std::string& text) {
+    std::smatch match;
+    int64_t bytes = 0;
+    if (std::regex_match(text, match, std::regex("(.*): ([0-9]+) .*")) &&
+        absl::SimpleAtoi(match[2].str(), &bytes)) {
+      accepted_[match[1]] = bytes;
+    } else {
+      accepted_[text] = 0;  // of no kernel, as Finish says
+    }
+  }
+
+  void ReadProperties(const std::string& line) {
+    kernel_->has_properties = true;
+    // Functions that the kernel calls have a line each, too.
+    kernel_->resources.stack_bytes += NumberBefore("bytes stack frame", line);
+    kernel_->resources.spill_store_bytes += NumberBefore("bytes spill stores", line);
+    kernel_->resources.spill_load_bytes += NumberBefore("bytes spill loads", line);
+  }
+
+  void ReadPtx(absl::string_view line) {
+    if (absl::ConsumePrefix(&line, ".target ")) {
+      target_ = std::string(line.substr(0, line.find(',')));
+    } else if (bounds_of_ != nullptr && (absl::ConsumePrefix(&line, ".maxntid ") ||
+                                         absl::ConsumePrefix(&line, ".reqntid "))) {
+      bounds_of_->block_threads = Product(line);
+    } else if (bounds_of_ != nullptr && absl::ConsumePrefix(&line, ".minnctapersm ")) {
+      bounds_of_->blocks = Product(line);
+    }
+  }
+
+  std::map<KernelKey, Compiled> compiled_;
+  std::map<KernelKey, LaunchBounds> bounds_;
+  std::map<std::string, int64_t> accepted_;  // spilt bytes, by kernel
+  Compiled* kernel_ = nullptr;               // whose lines follow
+  LaunchBounds* bounds_of_ = nullptr;        // of the entry whose lines follow
+  std::string target_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<KernelResources>> ReadKernelResources(absl::string_view text) {
+  Reader reader;
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) reader.Read(std::string(line));
+  return std::move(reader).Finish();
+}
+
+int64_t BlocksByRegisters(int64_t registers, int64_t block_threads) {
+  constexpr int64_t kWarp = 32, kPartitions = 4, kPartitionRegisters = 65536 / kPartitions;
+  constexpr int64_t kUnit = 256;
+  const int64_t of_warp = std::max<int64_t>((registers * kWarp + kUnit - 1) / kUnit * kUnit, kUnit);
+  const int64_t warps = kPartitionRegisters / of_warp * kPartitions;
+  return warps / ((block_threads + kWarp - 1) / kWarp);
+}
+
+std::vector<std::string> Findings(const KernelResources& kernel) {
+  std::vector<std::string> findings;
+  const std::string whose = absl::StrCat(kernel.kernel, " for ", kernel.architecture);
+  if (kernel.spill_store_bytes + kernel.spill_load_bytes > kernel.accepted_spill_bytes) {
+    findings.push_back(absl::StrFormat(
+        "%s spills registers: %d bytes of stores, %d of loads; "
+        "accepted are %d bytes",
+        whose, kernel.spill_store_bytes, kernel.spill_load_bytes, kernel.accepted_spill_bytes));
+  }
+  const int64_t fitting = BlocksByRegisters(kernel.registers, kernel.block_threads);
+  if (fitting < kernel.blocks) {
+    findings.push_back(
+        absl::StrFormat("%s: its launch bounds allow blocks of %d threads, %d at a time; %d "
+                        "registers a thread leave "
+                        "room for %d",
+                        whose, kernel.block_threads, kernel.blocks, kernel.registers, fitting));
+  }
+  if (kernel.static_shared_bytes > kMaxStaticSharedBytes) {
+    findings.push_back(absl::StrFormat("%s has %d bytes of static shared memory; at most are %d",
+                                       whose, kernel.static_shared_bytes, kMaxStaticSharedBytes));
+  }
+  return findings;
+}
+
+std::string KernelResourcesTable(const std::vector<KernelResources>& kernels) {
+  size_t width = 6;
+  for (const KernelResources& kernel : kernels) width = std::max(width, kernel.kernel.size());
+  std::string table =
+      absl::StrFormat("%-*s %-9s registers threads x blocks  fit  spilled  stack  static shared\n",
+                      width, "kernel", "for");
+  for (const KernelResources& k : kernels) {
+    absl::StrAppendFormat(
+        &table, "%-*s %-9s %9d %7d x %-6d %4d %8d %6d %14d\n", width, k.kernel, k.architecture,
+        k.registers, k.block_threads, k.blocks, BlocksByRegisters(k.registers, k.block_threads),
+        k.spill_store_bytes + k.spill_load_bytes, k.stack_bytes, k.static_shared_bytes);
+  }
+  return table;
+}
+
+}  // namespace tfb

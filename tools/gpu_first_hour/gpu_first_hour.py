@@ -1,0 +1,357 @@
+#!/usr/bin/env python3
+"""Runs everything that asks a GPU, once, on a machine that may have neither Bazel nor a network.
+
+Steps run one after the other, each under a time limit and with a log of its own in the folder of results. A step that fails, hangs
+or lacks a tool stops no other. The last lines are a table of all steps; the exit code is 0 where all passed, 1 where one did not,
+2 for wrong flags, and 128 + signal where the script is stopped.
+
+Build and pack it on a machine with the repository and a CUDA toolkit, and carry it over:
+
+  bazel build --config=portable --config=cuda --//:cuda_archs=sm_80,sm_90a //tools/gpu_first_hour
+  tar -chzf first_hour.tar.gz -C bazel-bin/tools/gpu_first_hour gpu_first_hour gpu_first_hour.runfiles \\
+    -C /usr/lib/x86_64-linux-gnu libbenchmark.so.1debian
+  scp first_hour.tar.gz MACHINE:
+  ssh MACHINE 'tar -xf first_hour.tar.gz && LD_LIBRARY_PATH=$PWD ./gpu_first_hour --output=first_hour'
+
+The other machine needs an x86-64 processor with AVX2, Python 3.8, a C library as new as that of the first, the driver, and for some
+steps cuBLAS, cuDNN, compute-sanitizer and ncu, each of which is a step that says so where it is missing. On a machine with all of
+it, `bazel run //tools/gpu_first_hour` is enough. About an hour on an H200, of which the time limits of all steps are several.
+
+  --dry_run shows the commands, and runs what can run without a GPU: the probe, the lists of tests, and on the CPU the errors of the
+  techniques that are measured.
+
+What is measured, profiled and tested by name stands in gpu_first_hour.json in the folder of each family of techniques:
+
+  smoke     techniques whose engines are tried with every head_dim
+  sweeps    {"name": ..., "flags": [flags of the sweep]}
+  decoding  {"name": ..., "flags": [...]}, likewise, of one query beside many keys
+  profiles  {"kernel": regular expression, "flags": [flags of check]}, for ncu
+  tests     programs that skip no test, by their path in the repository
+
+A truth table of wgmma's descriptors is not among the steps: no kernel here uses wgmma yet. Nor are CUDA graphs: layers are
+launched kernel by kernel.
+"""
+
+import argparse
+import array
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+GPU_ENVIRONMENT = {'TFB_REQUIRE_GPU': '1', 'TFB_KERNEL_DEVICE': 'cuda'}
+MINUTE = 60
+# Between being asked to end and being killed.
+GRACE_SECONDS = 5
+
+DTYPES = 'f32,bf16,f16'
+# One channel; below, at and above what kernels have tiles for; the largest.
+HEAD_DIMS = '1,7,16,31,32,33,40,64,65,80,96,127,128,129,192,256'
+# Programs that find no GPU, or no library, may exit with 0; these texts tell that they did what they are for.
+CHECKED = r'(?m)^[0-9]+ cases: [1-9][0-9]* ok, 0 failed'
+TESTED = r'\[  PASSED  \] [1-9]'
+SKIPPED = r'\[  SKIPPED \]'
+PROFILED = r'==PROF== Profiling'
+
+# Tests of kernels that are no technique's own, by their path in the repository.
+KERNEL_TESTS = [
+    'core/cuda/for_each_test', 'core/layers/layers_test', 'core/layers/list_rows_test', 'core/layers/copy_rows_test',
+    'core/flash/flash_test', 'core/flash/flash_mma_test', 'core/flash/flash_parts_test', 'core/flash/token_rule_test',
+    'core/flash/planned_layer_test', 'core/flash/key_value_cache_test', 'core/linear/linear_cuda_test', 'core/gather/gather_test',
+    'core/search/search_test', 'harness/measure/device_peaks_test'
+]
+LIBRARY_TESTS = ['core/cuda/blas_test']
+# A case of conformance that allocates tens of GiB.
+LARGE_CASE = '*.OffsetsBeyond31Bits/*'
+
+PASSED, FAILED, TIMED_OUT, NOT_RUN = 'passed', 'failed', 'timed out', 'not run'
+
+
+@dataclasses.dataclass
+class Step:
+    """A command with its time limit.
+
+    It passes where it exits with 0, and its output has a match of each of `shows` and none of `hides`. `needs` names programs on
+    PATH. `dry` is what runs of it without a GPU, whose output may be any; [] for nothing.
+    """
+    name: str
+    command: list
+    seconds: float
+    environment: dict = dataclasses.field(default_factory=dict)
+    needs: tuple = ()
+    shows: tuple = ()
+    hides: tuple = ()
+    dry: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Result:
+    step: Step
+    status: str
+    seconds: float = 0
+    reason: str = ''
+
+
+def binaries_folder(given):
+    """Returns the folder in which programs have their paths in the repository: --binaries, or the runfiles of this script."""
+    if given:
+        return pathlib.Path(given).resolve()
+    script = pathlib.Path(sys.argv[0]).absolute()
+    for candidate in (os.environ.get('RUNFILES_DIR'), f'{script}.runfiles', f'{script.parent}/gpu_first_hour.runfiles'):
+        if candidate and (pathlib.Path(candidate) / 'transformer_family_bench').is_dir():
+            return (pathlib.Path(candidate) / 'transformer_family_bench').resolve()
+    return pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def read_families(binaries):
+    """Returns the contents of all gpu_first_hour.json, joined."""
+    joined = {'smoke': [], 'sweeps': [], 'decoding': [], 'profiles': [], 'tests': []}
+    for path in sorted(binaries.glob('*/gpu_first_hour.json')):
+        for key, values in json.loads(path.read_text(encoding='utf-8')).items():
+            if key not in joined:
+                raise ValueError(f'{path}: unknown key {key}; allowed are {", ".join(joined)}')
+            joined[key] += values
+    return joined
+
+
+def write_decoding_tensors(path, tokens=8192, heads=8, channels=128):
+    """Writes q of one token, and k and v of many, N(0, 1) with repetitions, as a safetensors file."""
+    generator = random.Random(1)
+    block = array.array('f', (generator.gauss(0, 1) for _ in range(65521))).tobytes()  # a prime: no two rows are alike
+    header, data, begin = {}, [], 0
+    for name, rows in (('q', 1), ('k', tokens), ('v', tokens)):
+        size = 4 * heads * rows * channels
+        header[name] = {'dtype': 'F32', 'shape': [1, heads, rows, channels], 'data_offsets': [begin, begin + size]}
+        data.append((block * (size // len(block) + 1))[:size])
+        begin += size
+    text = json.dumps(header).encode()
+    text += b' ' * (-len(text) % 8)
+    path.write_bytes(struct.pack('<Q', len(text)) + text + b''.join(data))
+
+
+def plan(binaries, output, families):
+    """Returns all steps, in their order."""
+    def program(path):
+        return str(binaries / path)
+
+    check, sweep, render = program('harness/check'), program('harness/sweep'), program('tools/render')
+    conformance = program('harness/all_conformance')
+    smoke = ','.join(families['smoke'])
+    decoding_input = output / 'decoding.safetensors'
+    steps = [
+        Step('nvidia-smi', ['nvidia-smi', '-q'], MINUTE, needs=('nvidia-smi',)),
+        Step('probe', [program('core/cuda/device_probe_test')], 2 * MINUTE, GPU_ENVIRONMENT, shows=(TESTED,),
+             dry=[program('core/cuda/device_probe_test')]),
+    ]
+
+    errors = [check, '--input=gaussian', '--heads=2', f'--dtypes={DTYPES}']
+    steps += [
+        Step('smoke of every head_dim', errors + ['--devices=cuda', f'--techniques={smoke}', f'--head_dims={HEAD_DIMS}',
+                                                  '--lengths=1,100,333'], 10 * MINUTE, shows=(CHECKED,),
+             dry=errors + ['--devices=cpu', f'--techniques={smoke}', '--head_dims=7', '--lengths=20']),
+        Step('smoke of every technique', errors + ['--devices=cuda', '--lengths=100'], 10 * MINUTE, shows=(CHECKED,)),
+    ]
+
+    smallest = [check, '--devices=cuda', f'--techniques={smoke}', '--input=gaussian', '--heads=1', '--head_dims=16,64',
+                '--dtypes=f32,bf16', '--lengths=33']
+    for tool in ('memcheck', 'racecheck', 'synccheck', 'initcheck'):
+        steps.append(Step(f'sanitizer {tool}', ['compute-sanitizer', '--tool', tool, '--target-processes', 'all',
+                                                '--error-exitcode', '9', *smallest], 8 * MINUTE, needs=('compute-sanitizer',),
+                          shows=(CHECKED,)))
+
+    # Tests of kernels skip what a simulator alone can tell; those of NVIDIA's libraries skip where there is none.
+    for test in KERNEL_TESTS + LIBRARY_TESTS + families['tests']:
+        command = [program(test)]
+        steps.append(Step(f'test {test}', command, 5 * MINUTE, GPU_ENVIRONMENT, shows=(TESTED,),
+                          hides=() if test in KERNEL_TESTS else (SKIPPED,), dry=command + ['--gtest_list_tests']))
+
+    # Sweeps measure the GPU's peaks themselves, which the reports show.
+    for case in families['sweeps'] + families['decoding']:
+        name = case['name']
+        file = output / f'{name.replace(" ", "_")}.pb'
+        of_input = '--input=gaussian'
+        if case in families['decoding']:
+            of_input = f'--input={decoding_input}'
+        steps += [
+            Step(f'sweep {name}', [sweep, '--devices=cuda', of_input, '--accuracy=false', '--time_budget=4m', f'--output={file}',
+                                   *case['flags']], 8 * MINUTE,
+                 dry=[sweep, '--devices=cpu', '--dry_run', of_input, *case['flags']]),
+            Step(f'report {name}', [render, '--format=json', f'--output={file.with_suffix(".json")}', str(file)], MINUTE),
+        ]
+
+    for case in families['profiles']:
+        kernel = case['kernel']
+        file = output / f'ncu_{re.sub("[^A-Za-z0-9]+", "_", kernel)}'
+        flags = [flag.replace('DECODING', str(decoding_input)) for flag in case['flags']]
+        profile = ['ncu', '--target-processes', 'all', '--kernel-name', f'regex:{kernel}', '--launch-count', '1', '--set', 'full',
+                   '--export', str(file), '--force-overwrite']
+        steps.append(Step(f'ncu {kernel}', profile + [check, '--devices=cuda', '--rows=1', *flags], 5 * MINUTE, needs=('ncu',),
+                          shows=(PROFILED,)))
+
+    every = [conformance, '--devices=cuda']
+    for shard in range(2):
+        steps.append(Step(f'conformance {shard + 1} of 2', every + [f'--gtest_filter=-{LARGE_CASE}'], 20 * MINUTE,
+                          {**GPU_ENVIRONMENT, 'GTEST_TOTAL_SHARDS': '2', 'GTEST_SHARD_INDEX': str(shard)}, shows=(TESTED,),
+                          dry=every + ['--gtest_list_tests'] if shard == 0 else []))
+    steps.append(Step('conformance, the case of tens of GiB', every + [f'--gtest_filter={LARGE_CASE}'], 20 * MINUTE,
+                      GPU_ENVIRONMENT, shows=(TESTED,)))
+    return steps
+
+
+class Stopped(Exception):
+    """A signal asked the script to end."""
+
+
+def end_group(process):
+    """Ends the process and all that it started, which may not listen."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, kind)
+            process.wait(GRACE_SECONDS)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+    process.wait()
+
+
+def run_command(command, environment, seconds, folder, log):
+    """Runs a command in a folder, with its output in the file `log`. Returns (status, reason)."""
+    with open(log, 'w', encoding='utf-8') as file:
+        file.write(f'{shown(command, environment)}\n')
+        file.flush()
+        try:
+            process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+                                       stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        except OSError as error:
+            return NOT_RUN, f'{error.strerror}: {command[0]}'
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            end_group(process)
+            return TIMED_OUT, f'after {seconds:g} s'
+        except BaseException:
+            end_group(process)
+            raise
+    if code == 0:
+        return PASSED, ''
+    return FAILED, f'exit code {code}' if code > 0 else f'signal {-code}'
+
+
+def shown(command, environment):
+    return ' '.join([f'{name}={value}' for name, value in environment.items()] + [shlex.join(command)])
+
+
+def judge(step, output):
+    """Returns (status, reason) of a command that exited with 0."""
+    for pattern in step.shows:
+        if not re.search(pattern, output):
+            return FAILED, f'its output has no {pattern}'
+    for pattern in step.hides:
+        if re.search(pattern, output):
+            return FAILED, f'its output has {pattern}'
+    return PASSED, ''
+
+
+def run_step(step, number, arguments, folders):
+    missing = [tool for tool in step.needs if shutil.which(tool) is None]
+    command = step.dry if arguments.dry_run else step.command
+    if not command:
+        return Result(step, NOT_RUN, reason='needs a GPU')
+    if missing:
+        return Result(step, NOT_RUN, reason=f'{", ".join(missing)} is not on PATH')
+    binaries, output = folders
+    log = output / f'{number:02d}_{re.sub("[^A-Za-z0-9]+", "_", step.name)}.log'
+    begin = time.monotonic()
+    environment = {'RUNFILES_DIR': str(binaries.parent), **({} if arguments.dry_run else step.environment)}
+    status, reason = run_command(command, environment, step.seconds * arguments.patience, binaries, log)
+    if status == PASSED and not arguments.dry_run:
+        status, reason = judge(step, log.read_text(encoding='utf-8', errors='replace').split('\n', 1)[1])
+    return Result(step, status, time.monotonic() - begin, reason)
+
+
+def table(results):
+    width = max([4] + [len(result.step.name) for result in results])
+    lines = [f'{"step":<{width}}  {"result":<9}  {"seconds":>8}']
+    for result in results:
+        lines.append(f'{result.step.name:<{width}}  {result.status:<9}  {result.seconds:8.1f}  {result.reason}'.rstrip())
+    return '\n'.join(lines) + '\n'
+
+
+def run_all(steps, arguments, folders):
+    """Runs the steps, and returns their results; those that a signal left out are `not run`."""
+    results = []
+    _, output = folders
+    try:
+        for number, step in enumerate(steps, 1):
+            print(f'[{number}/{len(steps)}] {step.name}: {shown(step.command, step.environment)}', flush=True)
+            results.append(run_step(step, number, arguments, folders))
+            last = results[-1]
+            print(f'  {last.status} {last.reason}'.rstrip(), flush=True)
+    except Stopped:
+        results += [Result(step, NOT_RUN, reason='stopped') for step in steps[len(results):]]
+        raise
+    finally:
+        text = table(results)
+        (output / 'summary.txt').write_text(text, encoding='utf-8')
+        print(f'\n{text}\nlogs and results are in {output}', flush=True)
+    return results
+
+
+def all_passed(results, dry_run):
+    """Without a GPU, what needs one counts as nothing."""
+    return all(result.status == PASSED or dry_run and not result.step.dry for result in results)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--output', default='gpu_first_hour_results', help='the folder of logs and results; it must not exist')
+    parser.add_argument('--binaries', default='', help='a folder with the programs, such as bazel-bin; by default the runfiles')
+    parser.add_argument('--only', default='', help='runs the steps whose names match this regular expression')
+    parser.add_argument('--patience', type=float, default=1, help='a factor of all time limits')
+    parser.add_argument('--dry_run', action='store_true', help='shows the commands, and runs what can run without a GPU')
+    return parser.parse_args(argv)
+
+
+def stop(number, _):
+    raise Stopped(number)
+
+
+def main(argv):
+    arguments = parse(argv)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    os.chdir(os.environ.get('BUILD_WORKING_DIRECTORY', '.'))
+    output = pathlib.Path(arguments.output).resolve()
+    try:
+        output.mkdir(parents=True)
+    except OSError as error:
+        print(f'gpu_first_hour: --output={arguments.output}: {error.strerror}', file=sys.stderr)
+        return 2
+    binaries = binaries_folder(arguments.binaries)
+    try:
+        families = read_families(binaries)
+        steps = [step for step in plan(binaries, output, families) if re.search(arguments.only, step.name)]
+    except (ValueError, re.error) as error:
+        print(f'gpu_first_hour: {error}', file=sys.stderr)
+        return 2
+    if not steps:
+        print(f'gpu_first_hour: --only={arguments.only} leaves no step', file=sys.stderr)
+        return 2
+    write_decoding_tensors(output / 'decoding.safetensors')
+    try:
+        results = run_all(steps, arguments, (binaries, output))
+    except Stopped as stopped:
+        return 128 + stopped.args[0]
+    return 0 if all_passed(results, arguments.dry_run) else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

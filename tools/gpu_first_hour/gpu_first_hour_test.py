@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""gpu_first_hour.py with programs and tools that do as they are told, which need no GPU."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import re
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+sys.dont_write_bytecode = True
+FOLDER = pathlib.Path.cwd() / 'tools/gpu_first_hour'
+SPEC = importlib.util.spec_from_file_location('gpu_first_hour', FOLDER / 'gpu_first_hour.py')
+script = importlib.util.module_from_spec(SPEC)
+sys.modules['gpu_first_hour'] = script
+SPEC.loader.exec_module(script)
+
+TOOLS = ('compute-sanitizer', 'ncu', 'nvidia-smi')
+WORK = """288 cases: 200 ok, 0 failed, 88 unsupported
+[  PASSED  ] 7 tests.
+==PROF== Profiling "Near" - 0: 0%....50%....100% - 8 passes"""
+FAMILY = {
+    'smoke': ['near'],
+    'sweeps': [{'name': 'near and far', 'flags': ['--techniques=near,far']}],
+    'decoding': [{'name': 'one query', 'flags': ['--techniques=near']}],
+    'profiles': [{'kernel': 'Near<.*>', 'flags': ['--techniques=near', '--input=DECODING']}],
+    'tests': ['family/near/near_test'],
+}
+
+
+class GpuFirstHour(unittest.TestCase):
+
+    def setUp(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp(dir=os.environ.get('TEST_TMPDIR')))
+        self.binaries = self.folder / 'binaries'
+        self.output = self.folder / 'results'
+        self.calls = self.folder / 'calls'
+        self.tools = self.folder / 'bin'
+        for tool in TOOLS:
+            self.make(self.tools / tool)
+        self.write_family(FAMILY)
+        for step in script.plan(self.binaries, self.output, FAMILY):
+            for command in (step.command, step.dry):
+                for word in command[:1] + [word for word in command if word.startswith(str(self.binaries))]:
+                    if '/' in word:
+                        self.make(pathlib.Path(word))
+
+    def make(self, path, lines=None):
+        """Makes a program that notes its call and does what `lines` say, or prints what all programs print that did their work."""
+        if lines is None:
+            lines = f"cat << 'END'\n{WORK}\nEND"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/bash\necho "${{TFB_KERNEL_DEVICE:-}} $PWD $0 $*" >> {self.calls}\n{lines}\n', encoding='utf-8')
+        path.chmod(0o755)
+
+    def write_family(self, contents):
+        (self.binaries / 'family').mkdir(parents=True, exist_ok=True)
+        (self.binaries / 'family/gpu_first_hour.json').write_text(json.dumps(contents), encoding='utf-8')
+
+    def command(self, *flags):
+        return [sys.executable, str(FOLDER / 'gpu_first_hour.py'), f'--binaries={self.binaries}', f'--output={self.output}', *flags]
+
+    def environment(self):
+        return {'PATH': f'{self.tools}:/usr/bin:/bin', 'HOME': str(self.folder)}
+
+    def run_script(self, *flags):
+        done = subprocess.run(self.command(*flags), capture_output=True, text=True, env=self.environment(), cwd=self.folder,
+                              check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    def rows(self):
+        """Returns the table as {step: (result, reason)}, in its order."""
+        found = {}
+        for line in (self.output / 'summary.txt').read_text(encoding='utf-8').splitlines()[1:]:
+            name, status, reason = re.fullmatch(r'(.*?) +(passed|failed|timed out|not run) +[0-9.]+ *(.*)', line).groups()
+            found[name] = (status, reason)
+        return found
+
+    def called(self):
+        return self.calls.read_text(encoding='utf-8').splitlines() if self.calls.exists() else []
+
+    def test_where_all_steps_pass_the_exit_code_is_0_and_each_has_a_row_and_a_log(self):
+        code, out, err = self.run_script()
+        self.assertEqual((code, err), (0, ''), out)
+        steps = script.plan(self.binaries, self.output, FAMILY)
+        self.assertEqual(self.rows(), {step.name: ('passed', '') for step in steps})
+        self.assertEqual(len(list(self.output.glob('*.log'))), len(steps))
+        self.assertEqual(len(self.called()), len(steps))
+        self.assertIn((self.output / 'summary.txt').read_text(encoding='utf-8'), out)
+
+    def test_conformance_is_three_processes_and_the_large_case_is_alone_and_last(self):
+        self.run_script('--only=conformance')
+        calls = self.called()
+        self.assertEqual(len(calls), 3)
+        for call in calls:
+            self.assertTrue(call.startswith(f'cuda {self.binaries} {self.binaries}/harness/all_conformance --devices=cuda'), call)
+        self.assertEqual([re.search('--gtest_filter=(-?)', call).group(1) for call in calls], ['-', '-', ''])
+        shards = [step.environment.get('GTEST_SHARD_INDEX') for step in script.plan(self.binaries, self.output, FAMILY)[-3:]]
+        self.assertEqual(shards, ['0', '1', None])
+
+    def test_a_step_that_fails_stops_no_other(self):
+        self.make(self.binaries / 'harness/check', 'echo it is wrong; exit 3')
+        self.make(self.binaries / 'core/cuda/blas_test', 'kill -SEGV $$')
+        (self.binaries / 'core/flash/flash_test').unlink()
+        code, out, _ = self.run_script()
+        self.assertEqual(code, 1, out)
+        rows = self.rows()
+        self.assertEqual(rows['smoke of every head_dim'], ('failed', 'exit code 3'))
+        self.assertEqual(rows['test core/cuda/blas_test'], ('failed', f'signal {signal.SIGSEGV.value}'))
+        self.assertEqual(rows['test core/flash/flash_test'],
+                         ('not run', f'No such file or directory: {self.binaries}/core/flash/flash_test'))
+        self.assertEqual(rows['conformance, the case of tens of GiB'], ('passed', ''))
+        log = next(self.output.glob('*smoke_of_every_head_dim.log')).read_text(encoding='utf-8')
+        self.assertIn('harness/check', log.splitlines()[0])
+        self.assertEqual(log.splitlines()[1], 'it is wrong')
+
+    def test_a_step_that_did_nothing_does_not_pass_though_its_program_says_so(self):
+        for words, program, step, reason in (
+            ('288 cases: 0 ok, 0 failed, 288 unsupported', 'harness/check', 'smoke of every technique', 'its output has no '),
+            ('[  PASSED  ] 0 tests.', 'harness/all_conformance', 'conformance, the case of tens of GiB', 'its output has no '),
+            ('[  SKIPPED ] 1 test\n[  PASSED  ] 2 tests.', 'core/cuda/blas_test', 'test core/cuda/blas_test', 'its output has '),
+            ('[  SKIPPED ] 1 test\n[  PASSED  ] 2 tests.', 'family/near/near_test', 'test family/near/near_test',
+             'its output has ')):
+            self.make(self.binaries / program, f"cat << 'END'\n{words}\nEND")
+            self.output = self.folder / step.replace('/', '_')
+            self.assertEqual(self.run_script(f'--only=^{step}$')[0], 1, step)
+            status, why = self.rows()[step]
+            self.assertEqual(status, 'failed')
+            self.assertTrue(why.startswith(reason), why)
+        # Tests of kernels skip what a simulator alone can tell.
+        self.make(self.binaries / 'core/flash/flash_test', "cat << 'END'\n[  SKIPPED ] 1 test\n[  PASSED  ] 2 tests.\nEND")
+        self.output = self.folder / 'kernels'
+        self.assertEqual(self.run_script('--only=flash/flash_test')[0], 0)
+        # A profiler that met no kernel of that name says so in its own way.
+        self.make(self.tools / 'ncu', 'echo "==WARNING== No kernels were profiled."')
+        self.output = self.folder / 'profile'
+        self.assertEqual(self.run_script('--only=ncu')[0], 1)
+
+    def test_a_missing_tool_is_named_and_its_steps_are_not_run(self):
+        (self.tools / 'ncu').unlink()
+        code, _, _ = self.run_script()
+        self.assertEqual(code, 1)
+        not_run = {name: row for name, row in self.rows().items() if row[0] != 'passed'}
+        self.assertEqual(not_run, {'ncu Near<.*>': ('not run', 'ncu is not on PATH')})
+
+    def test_a_step_that_hangs_is_ended_with_all_that_it_started_and_the_next_one_runs(self):
+        pid = self.folder / 'pid'
+        hang = self.folder / 'hang'
+        self.make(hang, f'trap "" TERM\nsleep 1000 & echo $! > {pid}\nwait\nwait')
+        self.output.mkdir()
+        script.GRACE_SECONDS = 0.5
+        steps = [script.Step('hangs', [str(hang)], 2), script.Step('passes', ['true'], 600)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            results = script.run_all(steps, script.parse([]), (self.folder, self.output))
+        self.assertEqual([(result.status, result.reason) for result in results], [('timed out', 'after 2 s'), ('passed', '')])
+        self.assertFalse(script.all_passed(results, dry_run=False))
+        started = pid.read_text(encoding='utf-8').strip()
+        # Its parent is gone, so that init reaps it when it likes.
+        state = pathlib.Path(f'/proc/{started}/stat')
+        while state.exists() and state.read_text(encoding='utf-8').split()[2] != 'Z':
+            time.sleep(0.01)
+
+    def test_a_dry_run_shows_every_command_and_runs_what_needs_no_gpu(self):
+        for tool in TOOLS:
+            (self.tools / tool).unlink()
+        code, out, _ = self.run_script('--dry_run')
+        self.assertEqual(code, 0, out)
+        steps = script.plan(self.binaries, self.output, FAMILY)
+        for step in steps:
+            self.assertIn(script.shown(step.command, step.environment), out)
+        ran = [step for step in steps if step.dry]
+        self.assertEqual([call.strip() for call in self.called()], [f'{self.binaries} {" ".join(step.dry)}' for step in ran])
+        for step in steps:
+            self.assertEqual(self.rows()[step.name], ('passed', '') if step.dry else ('not run', 'needs a GPU'))
+        for call in self.called():
+            self.assertTrue(re.search('probe|--devices=cpu|--gtest_list_tests', call), call)
+
+    def test_a_dry_run_fails_where_what_needs_no_gpu_does(self):
+        self.make(self.binaries / 'harness/check', 'exit 1')
+        self.assertEqual(self.run_script('--dry_run')[0], 1)
+
+    def test_a_signal_ends_the_step_and_the_table_is_written(self):
+        self.make(self.binaries / 'core/cuda/device_probe_test', 'sleep 1000')
+        process = subprocess.Popen(self.command(), env=self.environment(), stdout=subprocess.DEVNULL)
+        while not any('device_probe_test' in call for call in self.called()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(), 128 + signal.SIGTERM)
+        rows = list(self.rows().items())
+        self.assertEqual(rows[:2], [('nvidia-smi', ('passed', '')), ('probe', ('not run', 'stopped'))])
+        self.assertEqual({status for _, (status, _) in rows[1:]}, {'not run'})
+
+    def test_wrong_calls_are_refused_with_the_reason(self):
+        self.assertEqual(self.run_script('--only=nothing')[::2], (2, 'gpu_first_hour: --only=nothing leaves no step\n'))
+        self.assertEqual(self.run_script()[::2], (2, f'gpu_first_hour: --output={self.output}: File exists\n'))
+        self.output = self.folder / 'more'
+        self.write_family({'sweep': []})
+        code, _, err = self.run_script()
+        self.assertEqual(code, 2)
+        self.assertIn('gpu_first_hour.json: unknown key sweep; allowed are smoke, ', err)
+
+    def test_the_decoding_tensors_are_a_safetensors_file_of_one_query_and_many_keys(self):
+        path = self.folder / 'd.safetensors'
+        script.write_decoding_tensors(path, tokens=300, heads=2, channels=16)
+        data = path.read_bytes()
+        (size,) = struct.unpack('<Q', data[:8])
+        header = json.loads(data[8:8 + size])
+        self.assertEqual((8 + size) % 8, 0)
+        self.assertEqual([header[name]['shape'] for name in 'qkv'], [[1, 2, 1, 16], [1, 2, 300, 16], [1, 2, 300, 16]])
+        self.assertEqual([header[name]['data_offsets'] for name in 'qkv'], [[0, 128], [128, 38528], [38528, 76928]])
+        self.assertEqual(len(data), 8 + size + 76928)
+
+    def test_the_build_file_carries_every_program_that_the_steps_name(self):
+        family = json.loads((pathlib.Path.cwd() / 'attention/gpu_first_hour.json').read_text(encoding='utf-8'))
+        carried = set(re.findall('"//([^"]+)"', (FOLDER / 'BUILD').read_text(encoding='utf-8').split('\nsh_test(')[0]))
+        steps = script.plan(pathlib.Path('/b'), self.output, {**family, 'tests': []})
+        named = {word[len('/b/'):] for step in steps for word in step.command if word.startswith('/b/')}
+        self.assertEqual({path.replace(':', '/') for path in carried if not path.startswith('attention')}, named)
+
+
+if __name__ == '__main__':
+    unittest.main()
