@@ -188,6 +188,33 @@ bool Checker::IsShared(const void* address) {
   return segment != nullptr && segment->is_writable;
 }
 
+// Dynamic shared memory begins at 0, and the segments that may contain static variables follow.
+uint32_t Checker::SharedAddress(const void* place) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(place);
+  if (dynamic_.Contains(at)) return static_cast<uint32_t>(at - dynamic_.begin());
+  const Segment* wanted = SegmentOf(at);
+  size_t begin = kDynamicCapacity;
+  for (const Segment& segment : segments_) {
+    if (&segment == wanted) return static_cast<uint32_t>(begin + at - segment.begin);
+    if (segment.is_writable) begin += segment.end - segment.begin;
+  }
+  return ~uint32_t{0};
+}
+
+void* Checker::SharedAt(uint32_t address) const {
+  if (address < dynamic_.bytes()) return dynamic_shared_ + address;
+  size_t begin = kDynamicCapacity;
+  for (const Segment& segment : segments_) {
+    if (!segment.is_writable) continue;
+    const size_t bytes = segment.end - segment.begin;
+    if (address >= begin && address - begin < bytes) {
+      return reinterpret_cast<void*>(segment.begin + address - begin);
+    }
+    begin += bytes;
+  }
+  return nullptr;
+}
+
 const Segment* Checker::SegmentOf(uintptr_t address) {
   const auto find = [&]() -> const Segment* {
     for (const Segment& segment : segments_) {

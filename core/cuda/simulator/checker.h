@@ -68,6 +68,9 @@ class Checker {
 
   void* dynamic_shared() { return dynamic_shared_; }
   bool IsShared(const void* address);
+  // Return the 32-bit address of a place in shared memory, and the place of an address, or null.
+  uint32_t SharedAddress(const void* place);
+  void* SharedAt(uint32_t address) const;
 
   // Does what __threadfence does for the running thread.
   void Fence() {

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 
@@ -130,7 +131,7 @@ inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == mask;
 }
 
-// Orders what comes before it for those other blocks that see a later atomic operation of the thread.
+// Orders what comes before it for other blocks that see a later atomic operation of the thread.
 void __threadfence();
 inline void __threadfence_block() {}
 
@@ -142,17 +143,45 @@ void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t ze
 void __pipeline_commit();
 void __pipeline_wait_prior(size_t groups);
 
-// ---- Matrices of a warp, as PTX has them ----
+// ---- Inline PTX, see core/cuda/ptx.cuh ----
 
-// Executes ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i
-// receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed`
-// gives it (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
-void LdMatrixX4(unsigned registers[4], const void* row);
-void LdMatrixX4Transposed(unsigned registers[4], const void* row);
-// Executes mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the
-// lanes.
-void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]);
-void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
+// Returns an address for instructions on shared memory, 32 bits as on a GPU.
+size_t __cvta_generic_to_shared(const void* address);
+
+// An operand of inline assembly: its constraint ("=r" and "=f" for written registers, "+f" for
+// changed ones, "r", "f" and "l" for read ones) and where its value is.
+class PtxOperand {
+ public:
+  PtxOperand(const char* constraint, unsigned& x) : constraint_(constraint), place_(&x) {}
+  PtxOperand(const char* constraint, const unsigned& x)
+      : constraint_(constraint), place_(const_cast<unsigned*>(&x)), is_constant_(true) {}
+  PtxOperand(const char* constraint, float& x) : constraint_(constraint), place_(&x), type_('f') {}
+  PtxOperand(const char* constraint, const float& x)
+      : constraint_(constraint), place_(const_cast<float*>(&x)), type_('f'), is_constant_(true) {}
+  PtxOperand(const char* constraint, const void* pointer)
+      : constraint_(constraint), place_(const_cast<void*>(pointer)), type_('l') {}
+
+  char type() const { return type_; }  // r: unsigned, f: float, l: a pointer
+  // Tells whether the constraint is of the operand's type.
+  bool is_consistent() const {
+    const char* letter = constraint_ + (constraint_[0] == '=' || constraint_[0] == '+');
+    return letter[0] == type_ && letter[1] == '\0' && !(is_constant_ && is_written());
+  }
+  bool is_written() const { return constraint_[0] == '=' || constraint_[0] == '+'; }
+  bool is_read() const { return constraint_[0] != '='; }
+  // The place of an unsigned or a float; a pointer itself.
+  void* place() const { return place_; }
+
+ private:
+  const char* constraint_;
+  void* place_;
+  char type_ = 'r';
+  bool is_constant_ = false;
+};
+
+// Executes one PTX instruction, whose text names the operands %0, %1, ...: first the outputs.
+void ExecutePtx(const char* text, std::initializer_list<PtxOperand> outputs,
+                std::initializer_list<PtxOperand> inputs);
 
 // ---- Atomics ----
 

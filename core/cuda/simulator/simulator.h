@@ -25,6 +25,7 @@ enum class FindingKind {
   kLaneOutsideMask,   // a shuffle by or from a lane that is not in its mask, or has finished
   kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
   kStackOverflow,     // a thread used more than Settings::stack_bytes
+  kBadInstruction,    // inline PTX that the simulator does not know, or of other operands
 };
 const char* Name(FindingKind kind);  // Returns "out of bounds", "race", ...
 

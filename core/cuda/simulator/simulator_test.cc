@@ -164,7 +164,7 @@ TEST(OutOfBounds, SharedMemoryHasItsEnd) {
 
 TEST(OutOfBounds, WhatMustBeSharedMemoryIs) {
   EXPECT_THAT(Find("LoadMatrixFromDevice", FindingKind::kOutOfBounds).message,
-              HasSubstr("ldmatrix of a row that is not in shared memory"));
+              HasSubstr("takes as shared memory what is not, at byte "));
   EXPECT_THAT(Find("CopyAsynchronouslyToDevice", FindingKind::kOutOfBounds).message,
               HasSubstr("no shared memory"));
 }
@@ -374,7 +374,8 @@ TEST(DivergentBarrier, TwoInlinedCallsOfAFunctionWithABarrierAreTwoBarriers) {
 TEST(DivergentBarrier, MatrixInstructionsNeedAWholeWarp) {
   EXPECT_THAT(
       Find("MultiplyInHalfWarp", FindingKind::kDivergentBarrier).message,
-      HasSubstr("waits at mma.sync (bf16) (mask ffffffff) for lane 16, which the block has"));
+      HasSubstr("waits at mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 (mask ffffffff) for "
+                "lane 16, which the block has"));
   EXPECT_THAT(Find("MultiplyAfterReturn", FindingKind::kDivergentBarrier).message,
               HasSubstr("for thread (9, 0, 0), which has finished"));
 }

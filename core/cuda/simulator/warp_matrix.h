@@ -1,0 +1,28 @@
+// Matrix instructions of a warp, which lanes meet for.
+#ifndef TFB_CORE_CUDA_SIMULATOR_WARP_MATRIX_H_
+#define TFB_CORE_CUDA_SIMULATOR_WARP_MATRIX_H_
+
+#include <cstdint>
+
+namespace cuda_simulator {
+
+// Executes ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i
+// receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; with
+// `transposed` it receives (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4). `name` appears in
+// findings.
+void LoadMatrices(const char* name, bool transposed, unsigned* const registers[4], const void* row,
+                  const void* site);
+
+// Executes mma.sync.m16n8k16, row.col: d = a b + c, with PTX's distribution over the lanes.
+struct MmaOperands {
+  float* d[4];
+  unsigned a[4];
+  unsigned b[2];
+  float c[4];
+};
+void MultiplyMatrices(const char* name, bool is_bf16, const MmaOperands& operands,
+                      const void* site);
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_WARP_MATRIX_H_
