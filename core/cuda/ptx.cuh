@@ -2,9 +2,9 @@
 // it.
 //
 // TFB_PTX(text, outputs, inputs) is asm(text : outputs : inputs), with the lists in parentheses and
-// each operand as TFB_PTX_OPERAND(constraint, expression). TFB_PTX_MEMORY is asm volatile with
-// "memory", for instructions that access it. The simulator knows the instructions that
-// core/cuda/simulator/ptx.cc lists.
+// each operand as TFB_PTX_OPERAND(constraint, expression); (TFB_PTX_NONE) is an empty list.
+// TFB_PTX_MEMORY is asm volatile with "memory", for instructions that access it. The simulator knows
+// the instructions that core/cuda/simulator/ptx.cc lists.
 #ifndef TFB_CORE_CUDA_PTX_CUH_
 #define TFB_CORE_CUDA_PTX_CUH_
 
@@ -13,6 +13,7 @@
 #ifdef __CUDACC__
 #define TFB_PTX_INLINE __forceinline__
 #define TFB_PTX_OPERAND(constraint, x) constraint(x)
+#define TFB_PTX_NONE
 #define TFB_PTX(text, outputs, inputs) asm(text : TFB_PTX_LIST outputs : TFB_PTX_LIST inputs)
 #define TFB_PTX_MEMORY(text, outputs, inputs) \
   asm volatile(text : TFB_PTX_LIST outputs : TFB_PTX_LIST inputs : "memory")
@@ -20,8 +21,9 @@
 // Findings name the line that calls a function of this file, which must be inlined for that.
 #define TFB_PTX_INLINE inline __attribute__((always_inline))
 #define TFB_PTX_OPERAND(constraint, x) cuda_simulator::PtxOperand(constraint, x)
+#define TFB_PTX_NONE cuda_simulator::PtxOperand()
 #define TFB_PTX(text, outputs, inputs) \
-  cuda_simulator::ExecutePtx(text, {TFB_PTX_LIST outputs}, {TFB_PTX_LIST inputs})
+  cuda_simulator::ExecutePtx(text, TFB_PTX_LIST outputs, TFB_PTX_LIST inputs)
 #define TFB_PTX_MEMORY(text, outputs, inputs) TFB_PTX(text, outputs, inputs)
 #endif
 
@@ -88,7 +90,7 @@ __device__ TFB_PTX_INLINE void CopyAsync(void* to, const void* from, bool exist)
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
   const unsigned bytes = exist ? 16 : 0;
   TFB_PTX_MEMORY(
-      TFB_PTX_COPY_ASYNC, (),
+      TFB_PTX_COPY_ASYNC, (TFB_PTX_NONE),
       (TFB_PTX_OPERAND("r", address), TFB_PTX_OPERAND("l", from), TFB_PTX_OPERAND("r", bytes)));
 }
 

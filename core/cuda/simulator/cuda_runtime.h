@@ -18,7 +18,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 
@@ -152,36 +151,48 @@ size_t __cvta_generic_to_shared(const void* address);
 // changed ones, "r", "f" and "l" for read ones) and where its value is.
 class PtxOperand {
  public:
-  PtxOperand(const char* constraint, unsigned& x) : constraint_(constraint), place_(&x) {}
-  PtxOperand(const char* constraint, const unsigned& x)
-      : constraint_(constraint), place_(const_cast<unsigned*>(&x)), is_constant_(true) {}
-  PtxOperand(const char* constraint, float& x) : constraint_(constraint), place_(&x), type_('f') {}
-  PtxOperand(const char* constraint, const float& x)
-      : constraint_(constraint), place_(const_cast<float*>(&x)), type_('f'), is_constant_(true) {}
+  PtxOperand() = default;  // no operand
+  PtxOperand(const char* constraint, unsigned& x) : PtxOperand(constraint, &x, 'r', false) {}
+  PtxOperand(const char* constraint, const unsigned& x) : PtxOperand(constraint, &x, 'r', true) {}
+  PtxOperand(const char* constraint, float& x) : PtxOperand(constraint, &x, 'f', false) {}
+  PtxOperand(const char* constraint, const float& x) : PtxOperand(constraint, &x, 'f', true) {}
   PtxOperand(const char* constraint, const void* pointer)
-      : constraint_(constraint), place_(const_cast<void*>(pointer)), type_('l') {}
+      : PtxOperand(constraint, pointer, 'l', true) {}
 
   char type() const { return type_; }  // r: unsigned, f: float, l: a pointer
   // Tells whether the constraint is of the operand's type.
-  bool is_consistent() const {
-    const char* letter = constraint_ + (constraint_[0] == '=' || constraint_[0] == '+');
-    return letter[0] == type_ && letter[1] == '\0' && !(is_constant_ && is_written());
-  }
-  bool is_written() const { return constraint_[0] == '=' || constraint_[0] == '+'; }
-  bool is_read() const { return constraint_[0] != '='; }
+  bool is_consistent() const { return letter_ == type_ && !(is_constant_ && is_written()); }
+  bool is_written() const { return access_ == '=' || access_ == '+'; }
+  bool is_read() const { return access_ != '='; }
   // The place of an unsigned or a float; a pointer itself.
   void* place() const { return place_; }
 
  private:
-  const char* constraint_;
-  void* place_;
-  char type_ = 'r';
-  bool is_constant_ = false;
+  PtxOperand(const char* constraint, const void* place, char type, bool is_constant)
+      : place_(const_cast<void*>(place)),
+        access_(constraint[0] == '=' || constraint[0] == '+' ? constraint[0] : 'r'),
+        letter_(constraint[access_ == 'r' ? 0 : 1]),
+        type_(type),
+        is_constant_(is_constant) {}
+
+  void* place_ = nullptr;
+  char access_ = ' ';
+  char letter_ = ' ';
+  char type_ = ' ';
+  bool is_constant_ = true;
 };
 
-// Executes one PTX instruction, whose text names the operands %0, %1, ...: first the outputs.
-void ExecutePtx(const char* text, std::initializer_list<PtxOperand> outputs,
-                std::initializer_list<PtxOperand> inputs);
+// Executes one PTX instruction, of code at `site`. The text, a literal, names the operands %0, %1,
+// ..., and its address stands for it: a text is read once.
+void ExecutePtxAt(const void* site, const char* text, const PtxOperand* operands, size_t count);
+
+// Memory accesses inside this function are not the kernel's.
+template <class... Operands>
+__attribute__((no_sanitize("thread"), noinline)) void ExecutePtx(const char* text,
+                                                                 Operands... operands) {
+  const PtxOperand all[] = {operands...};
+  ExecutePtxAt(__builtin_return_address(0), text, all, sizeof...(operands));
+}
 
 // ---- Atomics ----
 

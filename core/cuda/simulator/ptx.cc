@@ -1,6 +1,6 @@
 // Interprets the inline PTX of kernels: PTX ISA, of the instructions in kInstructions.
+#include <algorithm>
 #include <cctype>
-#include <cstring>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -72,7 +72,7 @@ void Log2(const Call& call) { call.At<float>(0) = log2f(call.At<float>(1)); }
 const struct Instruction {
   const char* opcode;
   const char* operands;
-  int written;
+  size_t written;
   void (*execute)(const Call& call);
 } kInstructions[] = {
     {"ldmatrix.sync.aligned.m8n8.x4.shared.b16", "{r,r,r,r},[r]", 4, &LdMatrix<false>},
@@ -86,11 +86,12 @@ const struct Instruction {
     {"lg2.approx.ftz.f32", "f,f", 1, &Log2},
 };
 
-constexpr int kMaxOperands = 16;
+constexpr size_t kMaxOperands = 16;  // of kInstructions
 
 // A text, read once.
 struct Statement {
-  std::string text;
+  const char* text = nullptr;
+  size_t given = 0;  // the number of operands, of which the text may name some several times
   const Instruction* instruction = nullptr;
   std::vector<int> operands;  // numbers of the operands, in the order of the text
   std::string wrong;          // says why it cannot be executed; empty where it can
@@ -104,35 +105,42 @@ std::string WithoutSpaces(const std::string& text) {
   return result;
 }
 
-// Replaces "%3" by the type of operand 3, and notes the number.
-std::string TypesOf(const std::string& operands, const std::vector<PtxOperand>& given,
-                    Statement* statement) {
+// Returns the numbers of the operands "%3", "%0", ... in a text, and replaces each by the type of
+// that operand, or by "?" where it is not given.
+std::vector<int> TakeOperands(const std::vector<PtxOperand>& given, std::string* text) {
+  std::vector<int> numbers;
   std::string types;
-  for (size_t at = 0; at < operands.size();) {
-    if (operands[at] != '%') {
-      types += operands[at++];
+  for (size_t at = 0; at < text->size();) {
+    if ((*text)[at] != '%') {
+      types += (*text)[at++];
       continue;
     }
     size_t number = 0;
-    for (++at; at < operands.size() && std::isdigit(static_cast<unsigned char>(operands[at]));
-         ++at) {
-      number = number * 10 + static_cast<size_t>(operands[at] - '0');
+    for (++at; at < text->size() && std::isdigit(static_cast<unsigned char>((*text)[at])); ++at) {
+      number = number * 10 + static_cast<size_t>((*text)[at] - '0');
     }
-    if (number >= given.size())
-      return "an operand %" + std::to_string(number) + ", which is not given";
-    types += given[number].type();
-    statement->operands.push_back(static_cast<int>(number));
+    types += number < given.size() ? given[number].type() : '?';
+    numbers.push_back(static_cast<int>(number));
   }
-  return types;
+  *text = types;
+  return numbers;
+}
+
+// Returns why the operand cannot be the n-th of the instruction; empty where it can.
+std::string WrongConstraint(const Instruction& instruction, size_t n, const PtxOperand& operand) {
+  const bool writes = n < instruction.written;
+  if (operand.is_consistent() && (writes ? operand.is_written() : operand.is_read())) return "";
+  return writes ? " writes" : " reads";
 }
 
 Statement Read(const char* text, const std::vector<PtxOperand>& given) {
   Statement statement;
   statement.text = text;
+  statement.given = given.size();
   const std::string line = text;
-  const size_t end = line.find(' ');
+  const size_t end = std::min(line.find(' '), line.size());
   const std::string opcode = line.substr(0, end);
-  std::string operands = end == std::string::npos ? "" : WithoutSpaces(line.substr(end));
+  std::string operands = WithoutSpaces(line.substr(end));
   for (const Instruction& instruction : kInstructions) {
     if (opcode == instruction.opcode) statement.instruction = &instruction;
   }
@@ -145,32 +153,34 @@ Statement Read(const char* text, const std::vector<PtxOperand>& given) {
     return statement;
   }
   operands.pop_back();
-  const std::string types = TypesOf(operands, given, &statement);
-  if (types != statement.instruction->operands) {
+  statement.operands = TakeOperands(given, &operands);
+  if (operands != statement.instruction->operands) {
     statement.wrong =
-        opcode + " with the operands " + types + "; it has " + statement.instruction->operands;
+        opcode + " with the operands " + operands + "; it has " + statement.instruction->operands;
     return statement;
   }
-  for (size_t n = 0; n < statement.operands.size(); ++n) {
-    const PtxOperand& operand = given[static_cast<size_t>(statement.operands[n])];
-    const bool writes = static_cast<int>(n) < statement.instruction->written;
-    if (operand.is_consistent() && (writes ? operand.is_written() : operand.is_read())) continue;
-    statement.wrong = opcode + (writes ? " writes" : " reads") + " operand %" +
-                      std::to_string(statement.operands[n]) +
-                      ", which its constraint does not allow";
-    break;
+  for (size_t n = 0; n < statement.operands.size() && statement.wrong.empty(); ++n) {
+    const int number = statement.operands[n];
+    const std::string does =
+        WrongConstraint(*statement.instruction, n, given[static_cast<size_t>(number)]);
+    if (does.empty()) continue;
+    statement.wrong =
+        opcode + does + " operand %" + std::to_string(number) + ", which its constraint forbids";
   }
   return statement;
 }
 
 // Returns the statement of a text, whose operands are of the same types in each call.
-const Statement& StatementOf(const char* text, const PtxOperand* const* given, size_t count) {
+const Statement& StatementOf(const char* text, const PtxOperand* operands, size_t count) {
   static auto* known = new std::unordered_map<const void*, Statement>;  // by the text's address
+  static const Statement* recent = nullptr;  // lanes execute the same text one after another
+  if (recent != nullptr && recent->text == text && recent->given == count) return *recent;
   Statement& statement = (*known)[text];
-  if (statement.text == text) return statement;
-  std::vector<PtxOperand> operands;
-  for (size_t n = 0; n < count; ++n) operands.push_back(*given[n]);
-  return statement = Read(text, operands);
+  if (statement.text == nullptr || statement.given != count) {
+    statement = Read(text, {operands, operands + count});
+  }
+  recent = &statement;
+  return statement;
 }
 
 }  // namespace
@@ -187,14 +197,11 @@ size_t __cvta_generic_to_shared(const void* address) {
   return machine.checker.SharedAddress(address);
 }
 
-void ExecutePtx(const char* text, std::initializer_list<PtxOperand> outputs,
-                std::initializer_list<PtxOperand> inputs) {
-  const void* site = __builtin_return_address(0);
-  const PtxOperand* given[kMaxOperands];
-  size_t count = 0;
-  for (const PtxOperand& operand : outputs) given[count++] = &operand;
-  for (const PtxOperand& operand : inputs) given[count++] = &operand;
-  const Statement& statement = StatementOf(text, given, count);
+void ExecutePtxAt(const void* site, const char* text, const PtxOperand* operands, size_t count) {
+  // An empty list of outputs, or of inputs, is an operand of no type.
+  if (count > 0 && operands[0].type() == ' ') ++operands, --count;
+  if (count > 0 && operands[count - 1].type() == ' ') --count;
+  const Statement& statement = StatementOf(text, operands, count);
   if (!statement.wrong.empty()) {
     running_machine->Report(FindingKind::kBadInstruction, site,
                             [&] { return "executes " + statement.wrong; });
@@ -202,7 +209,7 @@ void ExecutePtx(const char* text, std::initializer_list<PtxOperand> outputs,
   }
   void* places[kMaxOperands];
   for (size_t n = 0; n < statement.operands.size(); ++n) {
-    places[n] = given[statement.operands[n]]->place();
+    places[n] = operands[statement.operands[n]].place();
   }
   statement.instruction->execute({statement.instruction->opcode, places, site});
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -50,6 +51,12 @@ bool RunWarp(const std::vector<unsigned>& shared, const Body& body) {
   return error == cudaSuccess;
 }
 
+// Returns the text at an address that no other text gets, as literals have.
+const char* Literal(const std::string& text) {
+  static auto* texts = new std::set<std::string>;
+  return texts->insert(text).first->c_str();
+}
+
 std::vector<unsigned> RandomWords(int count, unsigned seed) {
   std::mt19937 random(seed);
   std::vector<unsigned> words(count);
@@ -79,10 +86,8 @@ Result LdMatrixBy(const Load& load) {
 Result LdMatrix(const std::string& text) {
   return LdMatrixBy([&](unsigned r[4], const void* row) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
-    ExecutePtx(text.c_str(),
-               {PtxOperand("=r", r[0]), PtxOperand("=r", r[1]), PtxOperand("=r", r[2]),
-                PtxOperand("=r", r[3])},
-               {PtxOperand("r", address)});
+    ExecutePtx(Literal(text), PtxOperand("=r", r[0]), PtxOperand("=r", r[1]),
+               PtxOperand("=r", r[2]), PtxOperand("=r", r[3]), PtxOperand("r", address));
   });
 }
 
@@ -102,11 +107,10 @@ Result MmaBy(const Multiply& multiply) {
 
 Result Mma(const std::string& text) {
   return MmaBy([&](float d[4], const unsigned a[4], const unsigned b[2]) {
-    ExecutePtx(text.c_str(),
-               {PtxOperand("+f", d[0]), PtxOperand("+f", d[1]), PtxOperand("+f", d[2]),
-                PtxOperand("+f", d[3])},
-               {PtxOperand("r", a[0]), PtxOperand("r", a[1]), PtxOperand("r", a[2]),
-                PtxOperand("r", a[3]), PtxOperand("r", b[0]), PtxOperand("r", b[1])});
+    ExecutePtx(Literal(text), PtxOperand("+f", d[0]), PtxOperand("+f", d[1]),
+               PtxOperand("+f", d[2]), PtxOperand("+f", d[3]), PtxOperand("r", a[0]),
+               PtxOperand("r", a[1]), PtxOperand("r", a[2]), PtxOperand("r", a[3]),
+               PtxOperand("r", b[0]), PtxOperand("r", b[1]));
   });
 }
 
@@ -134,8 +138,8 @@ Result CopyAsync(const std::string& text) {
   return CopyAsyncBy([&](int lane, void* to, const void* from) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
     const unsigned bytes = static_cast<unsigned>(lane % 5 * 4);
-    ExecutePtx(text.c_str(), {},
-               {PtxOperand("r", address), PtxOperand("l", from), PtxOperand("r", bytes)});
+    ExecutePtx(Literal(text), PtxOperand("r", address), PtxOperand("l", from),
+               PtxOperand("r", bytes));
   });
 }
 
@@ -144,7 +148,7 @@ Result Function(const std::string& text) {
   const bool ok = RunWarp(RandomWords(128, 1), [&](int lane, char*) {
     const float x = 0.5f + 0.25f * static_cast<float>(lane);
     float y = 0;
-    ExecutePtx(text.c_str(), {PtxOperand("=f", y)}, {PtxOperand("f", x)});
+    ExecutePtx(Literal(text), PtxOperand("=f", y), PtxOperand("f", x));
     std::memcpy(&result[lane], &y, sizeof(y));
   });
   return ok ? result : Result();
@@ -316,7 +320,7 @@ TEST(Ptx, FindingsSayWhatIsWrong) {
                         "know"));
   EXPECT_EQ(Findings()[0].kind, FindingKind::kBadInstruction);
   EXPECT_THAT(message(&Function, "ex2.approx.ftz.f32 %1, %0;"),
-              HasSubstr("ex2.approx.ftz.f32 writes operand %1, which its constraint does not"));
+              HasSubstr("ex2.approx.ftz.f32 writes operand %1, which its constraint forbids"));
   EXPECT_THAT(message(&CopyAsync, "cp.async.cg.shared.global.L2::128B [%1], [%0], 16, %2;"),
               HasSubstr("with the operands [l],[r],16,r; it has [r],[l],16,r"));
   EXPECT_THAT(message(&CopyAsync, "cp.async.cg.shared.global.L2::128B [%2], [%1], 16, %0;"),
