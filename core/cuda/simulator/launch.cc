@@ -196,6 +196,18 @@ Gpu GpuOfEnvironment() {
   return *gpu;
 }
 
+MmaSums MmaSumsOfEnvironment() {
+  const char* text = std::getenv("CUDA_SIMULATOR_MMA");
+  const std::string sums = text == nullptr ? "rounded" : text;
+  if (sums == "truncated") return MmaSums::kTruncated;
+  if (sums != "rounded") {
+    std::fprintf(stderr, "CUDA_SIMULATOR_MMA: unknown sums \"%s\"; known are rounded, truncated\n",
+                 text);
+    std::exit(EXIT_FAILURE);
+  }
+  return MmaSums::kRounded;
+}
+
 uint64_t SeedOfEnvironment() {
   const char* text = std::getenv("CUDA_SIMULATOR_SEED");
   if (text == nullptr) return 1;

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -15,6 +16,7 @@
 #include "core/cuda/kernel.cuh"
 #include "core/cuda/simulator/cuda_runtime.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/cuda/simulator/warp_matrix.h"
 
 namespace cuda_simulator {
 namespace {
@@ -325,6 +327,103 @@ TEST(Ptx, FindingsSayWhatIsWrong) {
               HasSubstr("with the operands [l],[r],16,r; it has [r],[l],16,r"));
   EXPECT_THAT(message(&CopyAsync, "cp.async.cg.shared.global.L2::128B [%2], [%1], 16, %0;"),
               HasSubstr("cp.async.cg.shared.global.L2::128B of "));
+}
+
+// ---- Sums of mma ----
+
+// Returns the sum of products of powers of two and others, where a product's exponent is that of its
+// own significand from 1 to below 2.
+double Truncated(const std::vector<double>& values, int fraction_bits) {
+  std::vector<MmaTerm> terms;
+  for (const double value : values) terms.push_back({value, std::ilogb(value)});
+  return TruncatedSum(terms.data(), static_cast<int>(terms.size()), fraction_bits);
+}
+
+TEST(MmaSums, AStepCutsEachTermBelowTheLargestExponentAndTheSumToAFloat) {
+  const double unit = std::ldexp(1, -24);
+  EXPECT_EQ(Truncated({1.5, 0.25, 2}, 24), 3.75);
+  EXPECT_EQ(Truncated({1, unit, unit}, 24), 1 + 2 * unit);
+  EXPECT_EQ(Truncated({1, unit}, 24), 1);                                    // a float has 23 bits
+  EXPECT_EQ(Truncated({1, unit / 2, unit / 2, unit / 2, unit / 2}, 24), 1);  // each cut by itself
+  EXPECT_EQ(Truncated({1, unit / 2, unit / 2, unit / 2, unit / 2}, 25), 1 + 2 * unit);
+  EXPECT_EQ(Truncated({-1, -unit, -unit * 1.99}, 24), -1 - 2 * unit);  // towards zero
+  EXPECT_EQ(Truncated({1, -1, 0.75 * unit}, 24), 0);                   // lost beside what cancels
+  EXPECT_EQ(Truncated({1, -1, 1.75 * unit}, 24), unit);
+  EXPECT_EQ(Truncated({3, 3, unit}, 24), 6);
+  EXPECT_EQ(Truncated({INFINITY, 1}, 24), INFINITY);
+  EXPECT_TRUE(std::isnan(Truncated({INFINITY, -INFINITY}, 24)));
+  EXPECT_TRUE(std::isnan(Truncated({NAN, 1}, 24)));
+}
+
+TEST(MmaSums, AProductHasTheSumOfItsFactorsExponents) {
+  // 1.5 * 1.5 = 2.25 has the exponent 0 here: 2^-24 is kept beside it, not lost.
+  const double unit = std::ldexp(1, -24);
+  const MmaTerm terms[] = {{2.25, 0}, {-2.25, 0}, {unit, -24}};
+  EXPECT_EQ(TruncatedSum(terms, 3, 24), unit);
+}
+
+// Returns c plus the sum of 16 products of 1 and a power of two in bf16.
+double MmaOn(const char* gpu, MmaSums sums, const std::array<double, 16>& products, float c) {
+  Settings settings;
+  settings.gpu = *FindGpu(gpu);
+  settings.mma_sums = sums;
+  Configure(settings);
+  const auto pair = [&](int k) {
+    return static_cast<unsigned>(__float2bfloat16_rn(static_cast<float>(products[k])).bits) |
+           static_cast<unsigned>(__float2bfloat16_rn(static_cast<float>(products[k + 1])).bits)
+               << 16;
+  };
+  const Result result = MmaBy([&](float d[4], const unsigned*, const unsigned*) {
+    const unsigned ones = 0x3f803f80u, a[4] = {ones, ones, ones, ones};
+    const int t = LaneId() % 4 * 2;
+    const unsigned b[2] = {pair(t), pair(t + 8)};
+    for (int n = 0; n < 4; ++n) d[n] = c;
+    tfb::MmaM16N8K16Bf16(d, a, b);
+  });
+  Configure({});
+  EXPECT_FALSE(result.empty());
+  for (const unsigned bits : result) EXPECT_EQ(bits, result[0]);
+  return __uint_as_float(result[0]);
+}
+
+TEST(MmaSums, StepsAndBitsAreThoseOfTheGpu) {
+  const double unit = std::ldexp(1, -24);
+  std::array<double, 16> apart = {};  // the first of each half
+  apart[7] = apart[8] = unit;
+  std::array<double, 16> small = {};
+  for (int k = 8; k < 16; ++k) small[k] = unit / 2;
+  for (const char* gpu : {"sm_80", "sm_89"}) {
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kRounded, apart, 1), 1 + 2 * unit);
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, apart, 1), 1);  // a sum after 8 products
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, small, 1), 1);
+  }
+  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, apart, 1), 1 + 2 * unit);
+  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, small, 1), 1 + 4 * unit);
+}
+
+TEST(MmaSums, AreWithinTheirBoundOfTheRoundedOnes) {
+  EXPECT_EQ(Settings().mma_sums, MmaSums::kRounded);
+  for (const char* type : {TFB_PTX_MMA("bf16"), TFB_PTX_MMA("f16")}) {
+    for (const Gpu& gpu : kGpus) {
+      const Result rounded = Mma(type);
+      Settings settings;
+      settings.gpu = gpu;
+      settings.mma_sums = MmaSums::kTruncated;
+      Configure(settings);
+      const Result truncated = Mma(type);
+      Configure({});
+      ASSERT_EQ(rounded.size(), truncated.size());
+      int different = 0;
+      for (size_t n = 0; n < rounded.size(); ++n) {
+        const double exact = __uint_as_float(rounded[n]), cut = __uint_as_float(truncated[n]);
+        different += exact != cut;
+        // A step cuts each of its terms, and its sum; all are below 128.
+        const int cuts = 16 / gpu.mma_step_products * (gpu.mma_step_products + 2);
+        EXPECT_LE(std::abs(exact - cut), cuts * std::ldexp(64, -23));
+      }
+      EXPECT_GT(different, 0) << gpu.name;
+    }
+  }
 }
 
 }  // namespace

@@ -46,7 +46,8 @@ struct Finding {
   std::string message;  // "Reduce, block (0, 0, 0), thread (3, 0, 0), reduce.cu:17: reads 4 ..."
 };
 
-// A GPU for which kernels are compiled, with those of its limits that a launch can exceed.
+// A GPU for which kernels are compiled: those of its limits that a launch can exceed, and how it
+// adds.
 struct Gpu {
   const char* name;  // "sm_90"
   int compute_capability_major;
@@ -54,12 +55,16 @@ struct Gpu {
   // Static and dynamic shared memory of a block, of which more than 48 KiB need
   // cudaFuncAttributeMaxDynamicSharedMemorySize.
   size_t max_shared_bytes_per_block;
+  // The sums of mma.m16n8k16 on 16-bit numbers: the products of a step, and the bits after the
+  // binary point that a step keeps (MMA-Sim, as MmaSums has it).
+  int mma_step_products;
+  int mma_fraction_bits;
 };
 // CUDA C++ programming guide, "Technical Specifications per Compute Capability".
 constexpr Gpu kGpus[] = {
-    {"sm_80", 8, 0, 163 << 10},  // A100
-    {"sm_89", 8, 9, 99 << 10},   // L40, RTX 4090
-    {"sm_90", 9, 0, 227 << 10},  // H100, H200
+    {"sm_80", 8, 0, 163 << 10, 8, 24},   // A100
+    {"sm_89", 8, 9, 99 << 10, 8, 24},    // L40, RTX 4090
+    {"sm_90", 9, 0, 227 << 10, 16, 25},  // H100, H200
 };
 // Returns the GPU of that name; null where there is none.
 const Gpu* FindGpu(const std::string& name);
@@ -70,6 +75,20 @@ Gpu GpuOfEnvironment();
 // Returns $CUDA_SIMULATOR_SEED where that is a number, otherwise 1.
 uint64_t SeedOfEnvironment();
 
+// How mma adds 16 products and an accumulator.
+enum class MmaSums {
+  kRounded,  // in float64, rounded once
+  // As the tensor cores of the GPU do, in one step or two. A step aligns its exact products, and the
+  // accumulator, to the largest exponent among them, where a product's exponent is the sum of its
+  // factors'; cuts off the bits below Gpu::mma_fraction_bits; adds what is left exactly; and cuts
+  // the sum to a float. All cuts are towards zero. (Fasi, Higham, Mikaitis, Pranesh: Numerical
+  // behavior of NVIDIA tensor cores, 2021; Xie, Wang, Yang, Yang: MMA-Sim, arXiv 2511.10909v1.)
+  kTruncated,
+};
+// Returns kRounded or kTruncated as $CUDA_SIMULATOR_MMA is "rounded" or "truncated", otherwise
+// kRounded. Ends the program where it is another text.
+MmaSums MmaSumsOfEnvironment();
+
 struct Settings {
   // Seeds the order in which blocks, and threads between two barriers, run. An order depends only
   // on the seed and the shape of the launch.
@@ -79,6 +98,7 @@ struct Settings {
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;  // stack of one CUDA thread
   Gpu gpu = GpuOfEnvironment();
+  MmaSums mma_sums = MmaSumsOfEnvironment();
   // Limit on blocks; tests lower it to find kernels that would exceed it.
   unsigned max_grid_yz = 65535;
   // Whether errors are reported as on a GPU: not by the launch of the failing kernel but by the

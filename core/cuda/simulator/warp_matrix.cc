@@ -2,6 +2,10 @@
 // mma instruction" (fragments of m16n8k16) and "ldmatrix".
 #include "core/cuda/simulator/warp_matrix.h"
 
+#include <algorithm>
+#include <climits>
+#include <cmath>
+
 #include "core/cuda/simulator/cuda_runtime.h"
 #include "core/cuda/simulator/device.h"
 #include "core/cuda/simulator/hooks.h"
@@ -44,14 +48,64 @@ void LoadMatrices(const char* name, bool transposed, unsigned* const registers[4
 
 namespace {
 
+// Returns x cut to a multiple of 2^exponent, towards zero.
+double CutTo(double x, int exponent) {
+  return std::ldexp(std::trunc(std::ldexp(x, -exponent)), exponent);
+}
+
+// Returns the exponent of x = s 2^exponent with 1 <= |s| < 2, but at least `least`.
+int ExponentOf(double x, int least) {
+  int exponent;
+  std::frexp(x, &exponent);
+  return std::max(exponent - 1, least);
+}
+
+constexpr int kLeastOfFloat = -126;  // the exponent of the least normal number
+constexpr int kLeastOfHalf = -14;
+
+}  // namespace
+
+float TruncatedSum(const MmaTerm* terms, int count, int fraction_bits) {
+  double plain = 0;
+  int largest = INT_MIN;
+  for (int n = 0; n < count; ++n) {
+    plain += terms[n].value;
+    if (terms[n].value != 0) largest = std::max(largest, terms[n].exponent);
+  }
+  // Infinities, NaN and zeros give the same in any order.
+  if (!std::isfinite(plain) || largest == INT_MIN) return static_cast<float>(plain);
+  double sum = 0;
+  for (int n = 0; n < count; ++n) sum += CutTo(terms[n].value, largest - fraction_bits);
+  return static_cast<float>(CutTo(sum, ExponentOf(sum, kLeastOfFloat) - 23));
+}
+
+namespace {
+
 float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 float Widen(__half x) { return __half2float(x); }
 
-// Returns c + sum_k a_k b_k, exact to float64 and rounded once, since the order of a GPU's sums is
-// not documented.
-float SumOfProducts(const float a[16], const float (&b)[16][8], int column, float c) {
+int LeastExponent(__nv_bfloat16) { return kLeastOfFloat; }
+int LeastExponent(__half) { return kLeastOfHalf; }
+
+// Returns c + sum_k a_k b_k in the steps of the GPU's tensor cores. Factors of the least exponent
+// or more are normal numbers.
+float SumInSteps(const Gpu& gpu, const float a[16], const float b[16], float c, int least) {
+  for (int first = 0; first < 16; first += gpu.mma_step_products) {
+    MmaTerm terms[17];
+    for (int n = 0; n < gpu.mma_step_products; ++n) {
+      const double x = a[first + n], y = b[first + n];
+      terms[n] = {x * y, ExponentOf(x, least) + ExponentOf(y, least)};
+    }
+    terms[gpu.mma_step_products] = {c, ExponentOf(c, kLeastOfFloat)};
+    c = TruncatedSum(terms, gpu.mma_step_products + 1, gpu.mma_fraction_bits);
+  }
+  return c;
+}
+
+// Returns c + sum_k a_k b_k, exact to float64 and rounded once.
+float RoundedSum(const float a[16], const float b[16], float c) {
   double sum = c;
-  for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[k]) * b[k][column];
+  for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[k]) * b[k];
   return static_cast<float>(sum);
 }
 
@@ -62,7 +116,7 @@ float Half(unsigned pair, int which) {
 
 template <class T>
 void CompleteProduct(void* const arguments[kWarp], unsigned) {
-  float a[16][16], b[16][8];
+  float a[16][16], b[8][16];  // rows of a, columns of b
   for (int lane = 0; lane < kWarp; ++lane) {
     const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
     const int g = lane / 4, t = lane % 4 * 2;
@@ -70,14 +124,18 @@ void CompleteProduct(void* const arguments[kWarp], unsigned) {
       for (int r = 0; r < 4; ++r) {
         a[g + r % 2 * 8][t + r / 2 * 8 + which] = Half<T>(operands.a[r], which);
       }
-      for (int r = 0; r < 2; ++r) b[t + r * 8 + which][g] = Half<T>(operands.b[r], which);
+      for (int r = 0; r < 2; ++r) b[g][t + r * 8 + which] = Half<T>(operands.b[r], which);
     }
   }
+  const Settings& settings = running_machine->settings;
   for (int lane = 0; lane < kWarp; ++lane) {
     const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
     for (int r = 0; r < 4; ++r) {
       const int row = lane / 4 + r / 2 * 8, column = lane % 4 * 2 + r % 2;
-      *operands.d[r] = SumOfProducts(a[row], b, column, operands.c[r]);
+      *operands.d[r] =
+          settings.mma_sums == MmaSums::kRounded
+              ? RoundedSum(a[row], b[column], operands.c[r])
+              : SumInSteps(settings.gpu, a[row], b[column], operands.c[r], LeastExponent(T()));
     }
   }
 }

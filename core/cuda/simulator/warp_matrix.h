@@ -23,6 +23,14 @@ struct MmaOperands {
 void MultiplyMatrices(const char* name, bool is_bf16, const MmaOperands& operands,
                       const void* site);
 
+// A term of the sums of mma: a product, or the accumulator.
+struct MmaTerm {
+  double value;
+  int exponent;  // the sum of the factors' exponents, each of a significand from 1 to below 2
+};
+// Returns the sum of a step of MmaSums::kTruncated that keeps so many bits after the binary point.
+float TruncatedSum(const MmaTerm* terms, int count, int fraction_bits);
+
 }  // namespace cuda_simulator
 
 #endif  // TFB_CORE_CUDA_SIMULATOR_WARP_MATRIX_H_
