@@ -49,8 +49,10 @@ void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
   order.StartLaunch();
   releases.StartLaunch();
   blocks_.clear();
-  dynamic_.StartLaunch(dynamic_shared_bytes);
-  for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes());
+  // Accesses that are counted take the slow path, so that others need not ask.
+  const bool is_quick = !machine_->banks.counts();
+  dynamic_.StartLaunch(dynamic_shared_bytes, is_quick);
+  for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes(), is_quick);
   parameters_ = reinterpret_cast<uintptr_t>(parameters);
   parameter_bytes_ = parameter_bytes;
 }
@@ -129,6 +131,9 @@ void Checker::Check(const MemoryAccess& access) {
 void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
   ++accesses_;
   if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+  if (machine_->banks.counts()) {
+    machine_->banks.Note(order.thread(), access.kind, access.address, access.bytes, access.site);
+  }
   int other = SharedShadow::kSeveral;
   const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
   if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
@@ -171,6 +176,7 @@ void Checker::CheckElsewhere(const MemoryAccess& access) {
   const size_t bytes = segment->end - segment->begin;
   static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
   recent_static_ = static_.back().get();
+  recent_static_->StartLaunch(bytes, !machine_->banks.counts());
   CheckShared(recent_static_, access);
 }
 

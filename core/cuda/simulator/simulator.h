@@ -89,6 +89,10 @@ enum class MmaSums {
 // kRounded. Ends the program where it is another text.
 MmaSums MmaSumsOfEnvironment();
 
+// Returns whether $CUDA_SIMULATOR_BANK_CONFLICTS is set. Where it is, the program prints the counts
+// at its end.
+bool BankConflictsOfEnvironment();
+
 struct Settings {
   // Seeds the order in which blocks, and threads between two barriers, run. An order depends only
   // on the seed and the shape of the launch.
@@ -99,6 +103,9 @@ struct Settings {
   size_t stack_bytes = 64 << 10;  // stack of one CUDA thread
   Gpu gpu = GpuOfEnvironment();
   MmaSums mma_sums = MmaSumsOfEnvironment();
+  // Whether the bank conflicts of shared memory are counted, for TakeBankUses. It makes launches
+  // several times as slow.
+  bool counts_bank_conflicts = BankConflictsOfEnvironment();
   // Limit on blocks; tests lower it to find kernels that would exceed it.
   unsigned max_grid_yz = 65535;
   // Whether errors are reported as on a GPU: not by the launch of the failing kernel but by the
@@ -131,6 +138,22 @@ Counts TotalCounts();
 // Returns "12 launches, 48 blocks, 6144 threads, 96 barriers, 384 warp collectives, 98304 accesses
 // checked, 0 findings".
 std::string Describe(const Counts& counts);
+
+// The loads, or the stores, of shared memory of one source line of a kernel, over its launches.
+struct BankUse {
+  std::string kernel;
+  std::string source;  // as a finding's
+  bool is_store = false;
+  int64_t accesses = 0;    // of warps
+  int64_t wavefronts = 0;  // passes over the banks
+  int64_t extra = 0;       // wavefronts that conflicts add
+};
+// Returns the uses since the last call while Settings::counts_bank_conflicts was set, the worst
+// first.
+std::vector<BankUse> TakeBankUses();
+// Returns a line for each kernel, "Transpose: 64 accesses of shared memory by warps, 1056
+// wavefronts, of which bank conflicts add 992", followed by one for each source line with conflicts.
+std::string Describe(const std::vector<BankUse>& uses);
 
 // Registers memory that kernels may access besides cudaMalloc's. `written` says whether its
 // contents count as written.
