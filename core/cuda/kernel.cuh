@@ -5,6 +5,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -98,8 +99,31 @@ cudaError_t OptInToShared(void (*kernel)(Parameters...), size_t bytes) {
   return error;
 }
 
+#ifdef __CUDACC__
+// Returns that a block of the kernel needs more shared memory than the GPU has for one, in the
+// simulator's words; null where it does not. The text is valid until the thread's next call.
+inline const char* TooMuchShared(const char* name, const void* kernel, size_t dynamic_bytes) {
+  int device = 0, most = 0;
+  cudaFuncAttributes attributes;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess ||
+      cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    return nullptr;
+  }
+  const size_t bytes = dynamic_bytes + attributes.sharedSizeBytes;
+  if (bytes <= static_cast<size_t>(most)) return nullptr;
+  static thread_local char text[256];
+  snprintf(text, sizeof(text),
+           "%s: shared memory is %zu bytes a block, of which %zu are dynamic; the GPU allows %d",
+           name, bytes, dynamic_bytes, most);
+  return text;
+}
+#endif
+
 // Enqueues kernel(arguments...). Returns null, or a text that says why the launch failed, which is
-// valid until the next launch. An empty grid is no work.
+// valid until the next launch: where a block needs more shared memory than the device has, both
+// numbers. An empty grid is no work.
 template <class... Parameters, class... Arguments>
 const char* Launch(const char* name, void (*kernel)(Parameters...), const KernelShape& shape,
                    void* stream, const Arguments&... arguments) {
@@ -107,7 +131,6 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return nullptr;
   cudaError_t error = OptInToShared(kernel, shape.shared_bytes);
 #ifdef __CUDACC__
-  (void)name;
   if (error == cudaSuccess) {
     kernel<<<shape.grid, shape.block, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
         arguments...);
@@ -122,6 +145,11 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
 #endif
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // clears the error, so that the next launch does not return it again
+#ifdef __CUDACC__
+  const char* reason =
+      TooMuchShared(name, reinterpret_cast<const void*>(kernel), shape.shared_bytes);
+  if (reason != nullptr) return reason;
+#endif
   return cudaGetErrorString(error);
 }
 
