@@ -5,6 +5,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -22,6 +23,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/functor.h"
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/ptx.cuh"
 
 namespace tfb {
 namespace {  // each source is compiled twice into one program
@@ -97,8 +99,31 @@ cudaError_t OptInToShared(void (*kernel)(Parameters...), size_t bytes) {
   return error;
 }
 
+#ifdef __CUDACC__
+// Returns that a block of the kernel needs more shared memory than the GPU has for one, in the
+// simulator's words; null where it does not. The text is valid until the thread's next call.
+inline const char* TooMuchShared(const char* name, const void* kernel, size_t dynamic_bytes) {
+  int device = 0, most = 0;
+  cudaFuncAttributes attributes;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess ||
+      cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+    return nullptr;
+  }
+  const size_t bytes = dynamic_bytes + attributes.sharedSizeBytes;
+  if (bytes <= static_cast<size_t>(most)) return nullptr;
+  static thread_local char text[256];
+  snprintf(text, sizeof(text),
+           "%s: shared memory is %zu bytes a block, of which %zu are dynamic; the GPU allows %d",
+           name, bytes, dynamic_bytes, most);
+  return text;
+}
+#endif
+
 // Enqueues kernel(arguments...). Returns null, or a text that says why the launch failed, which is
-// valid until the next launch. An empty grid is no work.
+// valid until the next launch: where a block needs more shared memory than the device has, both
+// numbers. An empty grid is no work.
 template <class... Parameters, class... Arguments>
 const char* Launch(const char* name, void (*kernel)(Parameters...), const KernelShape& shape,
                    void* stream, const Arguments&... arguments) {
@@ -106,7 +131,6 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return nullptr;
   cudaError_t error = OptInToShared(kernel, shape.shared_bytes);
 #ifdef __CUDACC__
-  (void)name;
   if (error == cudaSuccess) {
     kernel<<<shape.grid, shape.block, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
         arguments...);
@@ -121,6 +145,11 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
 #endif
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();  // clears the error, so that the next launch does not return it again
+#ifdef __CUDACC__
+  const char* reason =
+      TooMuchShared(name, reinterpret_cast<const void*>(kernel), shape.shared_bytes);
+  if (reason != nullptr) return reason;
+#endif
   return cudaGetErrorString(error);
 }
 
@@ -133,44 +162,6 @@ __device__ inline unsigned char* DynamicShared() {
   return static_cast<unsigned char*>(cuda_simulator::DynamicSharedBytes());
 #endif
 }
-
-// ---- Matrices of a warp (sm_80 on) ----
-
-#ifdef __CUDACC__
-// PTX ISA, ldmatrix.x4: lane l gives the address in shared memory of 16 bytes, row l % 8 of the 8 x
-// 8 matrix l / 8. Register i receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of
-// matrix i; `Transposed` gives it (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
-__device__ inline void LdMatrixX4(unsigned registers[4], const void* row) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ inline void LdMatrixX4Transposed(unsigned registers[4], const void* row) {
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-               : "r"(address)
-               : "memory");
-}
-// PTX ISA, mma.sync.m16n8k16, row.col, f32 accumulators: d += a b. With g = lane / 4, t = lane % 4:
-//   a[0] = A[g][2t..], a[1] = A[g + 8][2t..], a[2] = A[g][2t + 8..], a[3] = A[g + 8][2t + 8..]
-//   b[0] = B[2t..][g], b[1] = B[2t + 8..][g]      (each two elements, along A's row and B's column)
-//   d[0], d[1] = D[g][2t..], d[2], d[3] = D[g + 8][2t..]
-__device__ inline void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-__device__ inline void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-#endif
 
 // ---- Tensors of any dtype ----
 

@@ -94,42 +94,6 @@ __device__ inline unsigned NonFinite(unsigned pair) {
   return ((pair & kExponents) + kOnes) & 0x80008000u;
 }
 
-// Returns 2^x, to two units in the last place; results below 2^-126 are 0.
-__device__ inline float Exp2(float x) {
-#ifdef __CUDACC__
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return exp2f(x);
-#endif
-}
-
-// Returns log2(x), with an error of 2^-22 near 1.
-__device__ inline float Log2(float x) {
-#ifdef __CUDACC__
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#else
-  return log2f(x);
-#endif
-}
-
-// Starts an asynchronous copy of 16 bytes to shared memory: see __pipeline_commit. It writes zeros
-// where the source does not exist. Both addresses are multiples of 16.
-__device__ inline void CopyAsync(void* to, const void* from, bool exist) {
-#ifdef __CUDACC__
-  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               :
-               : "r"(address), "l"(from), "r"(exist ? 16 : 0)
-               : "memory");
-#else
-  __pipeline_memcpy_async(to, from, 16, exist ? 0 : 16);
-#endif
-}
-
 // Returns x, opaquely to the compiler: expressions of the result are computed here, not hoisted out
 // of a loop and kept in registers through it.
 __device__ inline unsigned Anew(unsigned x) {

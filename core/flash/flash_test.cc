@@ -21,6 +21,7 @@
 #include "core/random.h"
 #include "core/status.h"
 #include "core/testing.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -118,21 +119,6 @@ class Harness {
         << problem_.ToString();
   }
 
- private:
-  void RunOnCpu(int threads) {
-    ThreadPool pool(threads);
-    const size_t bytes = FlashWorkspaceBytes(problem_, call.rule.relative_keys != nullptr, threads);
-    Tensor workspace(DType::kU8, {static_cast<int64_t>(bytes) + 64});
-    std::memset(workspace.raw(), 0xFF, workspace.bytes());
-    Execution execution;
-    execution.pool = &pool;
-    execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), bytes);
-    ASSERT_TRUE(FlashCpu(problem_, call, execution).ok());
-    for (size_t n = bytes; n < workspace.bytes(); ++n) {
-      ASSERT_EQ(workspace.span<uint8_t>()[n], 0xFF) << "written beyond the workspace";
-    }
-  }
-
   absl::Status RunOnCuda() {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     TFB_ASSIGN_OR_RETURN(FlashCuda flash,
@@ -163,6 +149,21 @@ class Harness {
     execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
     TFB_RETURN_IF_ERROR(flash.Run(problem_, on_device, execution));
     return mirror.CopyBack();
+  }
+
+ private:
+  void RunOnCpu(int threads) {
+    ThreadPool pool(threads);
+    const size_t bytes = FlashWorkspaceBytes(problem_, call.rule.relative_keys != nullptr, threads);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(bytes) + 64});
+    std::memset(workspace.raw(), 0xFF, workspace.bytes());
+    Execution execution;
+    execution.pool = &pool;
+    execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), bytes);
+    ASSERT_TRUE(FlashCpu(problem_, call, execution).ok());
+    for (size_t n = bytes; n < workspace.bytes(); ++n) {
+      ASSERT_EQ(workspace.span<uint8_t>()[n], 0xFF) << "written beyond the workspace";
+    }
   }
 
   absl::StatusOr<RowList> ListAsked(DeviceMirror& mirror) const {
@@ -978,6 +979,40 @@ TEST(FlashCall, TheLargestTokenRuleIsTaken) {
     rule.counts = counts;
     EXPECT_TRUE(CheckTokenRule(rule).ok());
   }
+}
+
+// Runs a call with heads of so many channels on a simulated GPU.
+absl::Status RunOn(const char* gpu, DType dtype, int64_t dim, bool has_token_rule) {
+  cuda_simulator::Settings settings;
+  settings.gpu = *cuda_simulator::FindGpu(gpu);
+  cuda_simulator::Configure(settings);
+  Problem problem = Make(130, 130, dim, dim);
+  problem.dtype = dtype;
+  Harness harness(Device::kSimulator, problem);
+  harness.call.rule.tokens.causal = has_token_rule;
+  const absl::Status status = harness.RunOnCuda();
+  cuda_simulator::Configure({});
+  return status;
+}
+
+// A block of heads of 256 channels holds 160 KiB of 16-bit numbers, or 156 of 32-bit ones, and what
+// a rule needs besides. An A100 has 163 KiB for a block, an RTX 4090 99, an H100 227.
+TEST(FlashCudaCall, HeadsThatNeedMoreSharedMemoryThanABlockHasAreRefusedWithBothNumbers) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const bool has_token_rule : {false, true}) {
+      for (const char* gpu : {"sm_80", "sm_89", "sm_90"}) {
+        EXPECT_EQ(RunOn(gpu, dtype, 128, has_token_rule), absl::OkStatus()) << gpu;
+      }
+      EXPECT_EQ(RunOn("sm_90", dtype, 256, has_token_rule), absl::OkStatus());
+      const absl::Status refused = RunOn("sm_89", dtype, 256, has_token_rule);
+      EXPECT_THAT(std::string(refused.message()),
+                  testing::ContainsRegex("shared memory is 1[5-8][0-9]{4} bytes a block, of which "
+                                         "1[5-8][0-9]{4} are dynamic; sm_89 allows 101376"));
+    }
+    EXPECT_EQ(RunOn("sm_80", dtype, 256, false), absl::OkStatus());
+  }
+  EXPECT_THAT(std::string(RunOn("sm_80", DType::kBF16, 256, true).message()),
+              testing::HasSubstr("; sm_80 allows 166912"));
 }
 
 TEST(FlashWorkspace, IsLinearInTokens) {

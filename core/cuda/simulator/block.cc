@@ -59,7 +59,14 @@ bool Block::Run(const Index3& index) {
     });
   }
   running_ = -1;
+  MeetAtBanks();
   return !abandoned_;
+}
+
+// Tells the banks that all threads meet.
+void Block::MeetAtBanks() {
+  if (!machine_->banks.counts()) return;
+  for (int warp = 0; warp < (count_ + kWarp - 1) / kWarp; ++warp) machine_->banks.Meet(warp, ~0u);
 }
 
 void Block::ThreadMain() {
@@ -159,6 +166,7 @@ bool Block::ReleaseBarrier() {
   barriers_differ_ = false;
   ++machine_->counts.barriers;
   machine_->checker.order.PassBarrier();
+  MeetAtBanks();
   at_barrier_ = 0;
   for (int t = 0; t < count_; ++t) {
     if (threads_[t].state == State::kAtBarrier) MakeReady(t);
@@ -242,6 +250,8 @@ void Block::Complete(int warp, const Meeting& meeting, unsigned lanes) {
     const int lane = __builtin_ctz(left);
     arguments[lane] = threads_[warp * kWarp + lane].meeting->argument;
   }
+  // Lanes that have finished meet nobody any more.
+  if (machine_->banks.counts()) machine_->banks.Meet(warp, lanes | ~warps_[warp].live);
   meeting.complete(arguments, lanes);
   warps_[warp].waiting &= ~lanes;
   for (unsigned left = lanes; left != 0; left &= left - 1) {

@@ -111,6 +111,7 @@ class Block {
   };
 
   static void ThreadMain();
+  void MeetAtBanks();
   void Finish();
   void SwitchAway();
   // Makes the next thread the running one; returns -1 where there is none, or it was abandoned.

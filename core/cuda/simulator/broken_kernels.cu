@@ -383,6 +383,33 @@ __global__ void LastWriterWins(float* values, int) {
   values[0] = static_cast<float>(blockIdx.x * blockDim.x + threadIdx.x);
 }
 
+// ---- Bank conflicts ----
+
+// Sums up the rows of a tile, a row a lane: lanes read a column, of which a row of kColumns words
+// puts all words in one bank where that is a multiple of 32. `first` is a multiple of 32.
+template <int kColumns>
+__global__ void ReadColumns(float* values, int first) {
+  __shared__ float tile[32][kColumns];
+  const int t = static_cast<int>(threadIdx.x);
+  for (int row = 0; row < 32; ++row) tile[row][t] = values[t] + static_cast<float>(row);
+  __syncthreads();
+  float sum = 0;
+  for (int column = 0; column < 32; ++column) sum += tile[t][(first + column) % 32];
+  values[t] = sum;
+}
+
+// Lanes read vectors kStride vectors apart.
+template <int kStride>
+__global__ void ReadVectors(float* values, int) {
+  __shared__ float4 vectors[32 * kStride];
+  const int t = static_cast<int>(threadIdx.x);
+  const float x = values[t];
+  for (int n = 0; n < kStride; ++n) vectors[32 * n + t] = make_float4(x, x + 1, x + 2, x + 3);
+  __syncthreads();
+  const float4 vector = vectors[kStride * t];
+  values[t] = vector.x + 2 * vector.y + 3 * vector.z + 4 * vector.w;
+}
+
 // ---- The table ----
 
 using Kernel = void (*)(float* values, int number);
@@ -456,6 +483,11 @@ const struct {
     {"TooManyThreads", &LaunchOf<&TooManyThreads, 1, 1025>},
     {"TooMuchShared", &LaunchOf<&TooMuchShared, 1, 1, (227 << 10) + 1>},
     {"StaticAndDynamicShared", &LaunchWithShared<&StaticAndDynamicShared>},
+    {"ReadColumns", &LaunchOf<&ReadColumns<32>, 1, 32>},
+    {"ReadPaddedColumns", &LaunchOf<&ReadColumns<33>, 1, 32>},
+    {"ReadVectors", &LaunchOf<&ReadVectors<1>, 1, 32>},
+    {"ReadEverySecondVector", &LaunchOf<&ReadVectors<2>, 1, 32>},
+    {"ReadEveryEighthVector", &LaunchOf<&ReadVectors<8>, 1, 32>},
     {"LastWriterWins", &LaunchOf<&LastWriterWins, 16, 64>},
 };
 

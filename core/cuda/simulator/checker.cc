@@ -49,8 +49,10 @@ void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
   order.StartLaunch();
   releases.StartLaunch();
   blocks_.clear();
-  dynamic_.StartLaunch(dynamic_shared_bytes);
-  for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes());
+  // Accesses that are counted take the slow path, so that others need not ask.
+  const bool is_quick = !machine_->banks.counts();
+  dynamic_.StartLaunch(dynamic_shared_bytes, is_quick);
+  for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes(), is_quick);
   parameters_ = reinterpret_cast<uintptr_t>(parameters);
   parameter_bytes_ = parameter_bytes;
 }
@@ -129,6 +131,9 @@ void Checker::Check(const MemoryAccess& access) {
 void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
   ++accesses_;
   if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+  if (machine_->banks.counts()) {
+    machine_->banks.Note(order.thread(), access.kind, access.address, access.bytes, access.site);
+  }
   int other = SharedShadow::kSeveral;
   const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
   if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
@@ -171,6 +176,7 @@ void Checker::CheckElsewhere(const MemoryAccess& access) {
   const size_t bytes = segment->end - segment->begin;
   static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
   recent_static_ = static_.back().get();
+  recent_static_->StartLaunch(bytes, !machine_->banks.counts());
   CheckShared(recent_static_, access);
 }
 
@@ -186,6 +192,33 @@ bool Checker::IsShared(const void* address) {
   if (dynamic_.Contains(place) || StaticShared(place) != nullptr) return true;
   const Segment* segment = SegmentOf(place);
   return segment != nullptr && segment->is_writable;
+}
+
+// Dynamic shared memory begins at 0, and the segments that may contain static variables follow.
+uint32_t Checker::SharedAddress(const void* place) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(place);
+  if (dynamic_.Contains(at)) return static_cast<uint32_t>(at - dynamic_.begin());
+  const Segment* wanted = SegmentOf(at);
+  size_t begin = kDynamicCapacity;
+  for (const Segment& segment : segments_) {
+    if (&segment == wanted) return static_cast<uint32_t>(begin + at - segment.begin);
+    if (segment.is_writable) begin += segment.end - segment.begin;
+  }
+  return ~uint32_t{0};
+}
+
+void* Checker::SharedAt(uint32_t address) const {
+  if (address < dynamic_.bytes()) return dynamic_shared_ + address;
+  size_t begin = kDynamicCapacity;
+  for (const Segment& segment : segments_) {
+    if (!segment.is_writable) continue;
+    const size_t bytes = segment.end - segment.begin;
+    if (address >= begin && address - begin < bytes) {
+      return reinterpret_cast<void*>(segment.begin + address - begin);
+    }
+    begin += bytes;
+  }
+  return nullptr;
 }
 
 const Segment* Checker::SegmentOf(uintptr_t address) {

@@ -34,7 +34,7 @@ class Checker {
 
   explicit Checker(Machine* machine);
 
-  // Prepares for a launch. Kernels may read their parameters' bytes.
+  // Prepares for a launch, after Banks. Kernels may read their parameters' bytes.
   void StartLaunch(size_t dynamic_shared_bytes, const void* parameters, size_t parameter_bytes);
   void StartBlock(const Index3& index) {
     order.StartBlock();
@@ -47,8 +47,9 @@ class Checker {
   // memory. Otherwise the next of the two, and at last Check, decides.
   template <AccessKind kKind, size_t kBytes>
   bool CheckSharedQuickly(uintptr_t address) {
-    SharedShadow* shared = dynamic_.Contains(address) ? &dynamic_ : recent_static_;
-    if (!shared->Contains(address) || !shared->AccessQuickly<kKind, kBytes>(address)) return false;
+    SharedShadow* shared = dynamic_.ContainsQuickly(address) ? &dynamic_ : recent_static_;
+    if (!shared->ContainsQuickly(address)) return false;
+    if (!shared->AccessQuickly<kKind, kBytes>(address)) return false;
     ++accesses_;
     return true;
   }
@@ -68,6 +69,9 @@ class Checker {
 
   void* dynamic_shared() { return dynamic_shared_; }
   bool IsShared(const void* address);
+  // Return the 32-bit address of a place in shared memory, and the place of an address, or null.
+  uint32_t SharedAddress(const void* place);
+  void* SharedAt(uint32_t address) const;
 
   // Does what __threadfence does for the running thread.
   void Fence() {

@@ -130,7 +130,7 @@ inline int __all_sync(unsigned mask, int predicate) {
   return __ballot_sync(mask, predicate) == mask;
 }
 
-// Orders what comes before it for those other blocks that see a later atomic operation of the thread.
+// Orders what comes before it for other blocks that see a later atomic operation of the thread.
 void __threadfence();
 inline void __threadfence_block() {}
 
@@ -142,17 +142,57 @@ void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t ze
 void __pipeline_commit();
 void __pipeline_wait_prior(size_t groups);
 
-// ---- Matrices of a warp, as PTX has them ----
+// ---- Inline PTX, see core/cuda/ptx.cuh ----
 
-// Executes ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i
-// receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed`
-// gives it (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
-void LdMatrixX4(unsigned registers[4], const void* row);
-void LdMatrixX4Transposed(unsigned registers[4], const void* row);
-// Executes mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the
-// lanes.
-void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]);
-void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
+// Returns an address for instructions on shared memory, 32 bits as on a GPU.
+size_t __cvta_generic_to_shared(const void* address);
+
+// An operand of inline assembly: its constraint ("=r" and "=f" for written registers, "+f" for
+// changed ones, "r", "f" and "l" for read ones) and where its value is.
+class PtxOperand {
+ public:
+  PtxOperand() = default;  // no operand
+  PtxOperand(const char* constraint, unsigned& x) : PtxOperand(constraint, &x, 'r', false) {}
+  PtxOperand(const char* constraint, const unsigned& x) : PtxOperand(constraint, &x, 'r', true) {}
+  PtxOperand(const char* constraint, float& x) : PtxOperand(constraint, &x, 'f', false) {}
+  PtxOperand(const char* constraint, const float& x) : PtxOperand(constraint, &x, 'f', true) {}
+  PtxOperand(const char* constraint, const void* pointer)
+      : PtxOperand(constraint, pointer, 'l', true) {}
+
+  char type() const { return type_; }  // r: unsigned, f: float, l: a pointer
+  // Tells whether the constraint is of the operand's type.
+  bool is_consistent() const { return letter_ == type_ && !(is_constant_ && is_written()); }
+  bool is_written() const { return access_ == '=' || access_ == '+'; }
+  bool is_read() const { return access_ != '='; }
+  // The place of an unsigned or a float; a pointer itself.
+  void* place() const { return place_; }
+
+ private:
+  PtxOperand(const char* constraint, const void* place, char type, bool is_constant)
+      : place_(const_cast<void*>(place)),
+        access_(constraint[0] == '=' || constraint[0] == '+' ? constraint[0] : 'r'),
+        letter_(constraint[access_ == 'r' ? 0 : 1]),
+        type_(type),
+        is_constant_(is_constant) {}
+
+  void* place_ = nullptr;
+  char access_ = ' ';
+  char letter_ = ' ';
+  char type_ = ' ';
+  bool is_constant_ = true;
+};
+
+// Executes one PTX instruction, of code at `site`. The text, a literal, names the operands %0, %1,
+// ..., and its address stands for it: a text is read once.
+void ExecutePtxAt(const void* site, const char* text, const PtxOperand* operands, size_t count);
+
+// Memory accesses inside this function are not the kernel's.
+template <class... Operands>
+__attribute__((no_sanitize("thread"), noinline)) void ExecutePtx(const char* text,
+                                                                 Operands... operands) {
+  const PtxOperand all[] = {operands...};
+  ExecutePtxAt(__builtin_return_address(0), text, all, sizeof...(operands));
+}
 
 // ---- Atomics ----
 

@@ -114,8 +114,11 @@ void NoteAtomic(void* address, size_t bytes, const void* site) {
 // The simulator performs the copy when the thread waits for it; until then no thread may use the
 // destination.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes) {
+  StartCopy(to, from, bytes, zero_bytes, __builtin_return_address(0));
+}
+
+void StartCopy(void* to, const void* from, size_t bytes, size_t zero_bytes, const void* site) {
   Machine& machine = *running_machine;
-  const void* site = __builtin_return_address(0);
   if (bytes != 4 && bytes != 8 && bytes != 16) {
     machine.Report(FindingKind::kMisaligned, site, [&] {
       return Format("copies %zu bytes asynchronously; 4, 8 and 16 can be", bytes);

@@ -10,6 +10,9 @@ namespace cuda_simulator {
 // instructions require. `site` is the code address in the kernel: a return address.
 void MeetInWholeWarp(const char* name, void* argument, Collective complete, const void* site);
 
+// Starts an asynchronous copy to shared memory: see __pipeline_memcpy_async.
+void StartCopy(void* to, const void* from, size_t bytes, size_t zero_bytes, const void* site);
+
 }  // namespace cuda_simulator
 
 #endif  // TFB_CORE_CUDA_SIMULATOR_DEVICE_H_

@@ -37,6 +37,8 @@ const char* Name(FindingKind kind) {
       return "bad launch";
     case FindingKind::kStackOverflow:
       return "stack overflow";
+    case FindingKind::kBadInstruction:
+      return "bad instruction";
   }
   return "unknown";
 }

@@ -127,6 +127,14 @@ Machine& TheMachine() {
 
 namespace {
 
+// Makes a program that the environment asks for it print its counts at its end.
+void PrintBankUsesAtEnd() {
+  static const bool is_asked =
+      BankConflictsOfEnvironment() &&
+      std::atexit([] { std::fputs(Describe(TakeBankUses()).c_str(), stderr); }) == 0;
+  (void)is_asked;
+}
+
 cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const LaunchShape& shape,
                          void (*body)(void*), void* context, size_t context_bytes) {
   if (!machine->failure.empty()) {
@@ -136,10 +144,12 @@ cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const Launch
   FindingLog& findings = machine->findings;
   findings.StartLaunch(kernel_name, machine->settings.max_findings);
   ++machine->counts.launches;
+  if (machine->settings.counts_bank_conflicts) PrintBankUsesAtEnd();
   std::string wrong = CheckShape(shape, machine->settings);
   if (wrong.empty()) wrong = CheckShared(shape, *machine);
   if (wrong.empty()) {
     current_grid_shape = {shape.grid.x, shape.grid.y, shape.grid.z};
+    machine->banks.StartLaunch(machine->settings.counts_bank_conflicts, kernel_name);
     machine->checker.StartLaunch(shape.shared_bytes, context, context_bytes);
     machine->block.StartLaunch(shape.block, body, context);
     RunBlocks(machine, shape);
@@ -196,6 +206,22 @@ Gpu GpuOfEnvironment() {
   return *gpu;
 }
 
+MmaSums MmaSumsOfEnvironment() {
+  const char* text = std::getenv("CUDA_SIMULATOR_MMA");
+  const std::string sums = text == nullptr ? "rounded" : text;
+  if (sums == "truncated") return MmaSums::kTruncated;
+  if (sums != "rounded") {
+    std::fprintf(stderr, "CUDA_SIMULATOR_MMA: unknown sums \"%s\"; known are rounded, truncated\n",
+                 text);
+    std::exit(EXIT_FAILURE);
+  }
+  return MmaSums::kRounded;
+}
+
+bool BankConflictsOfEnvironment() {
+  return std::getenv("CUDA_SIMULATOR_BANK_CONFLICTS") != nullptr;
+}
+
 uint64_t SeedOfEnvironment() {
   const char* text = std::getenv("CUDA_SIMULATOR_SEED");
   if (text == nullptr) return 1;
@@ -231,6 +257,41 @@ std::string Describe(const Counts& counts) {
       "%lld accesses checked, %lld findings",
       count(counts.launches), count(counts.blocks), count(counts.threads), count(counts.barriers),
       count(counts.warp_collectives), count(counts.accesses), count(counts.findings));
+}
+
+std::vector<BankUse> TakeBankUses() {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  return TheMachine().banks.Take();
+}
+
+std::string Describe(const std::vector<BankUse>& uses) {
+  const auto count = [](int64_t n) { return static_cast<long long>(n); };
+  struct Kernel {
+    int64_t accesses = 0, wavefronts = 0, extra = 0;
+    std::string lines;
+  };
+  std::map<std::string, Kernel> kernels;
+  for (const BankUse& use : uses) {
+    Kernel& kernel = kernels[use.kernel];
+    kernel.accesses += use.accesses;
+    kernel.wavefronts += use.wavefronts;
+    kernel.extra += use.extra;
+    if (use.extra == 0) continue;
+    kernel.lines += Format("  %s, %s: %lld, %lld, %lld\n",
+                           use.source.empty() ? "unknown line" : use.source.c_str(),
+                           use.is_store ? "stores" : "loads", count(use.accesses),
+                           count(use.wavefronts), count(use.extra));
+  }
+  std::string text;
+  for (const auto& [name, kernel] : kernels) {
+    text +=
+        Format(
+            "%s: %lld accesses of shared memory by warps, %lld wavefronts, of which bank "
+            "conflicts add %lld\n",
+            name.c_str(), count(kernel.accesses), count(kernel.wavefronts), count(kernel.extra)) +
+        kernel.lines;
+  }
+  return text;
 }
 
 void RegisterBuffer(const void* begin, size_t bytes, bool written) {

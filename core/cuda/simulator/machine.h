@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 
+#include "core/cuda/simulator/banks.h"
 #include "core/cuda/simulator/block.h"
 #include "core/cuda/simulator/checker.h"
 #include "core/cuda/simulator/findings.h"
@@ -31,6 +32,7 @@ struct Machine {
   Settings settings;
   Counts counts;  // without accesses, which the checker counts
   FindingLog findings;
+  Banks banks;
   Checker checker;
   Block block;
   // The most dynamic shared memory of kernels that cudaFuncSetAttribute was called for.

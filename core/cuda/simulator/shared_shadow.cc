@@ -14,8 +14,9 @@ SharedShadow::SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* 
   StartLaunch(capacity_bytes);
 }
 
-void SharedShadow::StartLaunch(size_t bytes) {
+void SharedShadow::StartLaunch(size_t bytes, bool admits_quick_accesses) {
   bytes_ = bytes;
+  quick_bytes_ = admits_quick_accesses ? bytes : 0;
   for (const size_t granule : split_granules_) granules_[granule].split = 0;
   split_granules_.clear();
   splits_.resize(1);  // place 0 means that there is no split

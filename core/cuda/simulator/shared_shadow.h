@@ -25,14 +25,16 @@ class SharedShadow {
   SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* order);
 
   // Forgets all accesses, and covers the first `bytes` bytes from now on. `order` distinguishes the
-  // blocks of the launch.
-  void StartLaunch(size_t bytes);
+  // blocks of the launch. With `admits_quick_accesses` false, ContainsQuickly is, too.
+  void StartLaunch(size_t bytes, bool admits_quick_accesses = true);
   // Forgets stamps, too, after a reset of `order`.
   void Reset();
 
   uintptr_t begin() const { return begin_; }
   size_t bytes() const { return bytes_; }
   bool Contains(uintptr_t address) const { return address - begin_ < bytes_; }
+  // Tells whether AccessQuickly may be called for an access that begins at this address.
+  bool ContainsQuickly(uintptr_t address) const { return address - begin_ < quick_bytes_; }
 
   enum class Verdict {
     kFine,
@@ -127,6 +129,7 @@ class SharedShadow {
 
   const uintptr_t begin_;
   size_t bytes_ = 0;
+  size_t quick_bytes_ = 0;  // bytes_, or 0
   const Order& order_;
   // The zeros come from the operating system, which provides only memory that is touched: there may
   // be much shared memory that no kernel uses.

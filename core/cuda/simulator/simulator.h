@@ -25,6 +25,7 @@ enum class FindingKind {
   kLaneOutsideMask,   // a shuffle by or from a lane that is not in its mask, or has finished
   kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
   kStackOverflow,     // a thread used more than Settings::stack_bytes
+  kBadInstruction,    // inline PTX that the simulator does not know, or of other operands
 };
 const char* Name(FindingKind kind);  // Returns "out of bounds", "race", ...
 
@@ -45,7 +46,8 @@ struct Finding {
   std::string message;  // "Reduce, block (0, 0, 0), thread (3, 0, 0), reduce.cu:17: reads 4 ..."
 };
 
-// A GPU for which kernels are compiled, with those of its limits that a launch can exceed.
+// A GPU for which kernels are compiled: those of its limits that a launch can exceed, and how it
+// adds.
 struct Gpu {
   const char* name;  // "sm_90"
   int compute_capability_major;
@@ -53,12 +55,16 @@ struct Gpu {
   // Static and dynamic shared memory of a block, of which more than 48 KiB need
   // cudaFuncAttributeMaxDynamicSharedMemorySize.
   size_t max_shared_bytes_per_block;
+  // The sums of mma.m16n8k16 on 16-bit numbers: the products of a step, and the bits after the
+  // binary point that a step keeps (MMA-Sim, as MmaSums has it).
+  int mma_step_products;
+  int mma_fraction_bits;
 };
 // CUDA C++ programming guide, "Technical Specifications per Compute Capability".
 constexpr Gpu kGpus[] = {
-    {"sm_80", 8, 0, 163 << 10},  // A100
-    {"sm_89", 8, 9, 99 << 10},   // L40, RTX 4090
-    {"sm_90", 9, 0, 227 << 10},  // H100, H200
+    {"sm_80", 8, 0, 163 << 10, 8, 24},   // A100
+    {"sm_89", 8, 9, 99 << 10, 8, 24},    // L40, RTX 4090
+    {"sm_90", 9, 0, 227 << 10, 16, 25},  // H100, H200
 };
 // Returns the GPU of that name; null where there is none.
 const Gpu* FindGpu(const std::string& name);
@@ -69,6 +75,24 @@ Gpu GpuOfEnvironment();
 // Returns $CUDA_SIMULATOR_SEED where that is a number, otherwise 1.
 uint64_t SeedOfEnvironment();
 
+// How mma adds 16 products and an accumulator.
+enum class MmaSums {
+  kRounded,  // in float64, rounded once
+  // As the tensor cores of the GPU do, in one step or two. A step aligns its exact products, and the
+  // accumulator, to the largest exponent among them, where a product's exponent is the sum of its
+  // factors'; cuts off the bits below Gpu::mma_fraction_bits; adds what is left exactly; and cuts
+  // the sum to a float. All cuts are towards zero. (Fasi, Higham, Mikaitis, Pranesh: Numerical
+  // behavior of NVIDIA tensor cores, 2021; Xie, Wang, Yang, Yang: MMA-Sim, arXiv 2511.10909v1.)
+  kTruncated,
+};
+// Returns kRounded or kTruncated as $CUDA_SIMULATOR_MMA is "rounded" or "truncated", otherwise
+// kRounded. Ends the program where it is another text.
+MmaSums MmaSumsOfEnvironment();
+
+// Returns whether $CUDA_SIMULATOR_BANK_CONFLICTS is set. Where it is, the program prints the counts
+// at its end.
+bool BankConflictsOfEnvironment();
+
 struct Settings {
   // Seeds the order in which blocks, and threads between two barriers, run. An order depends only
   // on the seed and the shape of the launch.
@@ -78,6 +102,10 @@ struct Settings {
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;  // stack of one CUDA thread
   Gpu gpu = GpuOfEnvironment();
+  MmaSums mma_sums = MmaSumsOfEnvironment();
+  // Whether the bank conflicts of shared memory are counted, for TakeBankUses. It makes launches
+  // several times as slow.
+  bool counts_bank_conflicts = BankConflictsOfEnvironment();
   // Limit on blocks; tests lower it to find kernels that would exceed it.
   unsigned max_grid_yz = 65535;
   // Whether errors are reported as on a GPU: not by the launch of the failing kernel but by the
@@ -110,6 +138,22 @@ Counts TotalCounts();
 // Returns "12 launches, 48 blocks, 6144 threads, 96 barriers, 384 warp collectives, 98304 accesses
 // checked, 0 findings".
 std::string Describe(const Counts& counts);
+
+// The loads, or the stores, of shared memory of one source line of a kernel, over its launches.
+struct BankUse {
+  std::string kernel;
+  std::string source;  // as a finding's
+  bool is_store = false;
+  int64_t accesses = 0;    // of warps
+  int64_t wavefronts = 0;  // passes over the banks
+  int64_t extra = 0;       // wavefronts that conflicts add
+};
+// Returns the uses since the last call while Settings::counts_bank_conflicts was set, the worst
+// first.
+std::vector<BankUse> TakeBankUses();
+// Returns a line for each kernel, "Transpose: 64 accesses of shared memory by warps, 1056
+// wavefronts, of which bank conflicts add 992", followed by one for each source line with conflicts.
+std::string Describe(const std::vector<BankUse>& uses);
 
 // Registers memory that kernels may access besides cudaMalloc's. `written` says whether its
 // contents count as written.

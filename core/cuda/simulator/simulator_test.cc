@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -164,7 +165,7 @@ TEST(OutOfBounds, SharedMemoryHasItsEnd) {
 
 TEST(OutOfBounds, WhatMustBeSharedMemoryIs) {
   EXPECT_THAT(Find("LoadMatrixFromDevice", FindingKind::kOutOfBounds).message,
-              HasSubstr("ldmatrix of a row that is not in shared memory"));
+              HasSubstr("takes as shared memory what is not, at byte "));
   EXPECT_THAT(Find("CopyAsynchronouslyToDevice", FindingKind::kOutOfBounds).message,
               HasSubstr("no shared memory"));
 }
@@ -374,7 +375,8 @@ TEST(DivergentBarrier, TwoInlinedCallsOfAFunctionWithABarrierAreTwoBarriers) {
 TEST(DivergentBarrier, MatrixInstructionsNeedAWholeWarp) {
   EXPECT_THAT(
       Find("MultiplyInHalfWarp", FindingKind::kDivergentBarrier).message,
-      HasSubstr("waits at mma.sync (bf16) (mask ffffffff) for lane 16, which the block has"));
+      HasSubstr("waits at mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 (mask ffffffff) for "
+                "lane 16, which the block has"));
   EXPECT_THAT(Find("MultiplyAfterReturn", FindingKind::kDivergentBarrier).message,
               HasSubstr("for thread (9, 0, 0), which has finished"));
 }
@@ -735,6 +737,123 @@ TEST(Sound, MatrixInstructionsGiveTheProduct) {
       }
     }
   }
+}
+
+// ---- Bank conflicts ----
+
+using ::cuda_simulator::BankUse;
+using ::cuda_simulator::TakeBankUses;
+
+// Returns the uses of shared memory by a launch, with conflicts or all.
+std::vector<BankUse> UsesOf(const std::function<const char*()>& launch, bool all = false) {
+  Settings settings;
+  settings.counts_bank_conflicts = true;
+  Configure(settings);
+  TakeBankUses();
+  const char* error = launch();
+  EXPECT_EQ(error, nullptr) << error;
+  std::vector<BankUse> uses = TakeBankUses();
+  Configure({});
+  if (!all) {
+    uses.erase(
+        std::remove_if(uses.begin(), uses.end(), [](const BankUse& use) { return use.extra == 0; }),
+        uses.end());
+  }
+  return uses;
+}
+std::vector<BankUse> ConflictsOf(const char* kernel) {
+  return UsesOf([&] { return RunBroken(kernel); });
+}
+
+TEST(BankConflicts, ARowOf32WordsPutsAColumnInOneBank) {
+  const std::vector<BankUse> uses = ConflictsOf("ReadColumns");
+  ASSERT_THAT(uses, SizeIs(1));
+  EXPECT_EQ(uses[0].kernel, "ReadColumns");
+  EXPECT_FALSE(uses[0].is_store);
+  EXPECT_EQ(uses[0].accesses, 32);
+  EXPECT_EQ(uses[0].wavefronts, 32 * 32);
+  EXPECT_EQ(uses[0].extra, 31 * 32);
+  const std::string text = Describe(uses);
+  EXPECT_THAT(text, HasSubstr("ReadColumns: 32 accesses of shared memory by warps, 1024 "
+                              "wavefronts, of which bank conflicts add 992\n"));
+  EXPECT_THAT(text, HasSubstr(", loads: 32, 1024, 992\n"));
+  if (!uses[0].source.empty()) {  // addr2line is installed
+    EXPECT_EQ(uses[0].source.rfind("broken_kernels.cu:", 0), 0u) << uses[0].source;
+  }
+}
+
+TEST(BankConflicts, ARowOf33WordsPutsItInDifferentOnes) {
+  EXPECT_THAT(ConflictsOf("ReadPaddedColumns"), IsEmpty());
+  const std::vector<BankUse> uses =
+      UsesOf([] { return RunBroken("ReadPaddedColumns"); }, /*all=*/true);
+  int64_t accesses = 0;
+  for (const BankUse& use : uses) {
+    accesses += use.accesses;
+    EXPECT_EQ(use.wavefronts, use.accesses);
+  }
+  EXPECT_EQ(accesses, 32 + 32);
+}
+
+TEST(BankConflicts, AVectorIsOneAccessOfAQuarterWarp) {
+  EXPECT_THAT(ConflictsOf("ReadVectors"), IsEmpty());
+  std::vector<BankUse> uses = ConflictsOf("ReadEverySecondVector");
+  ASSERT_THAT(uses, SizeIs(1));
+  EXPECT_EQ(uses[0].accesses, 1);
+  EXPECT_EQ(uses[0].wavefronts, 8);
+  EXPECT_EQ(uses[0].extra, 4);
+  uses = ConflictsOf("ReadEveryEighthVector");
+  ASSERT_THAT(uses, SizeIs(1));
+  EXPECT_EQ(uses[0].wavefronts, 32);
+  EXPECT_EQ(uses[0].extra, 28);
+}
+
+// Rows of 16 numbers of 16 bits are 8 words: rows n and n + 4 of a matrix of ldmatrix are in the
+// same banks.
+TEST(BankConflicts, LdmatrixReadsAMatrixAtATime) {
+  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+  const std::vector<float> zeros(256);
+  const DeviceBuffer a = runtime->Upload(zeros.data(), 256 * sizeof(float)).value();
+  const DeviceBuffer c = runtime->Allocate(128 * sizeof(float)).value();
+  for (const bool transposed : {false, true}) {
+    const std::vector<BankUse> uses = UsesOf([&] {
+      return KernelsOn<SoundKernels>(CudaTarget::kSimulator)
+          .multiply(a.As<float>(), a.As<float>(), c.As<float>(), true, transposed);
+    });
+    ASSERT_THAT(uses, SizeIs(1));
+    EXPECT_FALSE(uses[0].is_store);
+    EXPECT_EQ(uses[0].accesses, 1);
+    EXPECT_EQ(uses[0].wavefronts, 8);
+    EXPECT_EQ(uses[0].extra, 4);
+  }
+}
+
+TEST(BankConflicts, AreNotCountedUnlessTheSettingsAsk) {
+  Settings settings;
+  settings.counts_bank_conflicts = false;
+  Configure(settings);
+  TakeBankUses();
+  EXPECT_EQ(RunBroken("ReadColumns"), nullptr);
+  Configure({});
+  EXPECT_THAT(TakeBankUses(), IsEmpty());
+}
+
+TEST(BankConflicts, CountingFindsWhatIsFoundWithout) {
+  const auto messages = [](bool counts) {
+    Settings settings;
+    settings.counts_bank_conflicts = counts;
+    Configure(settings);
+    std::vector<std::string> messages;
+    for (const char* kernel :
+         {"ReadStaticShared", "ReadDynamicShared", "WriteAfterRead", "WriteSamePlace",
+          "ExchangeInPartOfWarp", "ReadAtomicCounter", "OverwriteStage", "OverrunDynamicShared"}) {
+      RunBroken(kernel);
+      for (const Finding& finding : Findings()) messages.push_back(finding.message);
+    }
+    Configure({});
+    return messages;
+  };
+  EXPECT_EQ(messages(true), messages(false));
+  TakeBankUses();
 }
 
 // ---- Counts, threads of the host ----

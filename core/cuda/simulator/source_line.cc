@@ -47,7 +47,8 @@ std::string ShortLine(const std::string& line) {
   std::string text = slash == std::string::npos ? line : line.substr(slash + 1);
   text = text.substr(0, text.find(' '));
   if (text[0] == '?' || text.find(":?") != std::string::npos) return "";
-  return text.rfind("cuda_runtime.h:", 0) == 0 ? "" : text;
+  const bool is_own = text.rfind("cuda_runtime.h:", 0) == 0 || text.rfind("ptx.cuh:", 0) == 0;
+  return is_own ? "" : text;
 }
 
 // The lines of a call and of the inlined calls around it, innermost first.

@@ -1,6 +1,10 @@
 // Implements the warp's matrix instructions: PTX ISA, "Matrix multiply-accumulate operation using
 // mma instruction" (fragments of m16n8k16) and "ldmatrix".
-#include <cstring>
+#include "core/cuda/simulator/warp_matrix.h"
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
 
 #include "core/cuda/simulator/cuda_runtime.h"
 #include "core/cuda/simulator/device.h"
@@ -11,7 +15,7 @@ namespace {
 
 struct LoadedMatrices {
   const unsigned short* row;
-  unsigned* registers;
+  unsigned* const* registers;
 
   template <bool kTransposed>
   static void Complete(void* const arguments[kWarp], unsigned) {
@@ -19,90 +23,129 @@ struct LoadedMatrices {
       return static_cast<LoadedMatrices*>(arguments[matrix * 8 + row])->row[column];
     };
     for (int lane = 0; lane < kWarp; ++lane) {
-      unsigned* registers = static_cast<LoadedMatrices*>(arguments[lane])->registers;
+      unsigned* const* registers = static_cast<LoadedMatrices*>(arguments[lane])->registers;
       for (int matrix = 0; matrix < 4; ++matrix) {
         const int a = lane / 4, b = lane % 4 * 2;
         const unsigned low = kTransposed ? at(matrix, b, a) : at(matrix, a, b);
         const unsigned high = kTransposed ? at(matrix, b + 1, a) : at(matrix, a, b + 1);
-        registers[matrix] = low | high << 16;
+        *registers[matrix] = low | high << 16;
       }
     }
   }
 };
 
-template <bool kTransposed>
-void LoadMatrices(const char* name, unsigned registers[4], const void* row, const void* site) {
-  Machine& machine = *running_machine;
-  if (!machine.checker.IsShared(row)) {
-    machine.Report(FindingKind::kOutOfBounds, site,
-                   [&] { return Format("%s of a row that is not in shared memory", name); });
-    machine.block.Abandon();
-  }
+}  // namespace
+
+void LoadMatrices(const char* name, bool transposed, unsigned* const registers[4], const void* row,
+                  const void* site) {
   CheckAlignment(row, name, 16, site);
   Note(AccessKind::kRead, row, 16, site);
   LoadedMatrices load{static_cast<const unsigned short*>(row), registers};
-  MeetInWholeWarp(name, &load, &LoadedMatrices::Complete<kTransposed>, site);
+  MeetInWholeWarp(name, &load,
+                  transposed ? &LoadedMatrices::Complete<true> : &LoadedMatrices::Complete<false>,
+                  site);
 }
+
+namespace {
+
+// Returns x cut to a multiple of 2^exponent, towards zero.
+double CutTo(double x, int exponent) {
+  return std::ldexp(std::trunc(std::ldexp(x, -exponent)), exponent);
+}
+
+// Returns the exponent of x = s 2^exponent with 1 <= |s| < 2, but at least `least`.
+int ExponentOf(double x, int least) {
+  int exponent;
+  std::frexp(x, &exponent);
+  return std::max(exponent - 1, least);
+}
+
+constexpr int kLeastOfFloat = -126;  // the exponent of the least normal number
+constexpr int kLeastOfHalf = -14;
+
+}  // namespace
+
+float TruncatedSum(const MmaTerm* terms, int count, int fraction_bits) {
+  double plain = 0;
+  int largest = INT_MIN;
+  for (int n = 0; n < count; ++n) {
+    plain += terms[n].value;
+    if (terms[n].value != 0) largest = std::max(largest, terms[n].exponent);
+  }
+  // Infinities, NaN and zeros give the same in any order.
+  if (!std::isfinite(plain) || largest == INT_MIN) return static_cast<float>(plain);
+  double sum = 0;
+  for (int n = 0; n < count; ++n) sum += CutTo(terms[n].value, largest - fraction_bits);
+  return static_cast<float>(CutTo(sum, ExponentOf(sum, kLeastOfFloat) - 23));
+}
+
+namespace {
 
 float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 float Widen(__half x) { return __half2float(x); }
 
-struct Product {
-  float* d;
-  const unsigned* a;
-  const unsigned* b;
+int LeastExponent(__nv_bfloat16) { return kLeastOfFloat; }
+int LeastExponent(__half) { return kLeastOfHalf; }
 
-  template <class T>
-  static float Half(unsigned pair, int which) {
-    return Widen(T{static_cast<unsigned short>(pair >> 16 * which)});
+// Returns c + sum_k a_k b_k in the steps of the GPU's tensor cores. Factors of the least exponent
+// or more are normal numbers.
+float SumInSteps(const Gpu& gpu, const float a[16], const float b[16], float c, int least) {
+  for (int first = 0; first < 16; first += gpu.mma_step_products) {
+    MmaTerm terms[17];
+    for (int n = 0; n < gpu.mma_step_products; ++n) {
+      const double x = a[first + n], y = b[first + n];
+      terms[n] = {x * y, ExponentOf(x, least) + ExponentOf(y, least)};
+    }
+    terms[gpu.mma_step_products] = {c, ExponentOf(c, kLeastOfFloat)};
+    c = TruncatedSum(terms, gpu.mma_step_products + 1, gpu.mma_fraction_bits);
   }
+  return c;
+}
 
-  // Sums are exact to float64 and rounded once, since the order of a GPU's sums is not documented.
-  template <class T>
-  static void Complete(void* const arguments[kWarp], unsigned) {
-    float a[16][16], b[16][8];
-    for (int lane = 0; lane < kWarp; ++lane) {
-      const Product& product = *static_cast<Product*>(arguments[lane]);
-      const int g = lane / 4, t = lane % 4 * 2;
-      for (int which = 0; which < 2; ++which) {
-        for (int r = 0; r < 4; ++r) {
-          a[g + r % 2 * 8][t + r / 2 * 8 + which] = Half<T>(product.a[r], which);
-        }
-        for (int r = 0; r < 2; ++r) b[t + r * 8 + which][g] = Half<T>(product.b[r], which);
-      }
-    }
-    for (int lane = 0; lane < kWarp; ++lane) {
-      float* d = static_cast<Product*>(arguments[lane])->d;
-      for (int r = 0; r < 4; ++r) {
-        const int row = lane / 4 + r / 2 * 8, column = lane % 4 * 2 + r % 2;
-        double sum = d[r];
-        for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * b[k][column];
-        d[r] = static_cast<float>(sum);
-      }
-    }
-  }
-};
+// Returns c + sum_k a_k b_k, exact to float64 and rounded once.
+float RoundedSum(const float a[16], const float b[16], float c) {
+  double sum = c;
+  for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[k]) * b[k];
+  return static_cast<float>(sum);
+}
 
 template <class T>
-void Multiply(const char* name, float d[4], const unsigned a[4], const unsigned b[2],
-              const void* site) {
-  Product product{d, a, b};
-  MeetInWholeWarp(name, &product, &Product::Complete<T>, site);
+float Half(unsigned pair, int which) {
+  return Widen(T{static_cast<unsigned short>(pair >> 16 * which)});
+}
+
+template <class T>
+void CompleteProduct(void* const arguments[kWarp], unsigned) {
+  float a[16][16], b[8][16];  // rows of a, columns of b
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
+    const int g = lane / 4, t = lane % 4 * 2;
+    for (int which = 0; which < 2; ++which) {
+      for (int r = 0; r < 4; ++r) {
+        a[g + r % 2 * 8][t + r / 2 * 8 + which] = Half<T>(operands.a[r], which);
+      }
+      for (int r = 0; r < 2; ++r) b[g][t + r * 8 + which] = Half<T>(operands.b[r], which);
+    }
+  }
+  const Settings& settings = running_machine->settings;
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
+    for (int r = 0; r < 4; ++r) {
+      const int row = lane / 4 + r / 2 * 8, column = lane % 4 * 2 + r % 2;
+      *operands.d[r] =
+          settings.mma_sums == MmaSums::kRounded
+              ? RoundedSum(a[row], b[column], operands.c[r])
+              : SumInSteps(settings.gpu, a[row], b[column], operands.c[r], LeastExponent(T()));
+    }
+  }
 }
 
 }  // namespace
 
-void LdMatrixX4(unsigned registers[4], const void* row) {
-  LoadMatrices<false>("ldmatrix", registers, row, __builtin_return_address(0));
-}
-void LdMatrixX4Transposed(unsigned registers[4], const void* row) {
-  LoadMatrices<true>("ldmatrix.trans", registers, row, __builtin_return_address(0));
-}
-void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]) {
-  Multiply<__nv_bfloat16>("mma.sync (bf16)", d, a, b, __builtin_return_address(0));
-}
-void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]) {
-  Multiply<__half>("mma.sync (f16)", d, a, b, __builtin_return_address(0));
+void MultiplyMatrices(const char* name, bool is_bf16, const MmaOperands& operands,
+                      const void* site) {
+  MeetInWholeWarp(name, const_cast<MmaOperands*>(&operands),
+                  is_bf16 ? &CompleteProduct<__nv_bfloat16> : &CompleteProduct<__half>, site);
 }
 
 }  // namespace cuda_simulator

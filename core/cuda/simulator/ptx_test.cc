@@ -1,0 +1,430 @@
+// Tests the texts of core/cuda/ptx.cuh in the simulator, and that a changed text gives another
+// result or a finding.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda/kernel.cuh"
+#include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/simulator.h"
+#include "core/cuda/simulator/warp_matrix.h"
+
+namespace cuda_simulator {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kLanes = 32;
+
+// The registers and memory after an instruction of a warp; empty where there was a finding.
+using Result = std::vector<unsigned>;
+using RunText = std::function<Result(const std::string& text)>;
+
+// Runs `body` in a warp, whose dynamic shared memory are these 512 bytes.
+template <class Body>
+bool RunWarp(const std::vector<unsigned>& shared, const Body& body) {
+  struct Context {
+    const std::vector<unsigned>* shared;
+    const Body* body;
+  } context = {&shared, &body};
+  RegisterBuffer(shared.data(), 512, /*written=*/true);
+  const auto run = [](void* data) {
+    const Context& context = *static_cast<Context*>(data);
+    char* memory = static_cast<char*>(DynamicSharedBytes());
+    const int lane = LaneId();
+    __pipeline_memcpy_async(memory + 16 * lane, context.shared->data() + 4 * lane, 16);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncwarp();
+    (*context.body)(lane, memory);
+  };
+  const cudaError_t error =
+      LaunchBody("Warp", {dim3(1), dim3(kLanes), 512}, run, &context, sizeof(context));
+  UnregisterBuffer(shared.data());
+  return error == cudaSuccess;
+}
+
+// Returns the text at an address that no other text gets, as literals have.
+const char* Literal(const std::string& text) {
+  static auto* texts = new std::set<std::string>;
+  return texts->insert(text).first->c_str();
+}
+
+std::vector<unsigned> RandomWords(int count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<unsigned> words(count);
+  for (unsigned& word : words) word = random();
+  return words;
+}
+
+// Returns pairs of 16-bit numbers of size 1 to 2 in both formats.
+std::vector<unsigned> RandomPairs(int count, unsigned seed) {
+  std::vector<unsigned> pairs = RandomWords(count, seed);
+  for (unsigned& pair : pairs) pair = (pair & 0x803f803fu) | 0x3c003c00u | 0x03800380u;
+  return pairs;
+}
+
+// Lane l gives row l of the shared memory. `load` takes its registers and the row.
+template <class Load>
+Result LdMatrixBy(const Load& load) {
+  Result result(kLanes * 4);
+  const bool ok = RunWarp(RandomWords(128, 1), [&](int lane, char* memory) {
+    unsigned r[4] = {};
+    load(r, memory + 16 * lane);
+    for (int n = 0; n < 4; ++n) result[lane * 4 + n] = r[n];
+  });
+  return ok ? result : Result();
+}
+
+Result LdMatrix(const std::string& text) {
+  return LdMatrixBy([&](unsigned r[4], const void* row) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+    ExecutePtx(Literal(text), PtxOperand("=r", r[0]), PtxOperand("=r", r[1]),
+               PtxOperand("=r", r[2]), PtxOperand("=r", r[3]), PtxOperand("r", address));
+  });
+}
+
+// `multiply` takes a lane's d, a and b.
+template <class Multiply>
+Result MmaBy(const Multiply& multiply) {
+  const std::vector<unsigned> factors = RandomPairs(kLanes * 6, 2);
+  Result result(kLanes * 4);
+  const bool ok = RunWarp(RandomWords(128, 1), [&](int lane, char*) {
+    float d[4];
+    for (int n = 0; n < 4; ++n) d[n] = static_cast<float>(lane * 4 + n) / 3;
+    multiply(d, &factors[lane * 6], &factors[lane * 6 + 4]);
+    std::memcpy(&result[lane * 4], d, sizeof(d));
+  });
+  return ok ? result : Result();
+}
+
+Result Mma(const std::string& text) {
+  return MmaBy([&](float d[4], const unsigned a[4], const unsigned b[2]) {
+    ExecutePtx(Literal(text), PtxOperand("+f", d[0]), PtxOperand("+f", d[1]),
+               PtxOperand("+f", d[2]), PtxOperand("+f", d[3]), PtxOperand("r", a[0]),
+               PtxOperand("r", a[1]), PtxOperand("r", a[2]), PtxOperand("r", a[3]),
+               PtxOperand("r", b[0]), PtxOperand("r", b[1]));
+  });
+}
+
+// Lane l writes the shared memory of lane 31 - l. `copy` takes the lane, the destination and the
+// lane's 16 bytes of the source.
+template <class Copy>
+Result CopyAsyncBy(const Copy& copy) {
+  const std::vector<unsigned> source = RandomWords(128, 3);
+  RegisterBuffer(source.data(), 512, /*written=*/true);
+  Result result(128);
+  const bool ok = RunWarp(RandomWords(128, 1), [&](int lane, char* memory) {
+    char* to = memory + 16 * (31 - lane);
+    __syncwarp();
+    copy(lane, to, &source[lane * 4]);
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    std::memcpy(&result[(31 - lane) * 4], to, 16);
+  });
+  UnregisterBuffer(source.data());
+  return ok ? result : Result();
+}
+
+// Lane l copies l % 5 words.
+Result CopyAsync(const std::string& text) {
+  return CopyAsyncBy([&](int lane, void* to, const void* from) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    const unsigned bytes = static_cast<unsigned>(lane % 5 * 4);
+    ExecutePtx(Literal(text), PtxOperand("r", address), PtxOperand("l", from),
+               PtxOperand("r", bytes));
+  });
+}
+
+Result Function(const std::string& text) {
+  Result result(kLanes);
+  const bool ok = RunWarp(RandomWords(128, 1), [&](int lane, char*) {
+    const float x = 0.5f + 0.25f * static_cast<float>(lane);
+    float y = 0;
+    ExecutePtx(Literal(text), PtxOperand("=f", y), PtxOperand("f", x));
+    std::memcpy(&result[lane], &y, sizeof(y));
+  });
+  return ok ? result : Result();
+}
+
+struct Case {
+  const char* text;
+  RunText run;
+};
+const Case kCases[] = {
+    {TFB_PTX_LDMATRIX, &LdMatrix},    {TFB_PTX_LDMATRIX_TRANSPOSED, &LdMatrix},
+    {TFB_PTX_MMA("bf16"), &Mma},      {TFB_PTX_MMA("f16"), &Mma},
+    {TFB_PTX_COPY_ASYNC, &CopyAsync}, {TFB_PTX_EXP2, &Function},
+    {TFB_PTX_LOG2, &Function},
+};
+
+TEST(Ptx, MatricesAreDistributedAsPtxSays) {
+  const std::vector<unsigned> shared = RandomWords(128, 1);
+  const auto element = [&](int matrix, int row, int column) {
+    return shared[matrix * 32 + row * 4 + column / 2] >> 16 * (column % 2) & 0xffff;
+  };
+  const Result result = LdMatrix(TFB_PTX_LDMATRIX);
+  const Result transposed = LdMatrix(TFB_PTX_LDMATRIX_TRANSPOSED);
+  ASSERT_FALSE(result.empty() || transposed.empty());
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int n = 0; n < 4; ++n) {
+      EXPECT_EQ(result[lane * 4 + n], element(n, g, 2 * t) | element(n, g, 2 * t + 1) << 16);
+      EXPECT_EQ(transposed[lane * 4 + n], element(n, 2 * t, g) | element(n, 2 * t + 1, g) << 16);
+    }
+  }
+}
+
+TEST(Ptx, ProductsAreAddedToTheAccumulators) {
+  const std::vector<unsigned> factors = RandomPairs(kLanes * 6, 2);
+  const auto bf16 = [&](int lane, int n, int half) {
+    return __bfloat162float({static_cast<unsigned short>(factors[lane * 6 + n] >> 16 * half)});
+  };
+  const Result result = Mma(TFB_PTX_MMA("bf16"));
+  ASSERT_FALSE(result.empty());
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int n = 0; n < 4; ++n) {
+      const int row = lane / 4 + n / 2 * 8, column = lane % 4 * 2 + n % 2;
+      double sum = static_cast<float>(lane * 4 + n) / 3;
+      for (int k = 0; k < 16; ++k) {
+        // Row g of a is in the lanes 4 g and on, as is column g of b; the lanes divide k in pairs.
+        const int of_k = k % 8 / 2, half = k % 2;
+        sum += static_cast<double>(bf16(row % 8 * 4 + of_k, row / 8 + k / 8 * 2, half)) *
+               bf16(column * 4 + of_k, 4 + k / 8, half);
+      }
+      EXPECT_EQ(__uint_as_float(result[lane * 4 + n]), static_cast<float>(sum));
+    }
+  }
+}
+
+TEST(Ptx, CopiesTheFirstBytesAndFillsWithZeros) {
+  const std::vector<unsigned> source = RandomWords(128, 3);
+  const Result result = CopyAsync(TFB_PTX_COPY_ASYNC);
+  ASSERT_FALSE(result.empty()) << cudaGetErrorString(cudaErrorLaunchFailure);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int n = 0; n < 4; ++n) {
+      EXPECT_EQ(result[(31 - lane) * 4 + n], n < lane % 5 ? source[lane * 4 + n] : 0u);
+    }
+  }
+}
+
+TEST(Ptx, FunctionsAreThoseOfTheirNames) {
+  const Result exponentials = Function(TFB_PTX_EXP2), logarithms = Function(TFB_PTX_LOG2);
+  ASSERT_FALSE(exponentials.empty() || logarithms.empty());
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const float x = 0.5f + 0.25f * static_cast<float>(lane);
+    EXPECT_EQ(__uint_as_float(exponentials[lane]), std::exp2(x));
+    EXPECT_EQ(__uint_as_float(logarithms[lane]), std::log2(x));
+  }
+}
+
+TEST(Ptx, FunctionsOfTheHeaderGiveTheTextsTheirOperands) {
+  EXPECT_EQ(LdMatrixBy(&tfb::LdMatrixX4), LdMatrix(TFB_PTX_LDMATRIX));
+  EXPECT_EQ(LdMatrixBy(&tfb::LdMatrixX4Transposed), LdMatrix(TFB_PTX_LDMATRIX_TRANSPOSED));
+  EXPECT_EQ(MmaBy(&tfb::MmaM16N8K16Bf16), Mma(TFB_PTX_MMA("bf16")));
+  EXPECT_EQ(MmaBy(&tfb::MmaM16N8K16F16), Mma(TFB_PTX_MMA("f16")));
+  const std::vector<unsigned> source = RandomWords(128, 3);
+  const Result copied = CopyAsyncBy([](int lane, void* to, const void* from) {
+    // An address that is not to be read may be none of the kernel's.
+    tfb::CopyAsync(to, lane % 3 == 0 ? from : nullptr, lane % 3 == 0);
+  });
+  ASSERT_FALSE(copied.empty()) << cudaGetErrorString(cudaErrorLaunchFailure);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int n = 0; n < 4; ++n) {
+      EXPECT_EQ(copied[(31 - lane) * 4 + n], lane % 3 == 0 ? source[lane * 4 + n] : 0u);
+    }
+  }
+  EXPECT_EQ(tfb::Exp2(2.5f), std::exp2(2.5f));
+  EXPECT_EQ(tfb::Log2(2.5f), std::log2(2.5f));
+}
+
+// Returns the places of "%0", "%1", ... in a text, each with its length.
+std::vector<std::pair<size_t, size_t>> OperandsIn(const std::string& text) {
+  std::vector<std::pair<size_t, size_t>> operands;
+  for (size_t at = text.find('%'); at != std::string::npos; at = text.find('%', at + 1)) {
+    operands.push_back({at, text.find_first_not_of("0123456789", at + 1) - at});
+  }
+  return operands;
+}
+
+std::string WithSwapped(const std::string& text, const std::pair<size_t, size_t>& a,
+                        const std::pair<size_t, size_t>& b) {
+  return text.substr(0, a.first) + text.substr(b.first, b.second) +
+         text.substr(a.first + a.second, b.first - a.first - a.second) +
+         text.substr(a.first, a.second) + text.substr(b.first + b.second);
+}
+
+TEST(Ptx, ATextWithTwoSwappedOperandsGivesAnotherResultOrAFinding) {
+  int texts = 0;
+  for (const Case& c : kCases) {
+    const std::string text = c.text;
+    const Result expected = c.run(text);
+    ASSERT_FALSE(expected.empty()) << text << cudaGetErrorString(cudaErrorLaunchFailure);
+    const auto operands = OperandsIn(text);
+    for (size_t a = 0; a < operands.size(); ++a) {
+      for (size_t b = a + 1; b < operands.size(); ++b) {
+        const std::string mutant = WithSwapped(text, operands[a], operands[b]);
+        if (mutant == text) continue;
+        ++texts;
+        EXPECT_NE(c.run(mutant), expected) << mutant;
+      }
+    }
+  }
+  EXPECT_EQ(texts, 10 + 10 + 87 + 87 + 3 + 1 + 1);
+}
+
+TEST(Ptx, ATextWithAnotherOpcodeOrNumberGivesAnotherResultOrAFinding) {
+  const std::pair<const char*, const char*> changes[] = {
+      {".trans", ""},       {".x4.shared", ".x4.trans.shared"},
+      {".x4", ".x2"},       {"bf16", "f16"},
+      {".f16", ".bf16"},    {"row.col", "row.row"},
+      {"16, %2", "%2, 16"}, {"16, %2", "8, %2"},
+      {".cg", ".ca"},       {";", ""},
+      {"[%4]", "%4"},       {"{%8, %9}", "{%8}"},
+      {"%3", "%13"},        {"ex2", "lg2"},
+      {"lg2", "ex2"},       {"[%1]", "[%3]"},
+      {".approx", ""},      {"%0, %1;", "%0;"},
+  };
+  int texts = 0;
+  for (const Case& c : kCases) {
+    const Result expected = c.run(c.text);
+    for (const auto& [from, to] : changes) {
+      std::string mutant = c.text;
+      size_t at = mutant.find(from);
+      if (at == std::string::npos) continue;
+      for (; at != std::string::npos; at = mutant.find(from, at + std::strlen(to) + 1)) {
+        mutant.replace(at, std::strlen(from), to);
+      }
+      if (mutant == c.text) continue;
+      ++texts;
+      EXPECT_NE(c.run(mutant), expected) << mutant;
+    }
+  }
+  EXPECT_GT(texts, 30);
+}
+
+TEST(Ptx, FindingsSayWhatIsWrong) {
+  const auto message = [](const RunText& run, const std::string& text) {
+    EXPECT_TRUE(run(text).empty()) << text;
+    return Findings().empty() ? "" : Findings()[0].message;
+  };
+  EXPECT_THAT(message(&Function, "sin.approx.ftz.f32 %0, %1;"),
+              HasSubstr("executes the instruction sin.approx.ftz.f32, which the simulator does not "
+                        "know"));
+  EXPECT_EQ(Findings()[0].kind, FindingKind::kBadInstruction);
+  EXPECT_THAT(message(&Function, "ex2.approx.ftz.f32 %1, %0;"),
+              HasSubstr("ex2.approx.ftz.f32 writes operand %1, which its constraint forbids"));
+  EXPECT_THAT(message(&CopyAsync, "cp.async.cg.shared.global.L2::128B [%1], [%0], 16, %2;"),
+              HasSubstr("with the operands [l],[r],16,r; it has [r],[l],16,r"));
+  EXPECT_THAT(message(&CopyAsync, "cp.async.cg.shared.global.L2::128B [%2], [%1], 16, %0;"),
+              HasSubstr("cp.async.cg.shared.global.L2::128B of "));
+}
+
+// ---- Sums of mma ----
+
+// Returns the sum of products of powers of two and others, where a product's exponent is that of its
+// own significand from 1 to below 2.
+double Truncated(const std::vector<double>& values, int fraction_bits) {
+  std::vector<MmaTerm> terms;
+  for (const double value : values) terms.push_back({value, std::ilogb(value)});
+  return TruncatedSum(terms.data(), static_cast<int>(terms.size()), fraction_bits);
+}
+
+TEST(MmaSums, AStepCutsEachTermBelowTheLargestExponentAndTheSumToAFloat) {
+  const double unit = std::ldexp(1, -24);
+  EXPECT_EQ(Truncated({1.5, 0.25, 2}, 24), 3.75);
+  EXPECT_EQ(Truncated({1, unit, unit}, 24), 1 + 2 * unit);
+  EXPECT_EQ(Truncated({1, unit}, 24), 1);                                    // a float has 23 bits
+  EXPECT_EQ(Truncated({1, unit / 2, unit / 2, unit / 2, unit / 2}, 24), 1);  // each cut by itself
+  EXPECT_EQ(Truncated({1, unit / 2, unit / 2, unit / 2, unit / 2}, 25), 1 + 2 * unit);
+  EXPECT_EQ(Truncated({-1, -unit, -unit * 1.99}, 24), -1 - 2 * unit);  // towards zero
+  EXPECT_EQ(Truncated({1, -1, 0.75 * unit}, 24), 0);                   // lost beside what cancels
+  EXPECT_EQ(Truncated({1, -1, 1.75 * unit}, 24), unit);
+  EXPECT_EQ(Truncated({3, 3, unit}, 24), 6);
+  EXPECT_EQ(Truncated({INFINITY, 1}, 24), INFINITY);
+  EXPECT_TRUE(std::isnan(Truncated({INFINITY, -INFINITY}, 24)));
+  EXPECT_TRUE(std::isnan(Truncated({NAN, 1}, 24)));
+}
+
+TEST(MmaSums, AProductHasTheSumOfItsFactorsExponents) {
+  // 1.5 * 1.5 = 2.25 has the exponent 0 here: 2^-24 is kept beside it, not lost.
+  const double unit = std::ldexp(1, -24);
+  const MmaTerm terms[] = {{2.25, 0}, {-2.25, 0}, {unit, -24}};
+  EXPECT_EQ(TruncatedSum(terms, 3, 24), unit);
+}
+
+// Returns c plus the sum of 16 products of 1 and a power of two in bf16.
+double MmaOn(const char* gpu, MmaSums sums, const std::array<double, 16>& products, float c) {
+  Settings settings;
+  settings.gpu = *FindGpu(gpu);
+  settings.mma_sums = sums;
+  Configure(settings);
+  const auto pair = [&](int k) {
+    return static_cast<unsigned>(__float2bfloat16_rn(static_cast<float>(products[k])).bits) |
+           static_cast<unsigned>(__float2bfloat16_rn(static_cast<float>(products[k + 1])).bits)
+               << 16;
+  };
+  const Result result = MmaBy([&](float d[4], const unsigned*, const unsigned*) {
+    const unsigned ones = 0x3f803f80u, a[4] = {ones, ones, ones, ones};
+    const int t = LaneId() % 4 * 2;
+    const unsigned b[2] = {pair(t), pair(t + 8)};
+    for (int n = 0; n < 4; ++n) d[n] = c;
+    tfb::MmaM16N8K16Bf16(d, a, b);
+  });
+  Configure({});
+  EXPECT_FALSE(result.empty());
+  for (const unsigned bits : result) EXPECT_EQ(bits, result[0]);
+  return __uint_as_float(result[0]);
+}
+
+TEST(MmaSums, StepsAndBitsAreThoseOfTheGpu) {
+  const double unit = std::ldexp(1, -24);
+  std::array<double, 16> apart = {};  // the first of each half
+  apart[7] = apart[8] = unit;
+  std::array<double, 16> small = {};
+  for (int k = 8; k < 16; ++k) small[k] = unit / 2;
+  for (const char* gpu : {"sm_80", "sm_89"}) {
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kRounded, apart, 1), 1 + 2 * unit);
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, apart, 1), 1);  // a sum after 8 products
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, small, 1), 1);
+  }
+  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, apart, 1), 1 + 2 * unit);
+  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, small, 1), 1 + 4 * unit);
+}
+
+TEST(MmaSums, AreWithinTheirBoundOfTheRoundedOnes) {
+  EXPECT_EQ(Settings().mma_sums, MmaSums::kRounded);
+  for (const char* type : {TFB_PTX_MMA("bf16"), TFB_PTX_MMA("f16")}) {
+    for (const Gpu& gpu : kGpus) {
+      const Result rounded = Mma(type);
+      Settings settings;
+      settings.gpu = gpu;
+      settings.mma_sums = MmaSums::kTruncated;
+      Configure(settings);
+      const Result truncated = Mma(type);
+      Configure({});
+      ASSERT_EQ(rounded.size(), truncated.size());
+      int different = 0;
+      for (size_t n = 0; n < rounded.size(); ++n) {
+        const double exact = __uint_as_float(rounded[n]), cut = __uint_as_float(truncated[n]);
+        different += exact != cut;
+        // A step cuts each of its terms, and its sum; all are below 128.
+        const int cuts = 16 / gpu.mma_step_products * (gpu.mma_step_products + 2);
+        EXPECT_LE(std::abs(exact - cut), cuts * std::ldexp(64, -23));
+      }
+      EXPECT_GT(different, 0) << gpu.name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cuda_simulator
