@@ -1,5 +1,5 @@
-// Tests the backward pass of engine linear against central differences of the formula of linear.h
-// in float64, evaluated pair by pair.
+// Tests the backward pass of engine linear, on the CPU and on CUDA devices in the simulator, against
+// central differences of the formula of linear.h in float64, evaluated pair by pair.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -9,10 +9,15 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/mirror.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/linear/linear.h"
+#include "core/linear/linear_cuda.h"
 #include "core/linear/linear_layer.h"
 #include "core/linear/linear_testing.h"
 #include "core/random.h"
+#include "core/status.h"
+#include "core/tested_devices.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -231,9 +236,10 @@ struct Gradients {
   }
 };
 
-// A case with the gradients of its outputs.
+// A case with the gradients of its outputs, and where it runs.
 struct BackwardCase {
-  explicit BackwardCase(const LinearCase& case_of) : c(case_of), tensors(c) {
+  BackwardCase(const LinearCase& case_of, Device runs_on)
+      : c(case_of), device(runs_on), tensors(c) {
     const Problem& p = c.problem;
     Tensor drawn(DType::kF32, {p.batch, p.query_heads, p.query_tokens, p.value_dim});
     FillNormal(&drawn, c.seed, "out_gradient");
@@ -242,8 +248,12 @@ struct BackwardCase {
     FillNormal(&log_sum_exp_gradient, c.seed, "log_sum_exp_gradient");
   }
   LinearCase c;
+  Device device;
   LinearTensors tensors;
   Tensor out_gradient, log_sum_exp_gradient;
+  // On CUDA devices: see LinearCuda.
+  int64_t max_blocks = 0x7fffffff;
+  int64_t max_held_heads = 0x7fffffff;
 };
 
 Gradients EmptyGradients(const BackwardCase& of) {
@@ -274,25 +284,69 @@ LinearBackwardCall CallOf(const BackwardCase& of, const LinearCall& run, Gradien
   return call;
 }
 
+absl::Status RunOnCpu(const BackwardCase& of, const LinearCall& run, const LinearBackwardCall& call,
+                      int threads) {
+  const Problem& p = of.c.problem;
+  ThreadPool pool(threads);
+  GuardedMemory kept(LinearKeptBytes(p, of.c.map));
+  {
+    GuardedMemory workspace(LinearWorkspaceBytes(p, of.c.map, threads));
+    TFB_RETURN_IF_ERROR(LinearCpu(p, run, {&pool, workspace.span(), nullptr, kept.span()}));
+  }
+  GuardedMemory workspace(LinearBackwardWorkspaceBytes(p, of.c.map, threads));
+  return LinearBackwardCpu(p, call, {&pool, workspace.span(), nullptr, kept.span()});
+}
+
+// `seed` is that of the order of blocks and threads. The simulator finds what is read without being
+// written, and what is outside of the workspace.
+absl::Status RunOnSimulator(const BackwardCase& of, LinearCall run, LinearBackwardCall call,
+                            int seed) {
+  cuda_simulator::Settings settings;
+  settings.seed = seed;
+  cuda_simulator::Configure(settings);
+  const Problem& p = of.c.problem;
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(KernelDevice()));
+  TFB_ASSIGN_OR_RETURN(LinearCuda linear, LinearCuda::Create(runtime, p, of.c.map, run.w,
+                                                             /*streams=*/false, run.gate));
+  linear.set_max_blocks(of.max_blocks);
+  linear.set_max_held_heads(of.max_held_heads);
+  DeviceMirror mirror(runtime);
+  for (ConstTensorView* view : {&run.q, &run.k, &run.v, &run.key_mask}) {
+    TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
+  }
+  for (TensorView* view : {&run.out, &run.log_sum_exp, &call.q_gradient, &call.k_gradient,
+                           &call.v_gradient, &call.w_gradient, &call.gate_gradient}) {
+    TFB_ASSIGN_OR_RETURN(*view, mirror.CopyForWriting(*view));
+  }
+  for (ConstTensorView* view : {&call.out_gradient, &call.log_sum_exp_gradient}) {
+    TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
+  }
+  static_cast<LinearInputs&>(call) = run;
+  call.out = run.out;
+  const size_t bytes = LinearCuda::WorkspaceBytes(*runtime, p, of.c.map);
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime->Allocate(bytes));
+  const size_t backward_bytes = LinearCuda::BackwardWorkspaceBytes(p, of.c.map);
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer backward_workspace, runtime->Allocate(backward_bytes));
+  ThreadPool pool(1);
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
+  TFB_RETURN_IF_ERROR(linear.Run(p, run, execution));
+  execution.workspace = absl::MakeSpan(backward_workspace.As<std::byte>(), backward_bytes);
+  TFB_RETURN_IF_ERROR(linear.Backward(p, call, execution));
+  return mirror.CopyBack();
+}
+
 // Runs a call and a backward pass of it, which `change` may change before.
 template <class Change>
 void RunBoth(const BackwardCase& of, LinearCall run, LinearResults& results, Gradients& gradients,
              int threads, Change change) {
-  const Problem& p = of.c.problem;
-  ThreadPool pool(threads);
-  GuardedMemory kept(LinearKeptBytes(p, of.c.map));
   if (run.out.empty()) run.out = results.out.view();
   run.log_sum_exp = results.log_sum_exp.view();
-  {
-    GuardedMemory workspace(LinearWorkspaceBytes(p, of.c.map, threads));
-    const absl::Status status = LinearCpu(p, run, {&pool, workspace.span(), nullptr, kept.span()});
-    ASSERT_TRUE(status.ok()) << status;
-  }
   LinearBackwardCall call = CallOf(of, run, gradients);
   change(call);
-  GuardedMemory workspace(LinearBackwardWorkspaceBytes(p, of.c.map, threads));
-  const absl::Status status =
-      LinearBackwardCpu(p, call, {&pool, workspace.span(), nullptr, kept.span()});
+  const absl::Status status = of.device == Device::kCpu ? RunOnCpu(of, run, call, threads)
+                                                        : RunOnSimulator(of, run, call, threads);
   ASSERT_TRUE(status.ok()) << status;
 }
 Gradients RunBackward(const BackwardCase& of, int threads = 1) {
@@ -475,9 +529,19 @@ void ExpectGradientsOfFormula(const BackwardCase& of) {
                      UnitDirection(name, x.size(), of.c.seed));
   }
 }
-void ExpectGradientsOfFormula(const LinearCase& c) { ExpectGradientsOfFormula(BackwardCase(c)); }
 
-TEST(LinearBackward, EveryElementIsTheDerivativeOfTheFormula) {
+class LinearBackward : public testing::TestWithParam<Device> {
+ protected:
+  static BackwardCase Case(const LinearCase& c) { return BackwardCase(c, GetParam()); }
+  static void ExpectGradientsOfFormula(const BackwardCase& of) {
+    tfb::ExpectGradientsOfFormula(of);
+  }
+  static void ExpectGradientsOfFormula(const LinearCase& c) { ExpectGradientsOfFormula(Case(c)); }
+};
+INSTANTIATE_TEST_SUITE_P(Devices, LinearBackward, testing::ValuesIn(TestedDevices()),
+                         [](const auto& test) { return std::string(Name(test.param)); });
+
+TEST_P(LinearBackward, EveryElementIsTheDerivativeOfTheFormula) {
   for (const bool causal : {false, true}) {
     for (const Feature feature :
          {Feature::kExp, Feature::kExpPair, Feature::kRelu, Feature::kSinCos}) {
@@ -489,7 +553,7 @@ TEST(LinearBackward, EveryElementIsTheDerivativeOfTheFormula) {
       c.problem.kv_heads = 1;
       if (!of_direction) c.map.denominator_epsilon = 1e-1;
       c.masked = true;
-      const BackwardCase of(c);
+      const BackwardCase of = Case(c);
       const Reals reals = RealsOf(of), of_outputs = GradientsOfOutputs(of);
       const Gradients gradients = RunBackward(of);
       for (const auto& [name, x] : reals) {
@@ -503,7 +567,7 @@ TEST(LinearBackward, EveryElementIsTheDerivativeOfTheFormula) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaOnTokensAroundTheEdgesOfChunksAndBlocks) {
+TEST_P(LinearBackward, IsThatOfTheFormulaOnTokensAroundTheEdgesOfChunksAndBlocks) {
   for (const int64_t tokens : {0, 1, 3, 31, 33, 63, 64, 65, 128, 511, 513}) {
     for (const bool causal : {false, true}) {
       for (const double epsilon : {0.0, 1e-3}) {
@@ -514,7 +578,7 @@ TEST(LinearBackward, IsThatOfTheFormulaOnTokensAroundTheEdgesOfChunksAndBlocks) 
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaWithEachFeatureStabiliserAndEpsilon) {
+TEST_P(LinearBackward, IsThatOfTheFormulaWithEachFeatureStabiliserAndEpsilon) {
   for (const Feature feature : kFeatures) {
     for (const KeyStabiliser stabiliser :
          {KeyStabiliser::kRunning, KeyStabiliser::kSequence, KeyStabiliser::kNone}) {
@@ -533,7 +597,7 @@ TEST(LinearBackward, IsThatOfTheFormulaWithEachFeatureStabiliserAndEpsilon) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaWhereBlocksFollowEachOther) {
+TEST_P(LinearBackward, IsThatOfTheFormulaWhereBlocksFollowEachOther) {
   for (const KeyStabiliser stabiliser : {KeyStabiliser::kRunning, KeyStabiliser::kSequence}) {
     for (const bool causal : {false, true}) {
       LinearCase c{LinearProblem(1100, 1100, causal, 1, 8), LinearMap(Feature::kExp, 8, 8, 1e-2)};
@@ -543,7 +607,7 @@ TEST(LinearBackward, IsThatOfTheFormulaWhereBlocksFollowEachOther) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaAtEveryHeadAndValueWidth) {
+TEST_P(LinearBackward, IsThatOfTheFormulaAtEveryHeadAndValueWidth) {
   for (const int64_t head_dim : {1, 7, 64, 80}) {
     for (const int64_t value_dim : {1, 33, 64, 80}) {
       for (const bool causal : {false, true}) {
@@ -557,7 +621,7 @@ TEST(LinearBackward, IsThatOfTheFormulaAtEveryHeadAndValueWidth) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaWithAnyNumberOfFeatures) {
+TEST_P(LinearBackward, IsThatOfTheFormulaWithAnyNumberOfFeatures) {
   for (const int64_t projections : {1, 5, 65, 130}) {
     for (const Feature feature : kFeatures) {
       for (const bool causal : {false, true}) {
@@ -568,7 +632,7 @@ TEST(LinearBackward, IsThatOfTheFormulaWithAnyNumberOfFeatures) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaWhereKeysAndQueriesDifferInNumber) {
+TEST_P(LinearBackward, IsThatOfTheFormulaWhereKeysAndQueriesDifferInNumber) {
   for (const auto& [queries, keys] : std::vector<std::pair<int64_t, int64_t>>{{1, 200},
                                                                               {3, 64},
                                                                               {5, 130},
@@ -589,7 +653,7 @@ TEST(LinearBackward, IsThatOfTheFormulaWhereKeysAndQueriesDifferInNumber) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaWithGroupedHeadsBatchesAndAMatrixPerHead) {
+TEST_P(LinearBackward, IsThatOfTheFormulaWithGroupedHeadsBatchesAndAMatrixPerHead) {
   for (const auto& [query_heads, kv_heads] :
        std::vector<std::pair<int64_t, int64_t>>{{4, 1}, {6, 2}, {5, 5}}) {
     for (const bool per_head : {false, true}) {
@@ -606,7 +670,7 @@ TEST(LinearBackward, IsThatOfTheFormulaWithGroupedHeadsBatchesAndAMatrixPerHead)
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaOnDirectionsWithGatesAndWithout) {
+TEST_P(LinearBackward, IsThatOfTheFormulaOnDirectionsWithGatesAndWithout) {
   for (const Feature feature : {Feature::kSinCos, Feature::kRelu}) {
     for (const bool gated : {false, true}) {
       for (const int64_t tokens : {1, 64, 130, 530}) {
@@ -627,7 +691,7 @@ TEST(LinearBackward, IsThatOfTheFormulaOnDirectionsWithGatesAndWithout) {
   }
 }
 
-TEST(LinearBackward, GatesWorkWhereKeysAndQueriesDifferInNumberAndHeadsAreGrouped) {
+TEST_P(LinearBackward, GatesWorkWhereKeysAndQueriesDifferInNumberAndHeadsAreGrouped) {
   for (const int64_t queries : {30, 150}) {
     LinearCase c{LinearProblem(queries, 100, true, 4, 16),
                  DirectionMap(Feature::kSinCos, 40, true)};
@@ -639,11 +703,11 @@ TEST(LinearBackward, GatesWorkWhereKeysAndQueriesDifferInNumberAndHeadsAreGroupe
   }
 }
 
-TEST(LinearBackward, AHeldDenominatorIsAConstant) {
+TEST_P(LinearBackward, AHeldDenominatorIsAConstant) {
   for (const bool gated : {false, true}) {
     LinearCase c{LinearProblem(80, 80, true), DirectionMap(Feature::kRelu, 8, gated)};
     c.map.denominator_floor = 0.3;
-    const BackwardCase of(c);
+    const BackwardCase of = Case(c);
     const Reals reals = RealsOf(of);
     const Formula formula(c, of.tensors, reals);
     int64_t held = 0;
@@ -656,7 +720,7 @@ TEST(LinearBackward, AHeldDenominatorIsAConstant) {
   }
 }
 
-TEST(LinearBackward, IsThatOfTheFormulaInSixteenBits) {
+TEST_P(LinearBackward, IsThatOfTheFormulaInSixteenBits) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     for (const bool causal : {false, true}) {
       LinearCase c{LinearProblem(100, 100, causal), LinearMap(Feature::kExp, 16, 16, 1e-6)};
@@ -668,12 +732,12 @@ TEST(LinearBackward, IsThatOfTheFormulaInSixteenBits) {
   }
 }
 
-TEST(LinearBackward, FollowsAMaximumThatRisesAndOneThatFalls) {
+TEST_P(LinearBackward, FollowsAMaximumThatRisesAndOneThatFalls) {
   for (const bool rising : {true, false}) {
     for (const bool causal : {false, true}) {
       for (const double epsilon : {0.0, 1e-3}) {
-        BackwardCase of(
-            {LinearProblem(150, 150, causal, 1, 8), LinearMap(Feature::kExp, 16, 8, epsilon)});
+        BackwardCase of =
+            Case({LinearProblem(150, 150, causal, 1, 8), LinearMap(Feature::kExp, 16, 8, epsilon)});
         for (int64_t j = 0; j < 150; ++j) {
           const double factor = 6.0 * static_cast<double>(rising ? j : 149 - j) / 150;
           for (int64_t n = 0; n < 8; ++n) {
@@ -688,10 +752,10 @@ TEST(LinearBackward, FollowsAMaximumThatRisesAndOneThatFalls) {
   }
 }
 
-TEST(LinearBackward, QueriesKeysAndWHaveNoGradientWhereValuesAreConstant) {
+TEST_P(LinearBackward, QueriesKeysAndWHaveNoGradientWhereValuesAreConstant) {
   for (const Feature feature : kFeatures) {
     for (const bool causal : {false, true}) {
-      BackwardCase of({LinearProblem(130, 130, causal), LinearMap(feature, 16, 16, 1e-3)});
+      BackwardCase of = Case({LinearProblem(130, 130, causal), LinearMap(feature, 16, 16, 1e-3)});
       Fill(of.tensors.v.view(), 1);
       Fill(of.log_sum_exp_gradient.view(), 0);
       const Gradients gradients = RunBackward(of);
@@ -714,7 +778,7 @@ bool AllZero(const ConstTensorView& view) {
   return zero;
 }
 
-TEST(LinearBackward, MaskedKeysHaveNoGradientAndNaNThereReachesNothing) {
+TEST_P(LinearBackward, MaskedKeysHaveNoGradientAndNaNThereReachesNothing) {
   for (const bool causal : {false, true}) {
     for (const bool gated : {false, true}) {
       if (gated && !causal) continue;
@@ -722,7 +786,7 @@ TEST(LinearBackward, MaskedKeysHaveNoGradientAndNaNThereReachesNothing) {
                    gated ? DirectionMap(Feature::kSinCos, 16, true)
                          : LinearMap(Feature::kExp, 16, 16, 1e-4)};
       c.masked = true;
-      BackwardCase of(c);
+      BackwardCase of = Case(c);
       of.tensors.key_mask.span<uint8_t>()[0] = 0;  // the first row sees nothing, where causal
       const Gradients clean = RunBackward(of);
       for (int64_t j = 0; j < 140; ++j) {
@@ -748,8 +812,8 @@ TEST(LinearBackward, MaskedKeysHaveNoGradientAndNaNThereReachesNothing) {
   }
 }
 
-TEST(LinearBackward, RowsBeforeAllKeysHaveNoGradientAndNaNThereReachesNothing) {
-  BackwardCase of({LinearProblem(100, 70, true), LinearMap(Feature::kExp, 16, 16, 1e-4)});
+TEST_P(LinearBackward, RowsBeforeAllKeysHaveNoGradientAndNaNThereReachesNothing) {
+  BackwardCase of = Case({LinearProblem(100, 70, true), LinearMap(Feature::kExp, 16, 16, 1e-4)});
   const Gradients clean = RunBackward(of);
   EXPECT_TRUE(AllZero(Slice(clean.q.view(), 2, 0, 30)));
   for (Tensor* tensor : {&of.tensors.q, &of.out_gradient, &of.log_sum_exp_gradient}) {
@@ -761,13 +825,13 @@ TEST(LinearBackward, RowsBeforeAllKeysHaveNoGradientAndNaNThereReachesNothing) {
   }
 }
 
-TEST(LinearBackward, GradientsAreZeroWhereEveryKeyIsMasked) {
+TEST_P(LinearBackward, GradientsAreZeroWhereEveryKeyIsMasked) {
   for (const bool causal : {false, true}) {
     for (const double epsilon : {0.0, 1e-4}) {
       LinearCase c{LinearProblem(70, 70, causal), LinearMap(Feature::kExp, 16, 16, epsilon)};
       c.map.denominator_epsilon = epsilon;
       c.masked = true;
-      BackwardCase of(c);
+      BackwardCase of = Case(c);
       Fill(of.tensors.key_mask.view(), 0);
       Fill(of.tensors.k.view(), std::nan(""));
       const Gradients gradients = RunBackward(of);
@@ -787,18 +851,18 @@ bool SameTokens(const Tensor& a, const Tensor& b, int64_t begin, int64_t end) {
   return same;
 }
 
-TEST(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
+TEST_P(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
   constexpr int64_t kTokens = 600;
   for (const int64_t place : {5, 77, 540}) {
     for (const bool gated : {false, true}) {
       LinearCase c{LinearProblem(kTokens, kTokens, true, 2),
                    gated ? DirectionMap(Feature::kSinCos, 16, true)
                          : LinearMap(Feature::kExp, 16, 16, 1e-4)};
-      const BackwardCase of(c);
+      const BackwardCase of = Case(c);
       const Gradients clean = RunBackward(of);
       // Earlier queries do not see a key or value.
       for (const bool in_values : {false, true}) {
-        BackwardCase poisoned(c);
+        BackwardCase poisoned = Case(c);
         Fill(Slice((in_values ? poisoned.tensors.v : poisoned.tensors.k).view(), 2, place, 1),
              std::nan(""));
         const Gradients gradients = RunBackward(poisoned);
@@ -809,7 +873,7 @@ TEST(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
       }
       // Later keys are not seen by a query.
       for (const char which : {'q', 'g', 'l'}) {
-        BackwardCase poisoned(c);
+        BackwardCase poisoned = Case(c);
         Tensor& tensor = which == 'q'   ? poisoned.tensors.q
                          : which == 'g' ? poisoned.out_gradient
                                         : poisoned.log_sum_exp_gradient;
@@ -827,11 +891,11 @@ TEST(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
   }
 }
 
-TEST(LinearBackward, ReadsAndWritesViewsOfAnyStride) {
+TEST_P(LinearBackward, ReadsAndWritesViewsOfAnyStride) {
   for (const bool causal : {false, true}) {
     LinearCase c{LinearProblem(100, 100, causal, 3, 12), LinearMap(Feature::kExp, 16, 12, 1e-4)};
     c.problem.batch = 2;
-    const BackwardCase of(c);
+    const BackwardCase of = Case(c);
     const Gradients expected = RunBackward(of);
     // The layout is [batch, tokens, channels, heads], heads fastest.
     const auto scatter = [](const Tensor& from, Tensor* storage) {
@@ -869,11 +933,11 @@ TEST(LinearBackward, ReadsAndWritesViewsOfAnyStride) {
   }
 }
 
-TEST(LinearBackward, AGradientThatIsLeftOutChangesNoOther) {
+TEST_P(LinearBackward, AGradientThatIsLeftOutChangesNoOther) {
   for (const bool causal : {false, true}) {
     LinearCase c{LinearProblem(100, 100, causal), LinearMap(Feature::kExp, 16, 16, 1e-2)};
     if (causal) c.map.stabiliser = KeyStabiliser::kSequence;
-    const BackwardCase of(c);
+    const BackwardCase of = Case(c);
     const Gradients expected = RunBackward(of);
     for (const std::string only : {"q", "k", "v", "w"}) {
       LinearResults results = EmptyResults(c.problem);
@@ -889,11 +953,11 @@ TEST(LinearBackward, AGradientThatIsLeftOutChangesNoOther) {
   }
 }
 
-TEST(LinearBackward, AnOutputGradientThatIsLeftOutIsZero) {
+TEST_P(LinearBackward, AnOutputGradientThatIsLeftOutIsZero) {
   for (const bool causal : {false, true}) {
     for (const bool without_out : {false, true}) {
       const LinearCase c{LinearProblem(100, 100, causal), LinearMap(Feature::kExp, 16, 16, 1e-2)};
-      BackwardCase of(c);
+      BackwardCase of = Case(c);
       LinearResults results = EmptyResults(c.problem);
       Gradients gradients = EmptyGradients(of);
       RunBoth(of, of.tensors.Call(c), results, gradients, 1, [&](LinearBackwardCall& call) {
@@ -908,7 +972,7 @@ TEST(LinearBackward, AnOutputGradientThatIsLeftOutIsZero) {
   }
 }
 
-TEST(LinearBackward, KeptMemoryIsSmallAndTheScratchOfCausalRunsDoesNotGrow) {
+TEST(LinearBackwardCpu, KeptMemoryIsSmallAndTheScratchOfCausalRunsDoesNotGrow) {
   const FeatureMap map = LinearMap(Feature::kExp, 256, 64);
   const Problem p = LinearProblem(16384, 16384, true, 8, 64);
   // Queries, keys, values and outputs are 4 x 32 MiB.
@@ -937,6 +1001,44 @@ TEST(LinearBackward, CostsAreThoseOfItsProductsAndOfEveryTensorTwice) {
     const double tensors = 2 * 6 * 10 * 3 + keys * (3 + 5) + 2 * 6 * 10 * 5 + 3 * 4 * 3;
     EXPECT_EQ(LinearCost(p, map).bytes, 4 * tensors);
     EXPECT_EQ(LinearBackwardCost(p, map).bytes, 2 * 4 * tensors);
+  }
+}
+
+TEST(LinearBackwardCuda, BlocksAndHeadsThatTakeTurnsGiveTheSameBits) {
+  for (const bool gated : {false, true}) {
+    LinearCase c{LinearProblem(100, 150, true, 4), gated ? DirectionMap(Feature::kSinCos, 16, true)
+                                                         : LinearMap(Feature::kExp, 16, 16, 1e-2)};
+    c.problem.batch = 2;
+    c.problem.kv_heads = 2;
+    c.map.per_head = gated;
+    BackwardCase of(c, KernelDevice());
+    const Gradients expected = RunBackward(of);
+    const auto expect_same = [&](const Gradients& gradients) {
+      for (const char* name : {"q", "k", "v", "w"}) {
+        EXPECT_TRUE(SameBits(gradients.at(name), expected.at(name))) << name;
+      }
+      if (gated) {
+        EXPECT_TRUE(SameBits(gradients.gate, expected.gate));
+      }
+    };
+    of.max_blocks = 3;
+    expect_same(RunBackward(of));
+    for (const int64_t heads : {1, 3}) {
+      of.max_held_heads = heads;
+      expect_same(RunBackward(of));
+    }
+  }
+}
+
+TEST(LinearBackwardCuda, TheScratchIsLinearInTokensAndForSomeHeadsAtATime) {
+  const FeatureMap map = LinearMap(Feature::kExp, 256, 64);
+  const auto bytes = [&](int64_t tokens, int64_t heads, bool causal) {
+    return LinearCuda::BackwardWorkspaceBytes(LinearProblem(tokens, tokens, causal, heads, 64),
+                                              map);
+  };
+  for (const bool causal : {false, true}) {
+    EXPECT_LE(bytes(200000, 1, causal), 2 * bytes(100000, 1, causal));
+    EXPECT_EQ(bytes(16384, 100, causal), bytes(16384, 200, causal));
   }
 }
 

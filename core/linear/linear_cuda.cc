@@ -207,28 +207,33 @@ size_t LinearCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& pro
   return std::max(bytes, PlanBytes(runtime, kernels, SizesOf(segment, map), true));
 }
 
-LinearArguments LinearCuda::ArgumentsOf(const Problem& problem, const LinearCall& call) const {
+LinearArguments LinearCuda::ArgumentsOf(const Problem& problem, const LinearInputs& inputs) const {
   LinearArguments a = SizesOf(problem, map_);
-  a.q = ToDeviceView(call.q);
-  a.k = ToDeviceView(call.k);
-  a.v = ToDeviceView(call.v);
-  a.out = ToDeviceView(call.out);
-  a.vector_q = IsVector(call.q);
-  a.vector_k = IsVector(call.k);
-  a.vector_v = IsVector(call.v);
-  a.vector_out = IsVector(call.out);
-  if (!call.key_mask.empty()) {
-    a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
-    std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);
-  }
-  if (!call.log_sum_exp.empty()) {
-    a.log_sum_exp = static_cast<float*>(call.log_sum_exp.mutable_data());
-    std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
+  a.q = ToDeviceView(inputs.q);
+  a.k = ToDeviceView(inputs.k);
+  a.v = ToDeviceView(inputs.v);
+  a.vector_q = IsVector(inputs.q);
+  a.vector_k = IsVector(inputs.k);
+  a.vector_v = IsVector(inputs.v);
+  if (!inputs.key_mask.empty()) {
+    a.key_mask = static_cast<const uint8_t*>(inputs.key_mask.data);
+    std::copy_n(inputs.key_mask.strides.begin(), 2, a.key_mask_strides);
   }
   a.w = w_.As<float>();
   a.gate = gate_.As<float>();
   a.constants = ConstantsOf(map_);
   a.max_blocks = max_blocks_;
+  return a;
+}
+
+LinearArguments LinearCuda::ArgumentsOf(const Problem& problem, const LinearCall& call) const {
+  LinearArguments a = ArgumentsOf(problem, static_cast<const LinearInputs&>(call));
+  a.out = ToDeviceView(call.out);
+  a.vector_out = IsVector(call.out);
+  if (!call.log_sum_exp.empty()) {
+    a.log_sum_exp = static_cast<float*>(call.log_sum_exp.mutable_data());
+    std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
+  }
   return a;
 }
 

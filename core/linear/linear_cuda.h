@@ -42,6 +42,15 @@ class LinearCuda {
   // Appends tokens as LinearAppend does.
   absl::Status Append(const Problem& problem, int64_t tokens, const LinearCall& call,
                       const Execution& execution) const;
+  // Returns the device memory that Backward needs, linear in tokens. It is for some heads at a time,
+  // as many as 256 MiB hold.
+  static size_t BackwardWorkspaceBytes(const Problem& problem, const FeatureMap& map);
+  // Enqueues what LinearBackwardCpu does, from the call's tensors alone: it uses no kept memory, and
+  // ignores `w` and `gate` of the call. Arithmetic is fp32 for all dtypes, without atomics: every
+  // run gives the same bits. It allocates nothing.
+  absl::Status Backward(const Problem& problem, const LinearBackwardCall& call,
+                        const Execution& execution) const;
+
   // Sets the state to no tokens.
   absl::Status Reset(void* stream = nullptr) const;
 
@@ -50,9 +59,12 @@ class LinearCuda {
 
   // Sets the most blocks of a grid, for tests. Blocks take more work than that in turns.
   void set_max_blocks(int64_t blocks) { max_blocks_ = blocks; }
+  // Sets the most key-value heads that Backward takes at a time, for tests.
+  void set_max_held_heads(int64_t heads) { max_held_heads_ = heads; }
 
  private:
-  // Returns the arguments that do not depend on a call's tensors.
+  // Returns the arguments of a call with these inputs, without its outputs.
+  LinearArguments ArgumentsOf(const Problem& problem, const LinearInputs& inputs) const;
   LinearArguments ArgumentsOf(const Problem& problem, const LinearCall& call) const;
   absl::Status RunAll(LinearArguments* arguments, const Execution& execution) const;
   absl::Status RunCausal(LinearArguments* arguments, const Execution& execution) const;
@@ -67,6 +79,7 @@ class LinearCuda {
   DeviceBuffer state_;
   DeviceBuffer rows_without_weight_;
   int64_t max_blocks_ = 0x7fffffff;
+  int64_t max_held_heads_ = 0x7fffffff;
 };
 
 }  // namespace tfb

@@ -10,6 +10,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/for_each.h"
+#include "core/linear/linear_backward_steps.h"
 #include "core/linear/linear_cuda.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -64,19 +66,17 @@ class LinearLayer : public Base {
   }
   Cost cost() const override { return LinearCost(this->problem(), map_); }
 
-  absl::Status CheckBackward() const override {
-    if (device_ == Device::kCpu) return absl::OkStatus();
-    return absl::UnimplementedError(
-        absl::StrCat("engine linear has no backward pass for device ", Name(device_)));
-  }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
   size_t kept_bytes() const override {
     return device_ == Device::kCpu ? LinearKeptBytes(this->problem(), map_) : 0;
   }
   size_t backward_workspace_bytes(int threads) const override {
-    if (device_ != Device::kCpu) return 0;
     Workspace workspace;
     LayOutMatrixGradient(workspace);
-    return workspace.used() + LinearBackwardWorkspaceBytes(this->problem(), map_, threads);
+    const Problem& p = this->problem();
+    return workspace.used() + (device_ == Device::kCpu
+                                   ? LinearBackwardWorkspaceBytes(p, map_, threads)
+                                   : LinearCuda::BackwardWorkspaceBytes(p, map_));
   }
   Cost backward_cost() const override { return LinearBackwardCost(this->problem(), map_); }
   std::vector<std::string> differentiable_outputs() const override {
@@ -114,7 +114,7 @@ class LinearLayer : public Base {
     constexpr bool kStreams = std::is_same_v<Base, StreamingLayer>;
     TFB_ASSIGN_OR_RETURN(
         cuda_, LinearCuda::Create(runtime, this->problem(), map_, matrix(), kStreams, gate()));
-    return absl::OkStatus();
+    return has_channel_scale_ ? UploadChannelScale(runtime) : absl::OkStatus();
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
@@ -140,7 +140,7 @@ class LinearLayer : public Base {
     call.gate_gradient = tensors.parameter_gradients.Get("gate");
     const TensorView scale_gradient = tensors.parameter_gradients.Get("channel_scale");
     if (!has_channel_scale_ || (call.w_gradient.empty() && scale_gradient.empty())) {
-      return LinearBackwardCpu(this->problem(), call, execution);
+      return RunBackward(call, execution);
     }
     // The engine's W is the scaled one.
     Workspace workspace(execution.workspace);
@@ -148,9 +148,19 @@ class LinearLayer : public Base {
     call.w_gradient = scaled_gradient;
     Execution rest = execution;
     rest.workspace = workspace.Rest();
-    TFB_RETURN_IF_ERROR(LinearBackwardCpu(this->problem(), call, rest));
-    ThroughChannelScale(scaled_gradient, tensors.parameter_gradients.Get("w"), scale_gradient);
-    return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(RunBackward(call, rest));
+    const ConstTensorView w = ParameterOf("w");
+    const bool on_host = device_ == Device::kCpu;
+    const ThroughChannelScale through = {
+        scaled_gradient.template At<float>(),
+        on_host ? w.At<float>() : matrix_on_device_.template As<float>(),
+        on_host ? ParameterOf("channel_scale").template At<float>()
+                : channel_scale_on_device_.template As<float>(),
+        w.dim(1),
+        w.dim(2),
+        ToDeviceView(tensors.parameter_gradients.Get("w")),
+        ToDeviceView(scale_gradient)};
+    return ForEach(device_, w.dim(0) * w.dim(2), through, execution);
   }
 
   LinearInputs InputsOf(const Inputs& inputs) const {
@@ -189,23 +199,17 @@ class LinearLayer : public Base {
   float* LayOutMatrixGradient(Workspace& workspace) const {
     return workspace.Take<float>(has_channel_scale_ ? scaled_.num_elements() : 0);
   }
-  // Computes the gradients of W and of the channel scale, where they are not empty, from that of
-  // their product.
-  void ThroughChannelScale(const ConstTensorView& gradient, const TensorView& w_gradient,
-                           const TensorView& scale_gradient) const {
-    const ConstTensorView w = ParameterOf("w"), scale = ParameterOf("channel_scale");
-    for (int64_t h = 0; h < w.dim(0); ++h) {
-      for (int64_t c = 0; c < w.dim(2); ++c) {
-        float sum = 0;
-        for (int64_t r = 0; r < w.dim(1); ++r) {
-          const float of_product = *gradient.At<float>(h, r, c);
-          sum += of_product * *w.At<float>(h, r, c);
-          if (w_gradient.empty()) continue;
-          *w_gradient.MutableAt<float>(h, r, c) = of_product * *scale.At<float>(h, c);
-        }
-        if (!scale_gradient.empty()) *scale_gradient.MutableAt<float>(h, c) = sum;
-      }
-    }
+  absl::Status RunBackward(const LinearBackwardCall& call, const Execution& execution) const {
+    return device_ == Device::kCpu ? LinearBackwardCpu(this->problem(), call, execution)
+                                   : cuda_.Backward(this->problem(), call, execution);
+  }
+  // Uploads what the gradient of the channel scale is made of.
+  absl::Status UploadChannelScale(CudaRuntime* runtime) {
+    const Tensor& w = this->parameters_["w"];
+    const Tensor& scale = this->parameters_["channel_scale"];
+    TFB_ASSIGN_OR_RETURN(matrix_on_device_, runtime->Upload(w.raw(), w.bytes()));
+    TFB_ASSIGN_OR_RETURN(channel_scale_on_device_, runtime->Upload(scale.raw(), scale.bytes()));
+    return absl::OkStatus();
   }
   void ScaleChannels() {
     const ConstTensorView w = ParameterOf("w"), scale = ParameterOf("channel_scale");
@@ -229,7 +233,10 @@ class LinearLayer : public Base {
   int64_t setups_ = 0;
   bool has_run_ = false;
   std::atomic<int64_t> rows_without_weight_{0};
-  LinearCuda cuda_;  // used on other devices than the CPU, from Setup on
+  // Used on other devices than the CPU, from Setup on.
+  LinearCuda cuda_;
+  DeviceBuffer matrix_on_device_;  // W without the channel scale
+  DeviceBuffer channel_scale_on_device_;
 };
 
 class LinearStreamingLayer : public LinearLayer<StreamingLayer> {

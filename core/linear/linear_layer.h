@@ -38,8 +38,8 @@ struct LinearParameters {
 //
 // Returns ResourceExhausted where there is no memory for that state; on a GPU Setup returns it.
 //
-// On the CPU the layer has a backward pass, to all its inputs and parameters. What it keeps are
-// LinearKeptBytes.
+// The layer has a backward pass, to all its inputs and parameters. What it keeps are
+// LinearKeptBytes on the CPU, and nothing on CUDA devices.
 //
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
 // share of query rows that see a key and whose denominator was 0 or below, or not above the map's

@@ -197,50 +197,89 @@ struct RowFactors {
   float log_scale;
 };
 
+// The factors of a query's features, phi_ir = query F_ir + query_epsilon with the sum query_sum, and
+// those of the keys' features, both divided by the larger of the two.
+struct FeatureFactors {
+  float query;
+  float query_epsilon;
+  float query_sum;
+  float key;
+  float key_epsilon;
+  float largest_key;  // the logarithm of what the keys' are divided by
+  float log_scale;
+};
+
 // `key_maximum` is S of a map that is stabilised.
-__device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow& query,
-                                       float reference, float key_maximum) {
+__device__ inline FeatureFactors FeatureFactorsOf(const LinearArguments& a, const QueryRow& query,
+                                                  float reference, float key_maximum) {
   const float log_epsilon = a.constants.log_epsilon;
   const bool has_keys = reference != -INFINITY;
   const float log_query = IsExponential(a) ? query.maximum - query.half_square : 0;
   // These are the logarithms of exp(lambda_i - s) and exp(R - S).
   const float query_scale = IsStabilised(a) ? -query.half_square : log_query;
   const float key_scale = IsStabilised(a) && has_keys ? reference - key_maximum : reference;
-  RowFactors factors = {1, 0, 0, 0, log_query + reference};
-  float largest_key = key_scale, query_sum = query.total;
-  if (a.constants.epsilon != 0) {
-    const float largest_query = fmaxf(query_scale, log_epsilon);
-    largest_key = fmaxf(key_scale, log_epsilon);
-    const float of_query = ExpOf(query_scale - largest_query);
-    const float epsilon_of_query = ExpOf(log_epsilon - largest_query);
-    const float of_key = ExpOf(key_scale - largest_key);
-    const float epsilon_of_key = ExpOf(log_epsilon - largest_key);
-    query_sum = of_query * query.total + epsilon_of_query * a.constants.features;
-    factors.product = of_query * of_key;
-    factors.key = epsilon_of_query * of_key;
-    factors.constant = epsilon_of_key * query_sum;
-    // The sum does not go through lambda_i and R, in which large halves of squares would cancel.
-    factors.log_scale = largest_query + largest_key;
-    if (IsStabilised(a)) factors.log_scale += query.maximum + key_maximum;
+  if (a.constants.epsilon == 0) {
+    return {1, 0, query.total, 1, 0, key_scale, log_query + reference};
   }
-  if (a.constants.denominator_epsilon != 0 && has_keys) {
-    factors.extra = a.constants.denominator_epsilon * query_sum * expf(-largest_key);
-  }
+  const float largest_query = fmaxf(query_scale, log_epsilon);
+  const float largest_key = fmaxf(key_scale, log_epsilon);
+  FeatureFactors factors;
+  factors.query = ExpOf(query_scale - largest_query);
+  factors.query_epsilon = ExpOf(log_epsilon - largest_query);
+  factors.query_sum = factors.query * query.total + factors.query_epsilon * a.constants.features;
+  factors.key = ExpOf(key_scale - largest_key);
+  factors.key_epsilon = ExpOf(log_epsilon - largest_key);
+  factors.largest_key = largest_key;
+  // The sum does not go through lambda_i and R, in which large halves of squares would cancel.
+  factors.log_scale = largest_query + largest_key;
+  if (IsStabilised(a)) factors.log_scale += query.maximum + key_maximum;
   return factors;
 }
 
-// Returns the denominator that divides a row which sees a key, held at the floor. `log_scale` is
-// its scale, see RowFactors. `counts` is true for the one thread of a row that counts it.
+// Returns the term of d in a row's denominator, which is d times the sum of the query's features.
+__device__ inline float ExtraOf(const LinearArguments& a, float query_sum, float largest_key,
+                                bool has_keys) {
+  if (a.constants.denominator_epsilon == 0 || !has_keys) return 0;
+  return a.constants.denominator_epsilon * query_sum * expf(-largest_key);
+}
+
+__device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow& query,
+                                       float reference, float key_maximum) {
+  const FeatureFactors factors = FeatureFactorsOf(a, query, reference, key_maximum);
+  return {factors.query * factors.key, factors.query_epsilon * factors.key,
+          factors.key_epsilon * factors.query_sum,
+          ExtraOf(a, factors.query_sum, factors.largest_key, reference != -INFINITY),
+          factors.log_scale};
+}
+
+// Returns the floor of a denominator. `log_scale` is its scale, see RowFactors.
+__device__ inline float DenominatorFloor(const LinearArguments& a, float log_scale) {
+  return a.constants.denominator_floor * (a.map.gated ? expf(-log_scale) : 1.0f);
+}
+
+// Returns the denominator that divides a row which sees a key, held at the floor. `counts` is true
+// for the one thread of a row that counts it.
 __device__ inline float HoldDenominator(const LinearArguments& a, float denominator,
                                         float log_scale, bool counts) {
-  float floor = a.constants.denominator_floor;
-  if (a.map.gated) floor *= expf(-log_scale);
+  const float floor = DenominatorFloor(a, log_scale);
   if (!(denominator <= floor)) return denominator;
   if (counts && a.rows_without_weight != nullptr) atomicAdd(a.rows_without_weight, 1ull);
   return fabsf(denominator) <= floor ? copysignf(floor, denominator) : denominator;
 }
 
 // ---- Gates ----
+
+// Returns u . k_j + b of a key, in all lanes.
+__device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_t key) {
+  const int64_t b = head / a.kv_heads, h = head % a.kv_heads;
+  const int64_t row = b * a.k.strides[0] + h * a.k.strides[1] + key * a.k.strides[2];
+  const float* gate = a.gate + h * (a.head_dim + 1);
+  float sum = 0;
+  for (int c = OpaqueLane(); c < a.head_dim; c += 32) {
+    sum = fmaf(gate[c], LoadElement(a.k.data, a.k.element, row + c * a.k.strides[3]), sum);
+  }
+  return SumOfWarp(sum) + gate[a.head_dim];
+}
 
 // Returns the two numbers of key_gates of a key.
 __device__ inline const float* GatesOf(const LinearArguments& a, int64_t head, int64_t key) {

@@ -456,18 +456,6 @@ constexpr float kLeastLogGate = -18;
 // Returns log(1 / (1 + exp(-x))).
 __device__ inline float LogSigmoid(float x) { return fminf(x, 0) - log1pf(expf(-fabsf(x))); }
 
-// Returns u . k_j + b of a key, in all lanes.
-__device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_t key) {
-  const int64_t b = head / a.kv_heads, h = head % a.kv_heads;
-  const int64_t row = b * a.k.strides[0] + h * a.k.strides[1] + key * a.k.strides[2];
-  const float* gate = a.gate + h * (a.head_dim + 1);
-  float sum = 0;
-  for (int c = OpaqueLane(); c < a.head_dim; c += 32) {
-    sum = fmaf(gate[c], LoadElement(a.k.data, a.k.element, row + c * a.k.strides[3]), sum);
-  }
-  return SumOfWarp(sum) + gate[a.head_dim];
-}
-
 // A warp takes 64 keys of a head, and a lane has key `lane` of each half.
 __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a) {
   const int64_t chunks = CeilDiv(a.kv_tokens, kTile);
