@@ -186,6 +186,12 @@ TEST(Banks, NeighboursOfALoopOrOfAnUnalignedPlaceAreAccessesOfTheirOwn) {
   }
   warp.Meet();
   Expect(warp.TakeLoads(), 4, 4, 0);
+  // Two numbers of a vector with one between them.
+  for (int lane = 0; lane < kWarp; ++lane) {
+    for (int part = 0; part < 2; ++part) warp.Note(lane, part, Stride(lane, 16) + 8 * part);
+  }
+  warp.Meet();
+  Expect(warp.TakeLoads(), 2, 8, 6);
 }
 
 TEST(Banks, LoadsStoresAndCopiesAreCountedAndAtomicsAreNot) {

@@ -32,9 +32,9 @@ struct Machine {
   Settings settings;
   Counts counts;  // without accesses, which the checker counts
   FindingLog findings;
-  Banks banks;
   Checker checker;
   Block block;
+  Banks banks;
   // The most dynamic shared memory of kernels that cudaFuncSetAttribute was called for.
   std::map<const void*, size_t> max_dynamic_shared;
   std::string failure;  // a kernel's error where errors are deferred: every later call returns it

@@ -355,30 +355,24 @@ TEST(MmaSums, AStepCutsEachTermBelowTheLargestExponentAndTheSumToAFloat) {
   EXPECT_TRUE(std::isnan(Truncated({NAN, 1}, 24)));
 }
 
-TEST(MmaSums, AProductHasTheSumOfItsFactorsExponents) {
-  // 1.5 * 1.5 = 2.25 has the exponent 0 here: 2^-24 is kept beside it, not lost.
-  const double unit = std::ldexp(1, -24);
-  const MmaTerm terms[] = {{2.25, 0}, {-2.25, 0}, {unit, -24}};
-  EXPECT_EQ(TruncatedSum(terms, 3, 24), unit);
-}
-
-// Returns c plus the sum of 16 products of 1 and a power of two in bf16.
-double MmaOn(const char* gpu, MmaSums sums, const std::array<double, 16>& products, float c) {
+// Returns c plus the sum of 16 products of numbers in bf16.
+double MmaOn(const char* gpu, MmaSums sums, const std::array<float, 16>& a,
+             const std::array<float, 16>& b, float c) {
   Settings settings;
   settings.gpu = *FindGpu(gpu);
   settings.mma_sums = sums;
   Configure(settings);
-  const auto pair = [&](int k) {
-    return static_cast<unsigned>(__float2bfloat16_rn(static_cast<float>(products[k])).bits) |
-           static_cast<unsigned>(__float2bfloat16_rn(static_cast<float>(products[k + 1])).bits)
-               << 16;
+  const auto pair = [](const std::array<float, 16>& numbers, int k) {
+    const unsigned low = __float2bfloat16_rn(numbers[k]).bits;
+    const unsigned high = __float2bfloat16_rn(numbers[k + 1]).bits;
+    return low | high << 16;
   };
   const Result result = MmaBy([&](float d[4], const unsigned*, const unsigned*) {
-    const unsigned ones = 0x3f803f80u, a[4] = {ones, ones, ones, ones};
     const int t = LaneId() % 4 * 2;
-    const unsigned b[2] = {pair(t), pair(t + 8)};
+    const unsigned rows[4] = {pair(a, t), pair(a, t), pair(a, t + 8), pair(a, t + 8)};
+    const unsigned columns[2] = {pair(b, t), pair(b, t + 8)};
     for (int n = 0; n < 4; ++n) d[n] = c;
-    tfb::MmaM16N8K16Bf16(d, a, b);
+    tfb::MmaM16N8K16Bf16(d, rows, columns);
   });
   Configure({});
   EXPECT_FALSE(result.empty());
@@ -387,18 +381,26 @@ double MmaOn(const char* gpu, MmaSums sums, const std::array<double, 16>& produc
 }
 
 TEST(MmaSums, StepsAndBitsAreThoseOfTheGpu) {
-  const double unit = std::ldexp(1, -24);
-  std::array<double, 16> apart = {};  // the first of each half
-  apart[7] = apart[8] = unit;
-  std::array<double, 16> small = {};
-  for (int k = 8; k < 16; ++k) small[k] = unit / 2;
+  constexpr float kUnit = 0x1p-24f;
+  std::array<float, 16> ones, apart = {}, small = {};
+  ones.fill(1);
+  apart[7] = apart[8] = kUnit;  // in both halves
+  for (int k = 8; k < 16; ++k) small[k] = kUnit / 2;
   for (const char* gpu : {"sm_80", "sm_89"}) {
-    EXPECT_EQ(MmaOn(gpu, MmaSums::kRounded, apart, 1), 1 + 2 * unit);
-    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, apart, 1), 1);  // a sum after 8 products
-    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, small, 1), 1);
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kRounded, ones, apart, 1), 1 + 2 * kUnit);
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, ones, apart, 1), 1);  // a sum after 8 products
+    EXPECT_EQ(MmaOn(gpu, MmaSums::kTruncated, ones, small, 1), 1);
   }
-  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, apart, 1), 1 + 2 * unit);
-  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, small, 1), 1 + 4 * unit);
+  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, ones, apart, 1), 1 + 2 * kUnit);
+  EXPECT_EQ(MmaOn("sm_90", MmaSums::kTruncated, ones, small, 1), 1 + 4 * kUnit);
+}
+
+TEST(MmaSums, AProductHasTheSumOfItsFactorsExponents) {
+  // 1.5 * 1.5 = 2.25 has the exponent 0 here, so that 2^-24 is kept beside it.
+  const std::array<float, 16> a = {1.5f, 1.5f, 1}, b = {1.5f, -1.5f, 0x1p-24f};
+  EXPECT_EQ(MmaOn("sm_80", MmaSums::kTruncated, a, b, 0), 0x1p-24);
+  const std::array<float, 16> wide = {2, 2, 1};
+  EXPECT_EQ(MmaOn("sm_80", MmaSums::kTruncated, wide, b, 0), 0);
 }
 
 TEST(MmaSums, AreWithinTheirBoundOfTheRoundedOnes) {

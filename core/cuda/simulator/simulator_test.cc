@@ -794,6 +794,10 @@ TEST(BankConflicts, ARowOf33WordsPutsItInDifferentOnes) {
   EXPECT_EQ(accesses, 32 + 32);
 }
 
+TEST(BankConflicts, WhatABarrierSeparatesHasNone) {
+  EXPECT_THAT(UsesOf([] { return RunBroken("ReadInRounds", 2); }), IsEmpty());
+}
+
 TEST(BankConflicts, AVectorIsOneAccessOfAQuarterWarp) {
   EXPECT_THAT(ConflictsOf("ReadVectors"), IsEmpty());
   std::vector<BankUse> uses = ConflictsOf("ReadEverySecondVector");

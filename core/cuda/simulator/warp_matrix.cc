@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
+#include <cstring>
 
 #include "core/cuda/simulator/cuda_runtime.h"
 #include "core/cuda/simulator/device.h"
@@ -48,16 +49,11 @@ void LoadMatrices(const char* name, bool transposed, unsigned* const registers[4
 
 namespace {
 
-// Returns x cut to a multiple of 2^exponent, towards zero.
-double CutTo(double x, int exponent) {
-  return std::ldexp(std::trunc(std::ldexp(x, -exponent)), exponent);
-}
-
 // Returns the exponent of x = s 2^exponent with 1 <= |s| < 2, but at least `least`.
 int ExponentOf(double x, int least) {
-  int exponent;
-  std::frexp(x, &exponent);
-  return std::max(exponent - 1, least);
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return std::max(static_cast<int>(bits >> 52 & 0x7ff) - 1023, least);
 }
 
 constexpr int kLeastOfFloat = -126;  // the exponent of the least normal number
@@ -74,9 +70,12 @@ float TruncatedSum(const MmaTerm* terms, int count, int fraction_bits) {
   }
   // Infinities, NaN and zeros give the same in any order.
   if (!std::isfinite(plain) || largest == INT_MIN) return static_cast<float>(plain);
-  double sum = 0;
-  for (int n = 0; n < count; ++n) sum += CutTo(terms[n].value, largest - fraction_bits);
-  return static_cast<float>(CutTo(sum, ExponentOf(sum, kLeastOfFloat) - 23));
+  const double unit = std::ldexp(1, largest - fraction_bits), inverse = 1 / unit;
+  double sum = 0;  // in units
+  for (int n = 0; n < count; ++n) sum += std::trunc(terms[n].value * inverse);
+  sum *= unit;
+  const double last_bit = std::ldexp(1, ExponentOf(sum, kLeastOfFloat) - 23);
+  return static_cast<float>(std::trunc(sum / last_bit) * last_bit);
 }
 
 namespace {
