@@ -203,6 +203,7 @@ TEST(Conformance, EachFaultOfADeviceIsFoundByTheCaseThatIsThereForIt) {
       {TinyFault::kDeviceScale, {"TheDeviceAgreesWithTheCpu", "HeadDims"}},
       {TinyFault::kAllocatesOnDevice, {"RunAllocatesNothing"}},
       {TinyFault::kWaits, {"RunDoesNotWaitForTheDevice"}},
+      {TinyFault::kOtherStream, {"AGraphOfARunGivesTheSameBits"}},
   };
   for (const auto& [fault, cases] : expected) {
     EXPECT_TRUE(IsOfDevices(fault));

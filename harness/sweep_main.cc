@@ -73,6 +73,9 @@ ABSL_FLAG(
     int, repetitions, 33,
     "Samples of a steady run at most. Every case gets at least three; what the time budget has "
     "room for beyond goes where the interval of the median is widest.");
+ABSL_FLAG(bool, graphs, true,
+          "On a GPU, also time each run as one CUDA graph, which leaves out what the host does for "
+          "every kernel.");
 ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");
 ABSL_FLAG(std::string, case_timeout, "60s",
           "A case that takes longer is stopped: a row that says so. 0: no limit.");
@@ -164,6 +167,7 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
   TFB_ASSIGN_OR_RETURN(options.time_budget,
                        ParseSeconds("time_budget", absl::GetFlag(FLAGS_time_budget)));
   TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, MemoryLimitFromFlags());
+  options.measure.graphs = absl::GetFlag(FLAGS_graphs);
   options.resume = absl::GetFlag(FLAGS_resume);
   options.allow_different_environment = absl::GetFlag(FLAGS_allow_different_environment);
   const std::string output = absl::GetFlag(FLAGS_output);

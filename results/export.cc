@@ -74,6 +74,13 @@ bool HasPasses(const Analysis& analysis) {
   return !analysis.passes().empty() && analysis.passes().back() != Case::PASS_FORWARD;
 }
 
+// Tells whether the file has runs that were launched as CUDA graphs.
+bool HasGraphRuns(const Analysis& analysis) {
+  return std::any_of(analysis.cases().begin(), analysis.cases().end(), [](const Case* result) {
+    return result->outcome().timing().graph_run_ns_size() > 0;
+  });
+}
+
 Fields KeyFields(const Analysis& analysis, const Case& result) {
   const Case::Key& key = result.key();
   const ProblemSize& problem = key.problem();
@@ -173,6 +180,7 @@ Fields TimeFields(const Analysis& analysis, const Case& result) {
   Fields fields;
   AddTimes("run", RunTime(result), &fields);
   AddTimes("cold_run", Median(timing.cold_run_ns()), &fields);
+  if (HasGraphRuns(analysis)) AddTimes("graph_run", Median(timing.graph_run_ns()), &fields);
   AddTimes("setup", Median(timing.setup_ns()), &fields);
   AddTimes("end_to_end", Median(timing.end_to_end_ns()), &fields);
   fields.emplace_back("segments",
@@ -395,6 +403,7 @@ Json JsonSamples(const Timing& timing) {
   if (timing.setup_ns_size() > 0) samples["setup_ns"] = JsonNumbers(timing.setup_ns());
   if (timing.cold_run_ns_size() > 0) samples["cold_run_ns"] = JsonNumbers(timing.cold_run_ns());
   if (timing.run_ns_size() > 0) samples["run_ns"] = JsonNumbers(timing.run_ns());
+  if (timing.graph_run_ns_size() > 0) samples["graph_run_ns"] = JsonNumbers(timing.graph_run_ns());
   if (timing.end_to_end_ns_size() > 0) {
     samples["end_to_end_ns"] = JsonNumbers(timing.end_to_end_ns());
   }

@@ -1065,6 +1065,27 @@ TEST(RenderCsv, PassesHaveColumnsWhereThereIsAnotherThanTheForwardOne) {
   EXPECT_EQ(benchmark.find("forward"), std::string::npos);
 }
 
+TEST(RenderCsv, GraphsOfRunsHaveColumnsWhereThereAreSome) {
+  ResultSet sweep = MakeSweep();
+  const size_t columns = ParseCsv(AsFormat(sweep, RenderFormat::kCsv))[0].size();
+  RenderOptions options;
+  options.details = true;
+  EXPECT_FALSE(absl::StrContains(Render(sweep, options), "graph"));
+  Timing* timing = sweep.mutable_cases(sweep.cases_size() - 2)->mutable_outcome()->mutable_timing();
+  for (const double ns : {1.5e6, 2.5e6, 3.5e6}) timing->add_graph_run_ns(ns);
+  const std::vector<std::vector<std::string>> csv = ParseCsv(AsFormat(sweep, RenderFormat::kCsv));
+  EXPECT_EQ(csv[0].size(), columns + 5);
+  EXPECT_EQ(std::stod(csv[csv.size() - 2][Column(csv, "graph_run_median_ns")]), 2.5e6);
+  EXPECT_EQ(csv[1][Column(csv, "graph_run_median_ns")], "");
+  const json parsed = json::parse(AsFormat(sweep, RenderFormat::kJson));
+  const json& graphs = parsed["cases"][sweep.cases_size() - 2];
+  EXPECT_EQ(graphs["samples"]["graph_run_ns"], json({1.5e6, 2.5e6, 3.5e6}));
+  EXPECT_FALSE(parsed["cases"].front()["samples"].contains("graph_run_ns"));
+  const std::string text = Render(sweep, options);
+  EXPECT_TRUE(absl::StrContains(text, "graph: a run that is launched as one CUDA graph")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "(0)   2.50\n")) << text;
+}
+
 TEST(RenderCsv, ZeroCasesAreAHeaderLine) {
   EXPECT_EQ(ParseCsv(AsFormat(ResultSet(), RenderFormat::kCsv)).size(), 1u);
 }

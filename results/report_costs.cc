@@ -99,6 +99,15 @@ std::optional<double> MedianOrNothing(const Range& samples) {
   return interval->median;
 }
 
+// Tells whether the longest run of any technique was also launched as a CUDA graph.
+bool HasGraphRuns(const TableGroup& group) {
+  for (const Row& row : RowsOf(group, true)) {
+    const Case* result = row.series->longest();
+    if (result != nullptr && result->outcome().timing().graph_run_ns_size() > 0) return true;
+  }
+  return false;
+}
+
 Table CostTable(const TableGroup& group) {
   Table table;
   table.title = GroupTitle("Costs told apart, at each technique's longest run", group);
@@ -110,6 +119,8 @@ Table CostTable(const TableGroup& group) {
       {"GFLOP/s", true},         {"GB/s", true},          {"workspace", true},
       {"parameters", true},      {"kept", true},          {"samples\n(lost)", true}};
   table.columns.insert(table.columns.end(), std::begin(columns), std::end(columns));
+  const bool has_graphs = HasGraphRuns(group);
+  if (has_graphs) table.columns.push_back({"graph\nms", true});
   bool few_samples = false;
   for (const Row& row : RowsOf(group, true)) {
     const Case* result = row.series->longest();
@@ -138,11 +149,15 @@ Table CostTable(const TableGroup& group) {
           absl::StrCat(run.samples, " (", timing.discarded_samples(), ")")}) {
       cells.emplace_back(text);
     }
+    if (has_graphs) {
+      cells.emplace_back(FormatMilliseconds(MedianOrNothing(timing.graph_run_ns())));
+    }
     table.AddRow(std::move(cells), FamilyOf(*row.series));
   }
   if (few_samples) {
     table.notes.push_back("?: the range of all samples, too few for an interval of 95%");
   }
+  if (has_graphs) table.notes.push_back("graph: a run that is launched as one CUDA graph");
   return table;
 }
 

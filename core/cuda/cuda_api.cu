@@ -58,6 +58,33 @@ const char* ElapsedMs(float* ms, void* from_event, void* to_event) {
   return ErrorOf(cudaEventElapsedTime(ms, EventOf(from_event), EventOf(to_event)));
 }
 
+const char* BeginCapture(void** stream) {
+  cudaStream_t made;
+  if (const char* error = ErrorOf(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking))) {
+    return error;
+  }
+  const cudaError_t error = cudaStreamBeginCapture(made, cudaStreamCaptureModeThreadLocal);
+  if (error != cudaSuccess) cudaStreamDestroy(made);
+  *stream = made;
+  return ErrorOf(error);
+}
+const char* EndCapture(void* stream, void** graph) {
+  cudaGraph_t recorded = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  cudaError_t error = cudaStreamEndCapture(StreamOf(stream), &recorded);
+  if (error == cudaSuccess) error = cudaGraphInstantiate(&executable, recorded, 0);
+  if (recorded != nullptr) cudaGraphDestroy(recorded);
+  cudaStreamDestroy(StreamOf(stream));
+  *graph = executable;
+  return ErrorOf(error);
+}
+const char* LaunchGraph(void* graph, void* stream) {
+  return ErrorOf(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), StreamOf(stream)));
+}
+const char* DestroyGraph(void* graph) {
+  return ErrorOf(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)));
+}
+
 #ifdef __CUDACC__
 void RegisterBuffer(const void*, size_t, bool) {}
 void UnregisterBuffer(const void*) {}
@@ -74,8 +101,9 @@ SimulatedGpu GetSimulatedGpu() {
 
 }  // namespace
 
-TFB_KERNEL_TABLE(CudaApi, {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory,
-                           &CreateEvent, &DestroyEvent, &RecordEvent, &ElapsedMs, &RegisterBuffer,
-                           &UnregisterBuffer, &GetSimulatedGpu});
+TFB_KERNEL_TABLE(CudaApi,
+                 {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory, &CreateEvent,
+                  &DestroyEvent, &RecordEvent, &ElapsedMs, &BeginCapture, &EndCapture, &LaunchGraph,
+                  &DestroyGraph, &RegisterBuffer, &UnregisterBuffer, &GetSimulatedGpu});
 
 }  // namespace tfb

@@ -32,6 +32,14 @@ struct CudaApi {
   const char* (*record_event)(void* event, void* stream);
   // Waits for both events.
   const char* (*elapsed_ms)(float* ms, void* from_event, void* to_event);
+  // Makes a stream whose work is recorded, from now to end_capture, instead of done.
+  const char* (*begin_capture)(void** stream);
+  // Destroys the stream and gives a graph of the work, which launch_graph enqueues as a whole, or an
+  // error and null where a call in between cannot be recorded: one that waits or allocates, or work
+  // on another stream.
+  const char* (*end_capture)(void* stream, void** graph);
+  const char* (*launch_graph)(void* graph, void* stream);
+  const char* (*destroy_graph)(void* graph);
   // Admit kernels to memory, whose contents do or do not count as written, and refuse it to them
   // again. For the simulator; a GPU ignores it.
   void (*register_buffer)(const void* begin, size_t bytes, bool written);

@@ -137,10 +137,11 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
     error = cudaGetLastError();
   }
 #else
-  (void)stream;
   if (error == cudaSuccess) {
     error = cuda_simulator::LaunchKernel(
-        name, kernel, {shape.grid, shape.block, shape.shared_bytes}, arguments...);
+        name, kernel,
+        {shape.grid, shape.block, shape.shared_bytes, static_cast<cudaStream_t>(stream)},
+        arguments...);
   }
 #endif
   if (error == cudaSuccess) return nullptr;

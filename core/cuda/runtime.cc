@@ -56,6 +56,36 @@ absl::StatusOr<double> DeviceEvent::SecondsSince(const DeviceEvent& earlier) con
   return ms / 1e3;
 }
 
+absl::StatusOr<DeviceGraph> DeviceGraph::Capture(
+    CudaRuntime* runtime, absl::FunctionRef<absl::Status(void* stream)> enqueue) {
+  const CudaApi& api = runtime->api();
+  void* stream = nullptr;
+  TFB_RETURN_IF_ERROR(ToStatus(api.begin_capture(&stream)));
+  DeviceGraph graph;
+  graph.runtime_ = runtime;
+  absl::Status status = enqueue(stream);
+  status.Update(ToStatus(api.end_capture(stream, &graph.graph_)));
+  TFB_RETURN_IF_ERROR(status);
+  return graph;
+}
+
+DeviceGraph& DeviceGraph::operator=(DeviceGraph&& other) noexcept {
+  if (this == &other) return *this;
+  Release();
+  runtime_ = std::exchange(other.runtime_, nullptr);
+  graph_ = std::exchange(other.graph_, nullptr);
+  return *this;
+}
+
+void DeviceGraph::Release() {
+  if (graph_ != nullptr) (void)runtime_->api().destroy_graph(graph_);
+  graph_ = nullptr;
+}
+
+absl::Status DeviceGraph::Launch(void* stream) const {
+  return ToStatus(runtime_->api().launch_graph(graph_, stream));
+}
+
 DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
   Release();
   runtime_ = std::exchange(other.runtime_, nullptr);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,21 +28,59 @@ void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Job& job) {
   }
 }
 
+// Binds the trial's layer and sets it up. Returns nothing where that fails, with the test failed.
+std::optional<BoundLayer> BoundAndSetUp(Trial* trial, ThreadPool* pool) {
+  absl::StatusOr<BoundLayer> bound = Bind(trial, pool);
+  absl::Status status = bound.status();
+  if (status.ok()) status = bound->Setup();
+  if (status.ok()) status = bound->Synchronize();
+  EXPECT_TRUE(status.ok()) << status;
+  return status.ok() ? std::optional<BoundLayer>(*std::move(bound)) : std::nullopt;
+}
+
 // Run must not wait for the device, so that other streams and the host can work meanwhile.
 void RunDoesNotWaitForTheDevice(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
   ThreadPool pool(2);
-  const auto bound = Bind(trial.get(), &pool);
-  ASSERT_TRUE(bound.ok()) << bound.status();
-  ASSERT_TRUE(bound->Setup().ok());
-  ASSERT_TRUE(bound->Synchronize().ok());
+  const std::optional<BoundLayer> bound = BoundAndSetUp(trial.get(), &pool);
+  if (!bound.has_value()) return;
   for (int run = 0; run < 2; ++run) {
     const int64_t before = bound->runtime->waits();
     const absl::Status status = bound->Run();
     ASSERT_TRUE(status.ok()) << status;
     EXPECT_EQ(bound->runtime->waits() - before, 0) << "in run " << run;
     ASSERT_TRUE(bound->Synchronize().ok());
+  }
+}
+
+// A run that is captured in a CUDA graph computes the same whenever the graph is launched. A capture
+// refuses calls that wait or allocate, and work on another stream than the caller's.
+void AGraphOfARunGivesTheSameBits(const Job& job) {
+  const auto trial = Trial::Make(job);
+  if (trial == nullptr) return;
+  ThreadPool pool(2);
+  const std::optional<BoundLayer> bound = BoundAndSetUp(trial.get(), &pool);
+  if (!bound.has_value()) return;
+  ASSERT_TRUE(bound->Run().ok());
+  const absl::StatusOr<NamedTensors> eager = bound->Results();
+  ASSERT_TRUE(eager.ok()) << eager.status();
+  const auto graph = DeviceGraph::Capture(bound->runtime, [&](void* stream) {
+    Execution execution = bound->execution;
+    execution.stream = stream;
+    return bound->layer->Run(bound->inputs, bound->outputs, execution);
+  });
+  ASSERT_TRUE(graph.ok()) << graph.status();
+  for (int launch = 0; launch < 2; ++launch) {
+    for (const auto& [name, output] : bound->outputs) {
+      const size_t bytes = static_cast<size_t>(output.num_elements()) * SizeOf(output.dtype);
+      ASSERT_TRUE(bound->runtime->Fill(output.mutable_data(), 0xFF, bytes).ok()) << name;
+    }
+    const absl::Status status = graph->Launch();
+    ASSERT_TRUE(status.ok()) << status;
+    const absl::StatusOr<NamedTensors> replayed = bound->Results();
+    ASSERT_TRUE(replayed.ok()) << replayed.status();
+    ExpectSameBits(*eager, *replayed, absl::StrCat("eager and launch ", launch, " of the graph"));
   }
 }
 
@@ -113,6 +152,7 @@ std::vector<Case> DeviceCases() {
       {"AnyOrderOfBlocksAndThreadsGivesTheSameBits", "35", all,
        AnyOrderOfBlocksAndThreadsGivesTheSameBits},
       {"RunDoesNotWaitForTheDevice", "", {Usual(true)}, RunDoesNotWaitForTheDevice},
+      {"AGraphOfARunGivesTheSameBits", "", UsualBoth(), AGraphOfARunGivesTheSameBits},
       {"TheDeviceAgreesWithTheCpu", "29", all, TheDeviceAgreesWithTheCpu},
   };
   for (Case& one : cases) {

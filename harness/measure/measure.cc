@@ -589,6 +589,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   options.probe = options_.probe;
   options.repetitions = options_.repetitions;
   options.min_time = options_.min_time;
+  options.graph = options_.graphs;
   options.flush_caches = Flusher(*batch);
   if (batch->runtime == nullptr) options.flush_seconds = flush_seconds_[batch->threads];
   options.monitor = Monitor(batch->runtime);

@@ -40,6 +40,7 @@ struct MeasureOptions {
   int64_t accuracy_rows = 0;
   bool times = true;  // false: cases are only checked
   bool cold = true;
+  bool graphs = true;  // whether runs on a device are also timed as CUDA graphs
   const Registry* registry = &Registry::Global();
   // The clock and the fixed arithmetic of TimingOptions.
   Clock* clock = RealClock();

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -95,6 +97,7 @@ class Measurement {
     calls_per_sample_ = std::clamp<int64_t>(
         static_cast<int64_t>(std::ceil(options_.min_time / std::max(call_seconds_, 1e-12))), 1,
         kMostCalls);
+    CaptureGraph();
     spent_ += clock_.Seconds() - start;
     PlanStream();
   }
@@ -108,6 +111,7 @@ class Measurement {
     wishes.setup = options_.setup;
     wishes.cold = options_.cold && options_.flush_caches != nullptr;
     wishes.stream = !segments_.empty();
+    wishes.graph = graph_.has_value();
     wishes.flush_seconds = options_.flush_seconds;
     wishes.trial_seconds = timed_.trial == nullptr ? 0 : trial_seconds_;
     wishes.setup_seconds = remote_ == nullptr ? 0 : remote_->last_setup_seconds();
@@ -117,12 +121,13 @@ class Measurement {
       timed_.timing.add_setup_ns(wishes.setup_seconds * 1e9);
     }
     planned_runs_ = plan.runs;
-    samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams;
+    samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams + plan.graphs;
     Add("run", plan.runs,
         timed_.bound.runtime == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
     Add("setup", plan.setups, &Measurement::SetupSample);
     Add("cold", plan.colds, &Measurement::ColdSample);
     Add("stream", plan.streams, &Measurement::StreamSample);
+    Add("graph", plan.graphs, &Measurement::GraphSample);
   }
 
   // Counts the instructions of single runs, where there is a counter and time for it.
@@ -309,6 +314,42 @@ class Measurement {
     const double begin = clock_.Seconds();
     TFB_RETURN_IF_ERROR(Run());
     return clock_.Seconds() - begin;
+  }
+
+  // Records the work of a run, where the case is a forward pass on a device.
+  void CaptureGraph() {
+    if (!options_.graph || timed_.bound.runtime == nullptr || remote_ != nullptr ||
+        timed_.pass != Case::PASS_FORWARD) {
+      return;
+    }
+    absl::StatusOr<DeviceGraph> graph =
+        DeviceGraph::Capture(timed_.bound.runtime, [this](void* stream) {
+          return WithoutMemory([&] {
+            Execution execution = bound().execution;
+            execution.stream = stream;
+            return bound().layer->Run(bound().inputs, bound().outputs, execution);
+          });
+        });
+    if (graph.ok()) {
+      graph_ = *std::move(graph);
+    } else {
+      timed_.timing.set_no_graph_reason(std::string(graph.status().message()));
+    }
+  }
+  void GraphSample() {
+    const auto launch = [this](int64_t calls) {
+      absl::Status status;
+      for (int64_t call = 0; call < calls && status.ok(); ++call) {
+        status = graph_->Launch(timed_.bound.execution.stream);
+      }
+      return status;
+    };
+    absl::Status warmed = launch(IsWarmed() ? 0 : 1);
+    if (warmed.ok()) warmed = Synchronize();
+    if (!Keep(warmed)) return;
+    const absl::StatusOr<double> seconds = DeviceSeconds([&] { return launch(calls_per_sample_); });
+    if (!Keep(seconds.status())) return;
+    timed_.timing.add_graph_run_ns(*seconds / static_cast<double>(calls_per_sample_) * 1e9);
   }
 
   // --- Streams
@@ -508,6 +549,7 @@ class Measurement {
   std::vector<double> probes_;       // likewise on the CPU: the longer of the two about the sample
   std::vector<DeviceState> states_;  // the same on a device: during the sample
   DeviceEvent begin_, end_;
+  std::optional<DeviceGraph> graph_;
   StreamingLayer* stream_ = nullptr;
   std::vector<SegmentCall> segments_;
 };

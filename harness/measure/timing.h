@@ -1,6 +1,6 @@
 // Times layers side by side: setup, cold and warm runs, and the segments of streams.
 //
-// Google Benchmark is the timing loop. Each case has up to four benchmarks (setup, cold, run,
+// Google Benchmark is the timing loop. Each case has up to five benchmarks (setup, cold, run, graph,
 // stream), whose repetitions are interleaved at random over all cases that are measured together.
 // So any drift (clock, temperature, other processes) affects all cases alike, and a ratio of two
 // medians is unbiased even where the medians are not.
@@ -8,6 +8,7 @@
 //   run      a sample is the mean of as many calls as last min_time, after one untimed warm-up call
 //   cold     one call after the caches were overwritten
 //   setup    the setup, timed by itself and then with one call, which together are "end to end"
+//   graph    on a device, as run, where a call launches a CUDA graph of its work
 //   stream   Reset, then Append over the whole sequence; a sample is the time of one segment
 //
 // A call is what the case's pass says, and has its own setup:
@@ -93,7 +94,7 @@ void ProbeArithmetic();
 struct TimingOptions {
   int repetitions = 11;    // samples of `run`, unless the share is too small for them
   double min_time = 0.01;  // seconds that a sample of `run` lasts at least
-  bool setup = true, cold = true, stream = true;
+  bool setup = true, cold = true, stream = true, graph = true;
   // Replaces what is in the caches of the cores, or enqueues that on the device; null: no cold runs.
   std::function<absl::Status()> flush_caches;
   double flush_seconds = 0;          // of one call of flush_caches
@@ -108,7 +109,7 @@ struct TimingOptions {
   // Called with a case's results when it has kIntervalSamples samples of `run`, and when it has all
   // of its samples, while others may lack theirs; may be null.
   std::function<void(size_t index, const Timing& so_far)> on_enough;
-  // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
+  // Called before each sample with the case's index and "run", "cold", "setup", "stream" or "graph".
   std::function<void(size_t index, absl::string_view what)> on_sample;
   // Returns true when no further sample may begin. Samples taken by then are kept.
   std::function<bool()> stopped;

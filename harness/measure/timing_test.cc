@@ -49,6 +49,7 @@ class TimingTest : public ::testing::Test {
   TimingTest() : pool_(2) {
     AddToys(registry_, {&clock_, kRoundSeconds});
     registry_.Add(MakeTiny(TinyFault::kNone));
+    registry_.Add(MakeTiny(TinyFault::kOtherStream));
     SetEventClock(&clock_);
   }
   ~TimingTest() override { cuda_simulator::Configure({}); }
@@ -715,12 +716,47 @@ TEST_F(TimingTest, SensorsAreReadWhileTheDeviceWorks) {
   cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
   TimingOptions options = QuickOnDevice();
   options.repetitions = 3;
-  options.setup = options.cold = options.stream = false;
+  options.setup = options.cold = options.stream = options.graph = false;
   options.monitor = &monitor;
   MeasureSideBySide(options, &cases);
   EXPECT_THAT(events_at_reading, ElementsAre(2, 4, 6));
   EXPECT_EQ(cases[0].state_first.clock_mhz(), 1700);
   EXPECT_EQ(cases[0].state_last.clock_mhz(), 1702);
+}
+
+// The toy's host takes a round's time for each kernel that it enqueues, and the simulated device a
+// tenth of that to run it. A graph leaves the host's time out.
+TEST_F(TimingTest, ARunIsTimedAsAGraphTooWhichLeavesOutTheHost) {
+  constexpr double kKernelSeconds = kRoundSeconds / 10;
+  static SimulatedClock* device_clock;
+  device_clock = &clock_;
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
+  settings.on_launch = [](bool begins) {
+    if (!begins) device_clock->Advance(kKernelSeconds);
+  };
+  cuda_simulator::Configure(settings);
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {{"rounds", "20"}}, 4, Device::kSimulator));
+  cases.push_back(Prepare("tiny_other_stream", {}, 8, Device::kSimulator));
+  TimingOptions options = QuickOnDevice();
+  options.setup = options.cold = options.stream = false;
+  MeasureSideBySide(options, &cases);
+  const double kernels_ns = 20 * kKernelSeconds * 1e9;
+  const Timing& timing = cases[0].timing;
+  EXPECT_EQ(timing.graph_run_ns_size(), kIntervalSamples);
+  EXPECT_THAT(timing.graph_run_ns(), Each(DoubleNear(kernels_ns, 1e-5 * kernels_ns)));
+  EXPECT_THAT(timing.run_ns(), Each(DoubleNear(20 * kRoundNs + kernels_ns, 1e-5 * 20 * kRoundNs)));
+  EXPECT_EQ(timing.no_graph_reason(), "");
+  // What cannot be captured is timed as it is, with the reason.
+  EXPECT_TRUE(cases[1].status.ok()) << cases[1].status;
+  EXPECT_EQ(cases[1].timing.run_ns_size(), 7);
+  EXPECT_EQ(cases[1].timing.graph_run_ns_size(), 0);
+  EXPECT_THAT(cases[1].timing.no_graph_reason(), HasSubstr("another stream"));
+
+  cases[0].timing.Clear();
+  options.graph = false;
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.graph_run_ns_size(), 0);
 }
 
 TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {

@@ -15,6 +15,8 @@ void AddVisit(const Case& visit, Case* all) {
   timing->mutable_setup_ns()->MergeFrom(more.setup_ns());
   timing->mutable_cold_run_ns()->MergeFrom(more.cold_run_ns());
   timing->mutable_run_ns()->MergeFrom(more.run_ns());
+  timing->mutable_graph_run_ns()->MergeFrom(more.graph_run_ns());
+  if (timing->no_graph_reason().empty()) timing->set_no_graph_reason(more.no_graph_reason());
   timing->mutable_end_to_end_ns()->MergeFrom(more.end_to_end_ns());
   timing->mutable_probe_ns()->MergeFrom(more.probe_ns());
   timing->mutable_run_instructions()->MergeFrom(more.run_instructions());

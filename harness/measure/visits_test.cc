@@ -26,6 +26,7 @@ constexpr char kFirst[] = R"(
       setup_ns: 1
       cold_run_ns: 2
       run_ns: [ 3, 4 ]
+      graph_run_ns: 9
       end_to_end_ns: 5
       probe_ns: [ 6, 7 ]
       run_instructions: 8
@@ -52,6 +53,8 @@ constexpr char kSecond[] = R"(
       setup_ns: 10
       cold_run_ns: 20
       run_ns: 30
+      graph_run_ns: 90
+      no_graph_reason: "second"
       end_to_end_ns: 50
       probe_ns: 60
       run_instructions: 80
@@ -83,6 +86,8 @@ TEST(Visits, SamplesAddUpAndWhatStandsOnceIsTheFirsts) {
         setup_ns: [ 1, 10 ]
         cold_run_ns: [ 2, 20 ]
         run_ns: [ 3, 4, 30 ]
+        graph_run_ns: [ 9, 90 ]
+        no_graph_reason: "second"
         end_to_end_ns: [ 5, 50 ]
         probe_ns: [ 6, 7, 60 ]
         run_instructions: [ 8, 80 ]

@@ -6,8 +6,9 @@
 namespace tfb {
 namespace {
 
-// Parts of the share. They add up to more than 1 only for techniques that stream.
+// Parts of the share. They add up to more than 1 only for techniques that stream, and on GPUs.
 constexpr double kRunPart = 0.6, kSetupPart = 0.2, kColdPart = 0.2, kStreamPart = 0.4;
+constexpr double kGraphPart = 0.2;
 // A call at its first touch of cold caches takes about so many times that of a warm one.
 constexpr double kColdFactor = 1.5;
 
@@ -42,6 +43,7 @@ SamplePlan PlanSamples(const SampleWishes& wishes, double call_seconds, double s
       add(wishes.setup, kSetupPart, std::max(wishes.setup_seconds, call_seconds) + call_seconds);
   plan.colds = add(wishes.cold, kColdPart, kColdFactor * call_seconds + wishes.flush_seconds);
   plan.streams = add(wishes.stream, kStreamPart, 2 * call_seconds);
+  plan.graphs = add(wishes.graph, kGraphPart, std::max(wishes.min_time, call_seconds));
   return plan;
 }
 

@@ -18,13 +18,14 @@ struct SampleWishes {
   bool setup = true;           // also kIntervalSamples of Setup, each followed by one run
   bool cold = true;            // also kIntervalSamples of cold runs
   bool stream = false;         // also kIntervalSamples of whole streams
+  bool graph = false;          // also kIntervalSamples of warm runs as CUDA graphs
   double setup_seconds = 0.0;  // of one Setup, where it is known to take long
   double flush_seconds = 0.0;  // of overwriting the caches before a cold run
   double trial_seconds = 0.0;  // of judging a contestant with each sample of warm runs
 };
 
 struct SamplePlan {
-  int runs = 0, setups = 0, colds = 0, streams = 0;
+  int runs = 0, setups = 0, colds = 0, streams = 0, graphs = 0;
   double seconds = 0;  // expected for all of them
 };
 

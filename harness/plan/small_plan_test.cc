@@ -335,12 +335,21 @@ TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
     EXPECT_EQ(plan.setups, e.setups) << e.call;
     EXPECT_EQ(plan.colds, e.colds) << e.call;
     EXPECT_EQ(plan.streams, e.streams) << e.call;
+    EXPECT_EQ(plan.graphs, 0) << e.call;
     EXPECT_NEAR(plan.seconds, e.seconds, 1e-9) << e.call;
     wishes.setup = wishes.cold = wishes.stream = false;
     const SamplePlan runs = PlanSamples(wishes, e.call, e.share);
     EXPECT_EQ(runs.runs, e.runs);
     EXPECT_EQ(runs.setups + runs.colds + runs.streams, 0);
   }
+  // Graphs of a run: a fifth of the share, each of 10 ms or a call.
+  SampleWishes graphs;
+  graphs.setup = graphs.cold = false;
+  graphs.graph = true;
+  EXPECT_EQ(PlanSamples(graphs, 0.001, 1).graphs, kIntervalSamples);
+  EXPECT_NEAR(PlanSamples(graphs, 0.001, 1).seconds, 11 * 0.011 + 6 * 0.01, 1e-9);
+  EXPECT_EQ(PlanSamples(graphs, 0.09, 1).graphs, 2);
+  EXPECT_EQ(PlanSamples(graphs, 0.3, 1).graphs, 0);
   SampleWishes few;
   few.repetitions = 5;
   EXPECT_EQ(PlanSamples(few, 0.001, 1).runs, 5);

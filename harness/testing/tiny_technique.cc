@@ -89,6 +89,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kDeviceScale, "tiny_device_scale"},
     {TinyFault::kAllocatesOnDevice, "tiny_allocates_on_device"},
     {TinyFault::kWaits, "tiny_waits"},
+    {TinyFault::kOtherStream, "tiny_other_stream"},
 };
 
 // The positions of the tokens of q among those of k.
@@ -493,7 +494,8 @@ class TinyDeviceLayer : public TinyLayer {
     call.score_factor = fault_ == TinyFault::kDeviceScale ? 1.001f : 1;
     call.causal = problem().causal;
     call.fault = KernelFault(fault_);
-    return ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, execution.stream));
+    void* const stream = fault_ == TinyFault::kOtherStream ? nullptr : execution.stream;
+    return ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, stream));
   }
 
   CudaRuntime* runtime_;

@@ -96,6 +96,7 @@ enum class TinyFault {
   kDeviceScale,               // the scale of the scores is wrong by a thousandth
   kAllocatesOnDevice,         // in Run
   kWaits,                     // waits for the device, in Run
+  kOtherStream,               // enqueues on the default stream, whatever the caller's is
 };
 
 std::vector<TinyFault> AllTinyFaults();

@@ -28,8 +28,8 @@ What is measured, profiled and tested by name stands in gpu_first_hour.json in t
   profiles  {"kernel": regular expression, "flags": [flags of check]}, for ncu
   tests     programs that skip no test, by their path in the repository
 
-A truth table of wgmma's descriptors is not among the steps: no kernel here uses wgmma yet. Nor are CUDA graphs: layers are
-launched kernel by kernel.
+Sweeps time runs both kernel by kernel and as one CUDA graph. A truth table of wgmma's descriptors is not among the steps: no
+kernel here uses wgmma yet.
 """
 
 import argparse

@@ -1,10 +1,13 @@
 // Implements launches, and the functions that simulator.h declares.
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/graphs.h"
 #include "core/cuda/simulator/images.h"
 #include "core/cuda/simulator/machine.h"
 #include "core/cuda/simulator/runtime_error.h"
@@ -166,11 +169,28 @@ cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const Launch
   return cudaSuccess;
 }
 
+// Returns the launch with a copy of its context, and with the shared memory that the kernel is
+// allowed now.
+RecordedWork AgainWithItsArguments(const char* kernel_name, const LaunchShape& shape,
+                                   void (*body)(void*), const void* context, size_t bytes) {
+  const auto* begin = static_cast<const std::byte*>(context);
+  std::vector<std::byte> copy(begin, begin + bytes);
+  const int allowed = static_cast<int>(shape.shared_bytes);
+  return [=]() mutable {
+    if (allowed > 0) SetMaxDynamicShared(shape.kernel, allowed);
+    return LaunchBody(kernel_name, shape, body, copy.data(), bytes);
+  };
+}
+
 }  // namespace
 
 cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
                        void* context, size_t context_bytes) {
   Machine& machine = TheMachine();
+  if (IsCapturing()) {
+    return Record(shape.stream,
+                  AgainWithItsArguments(kernel_name, shape, body, context, context_bytes));
+  }
   const auto on_launch = CurrentSettings().on_launch;
   if (on_launch != nullptr) on_launch(true);
   cudaError_t error;

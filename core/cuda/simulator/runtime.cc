@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/graphs.h"
 #include "core/cuda/simulator/machine.h"
 #include "core/cuda/simulator/runtime_error.h"
 
@@ -36,6 +37,12 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "simulator: a copy or fill leaves its buffer, or memory is freed that is none";
     case cudaErrorMemoryAllocation:
       return "simulator: out of memory";
+    case cudaErrorStreamCaptureUnsupported:
+      return "simulator: a call that waits, allocates or copies from or to the host, in a capture";
+    case cudaErrorStreamCaptureInvalidated:
+      return "simulator: an earlier call made the capture invalid";
+    case cudaErrorStreamCaptureImplicit:
+      return "simulator: work on another stream than the one that is captured";
     default:
       return launch_message.c_str();
   }
@@ -58,13 +65,17 @@ cudaError_t EarlierOfAll() {
 
 }  // namespace
 
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return EarlierOfAll(); }
-cudaError_t cudaDeviceSynchronize() { return EarlierOfAll(); }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return EarlierOfAll(); }
+cudaError_t cudaDeviceSynchronize() {
+  const cudaError_t refused = RefuseWhileCapturing();
+  return refused != cudaSuccess ? refused : EarlierOfAll();
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   constexpr size_t kAlignment = 256;
   *memory = nullptr;
+  if (const cudaError_t refused = RefuseWhileCapturing(); refused != cudaSuccess) return refused;
   if (const cudaError_t error = EarlierOfAll(); error != cudaSuccess) return error;
   if (bytes > SIZE_MAX - 2 * kGapBytes) return SetLastError(cudaErrorMemoryAllocation);
   const size_t padded = (bytes + kGapBytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -101,8 +112,14 @@ DeviceBufferShadow* BufferOf(const void* memory, size_t bytes) {
 }  // namespace
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                            cudaStream_t) {
+                            cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
+  if (kind != cudaMemcpyDeviceToDevice) {
+    if (const cudaError_t refused = RefuseWhileCapturing(); refused != cudaSuccess) return refused;
+  }
+  if (IsCapturing()) {
+    return Record(stream, [=] { return cudaMemcpyAsync(to, from, bytes, kind, nullptr); });
+  }
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
   if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
   if (kind != cudaMemcpyHostToDevice && BufferOf(from, bytes) == nullptr) {
@@ -117,8 +134,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
   if (bytes == 0) return cudaSuccess;
+  if (IsCapturing()) {
+    return Record(stream, [=] { return cudaMemsetAsync(memory, value, bytes, nullptr); });
+  }
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
   if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
   DeviceBufferShadow* buffer = BufferOf(memory, bytes);
