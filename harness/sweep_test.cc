@@ -755,6 +755,7 @@ TEST_F(SweepTest, EveryFlagHasItsDefault) {
             "--devices  (default: none)\n"
             "--dry_run  (default: false)\n"
             "--dtypes  (default: f32)\n"
+            "--graphs  (default: true)\n"
             "--head_dims  (default: 64)\n"
             "--heads  (default: 8)\n"
             "--input  (default: real,gaussian)\n"

@@ -22,19 +22,26 @@
 //
 // On the right are multiply-adds of a token, for m features, r rows of W, D = head_dim and V =
 // value_dim + 1; those with 64 are pairs of the chunk, where causal. For r = m = 256 and D = 64 a query
-// and a key take 6 x 16 K multiply-adds with inputs and W, 5 x 16.6 K with sums and, where causal, 4 x
-// 20 K at most with pairs.
+// and a key take 6 x 16 K multiply-adds with inputs and W, 5 x 16.6 K with sums and, where causal, 3 x
+// 20.5 K at most with pairs.
 //
-// Features, sums and pairs lie in the workspace, whose size is linear in tokens: for a chunk and
-// head, 64 (2 m + r) and m V floats of keys, and as much of queries and pairs. A sum over the keys or
-// queries of a chunk is m V / 64 floats a token.
+// Features, gradients, sums and pairs lie in the workspace, whose size is linear in tokens: for a
+// chunk and head some 64 (m + r + D) + m V floats of keys, as much of queries, and 64 V of dN and,
+// where causal, 64 x 128 of pairs.
 //
 // Keys and queries that are not finite. A row of queries that is not, in itself or in what it sees,
 // has dN = 0, dZ = 0 and factors NaN, which reach the keys that it sees; features that are contracted
 // over are 0 where they are not finite. So nothing reaches a token by a product with a weight of 0.
 //
 // A block of 256 threads multiplies tiles of 64 x 64, 4 x 4 by a thread. Shared memory: two operands
-// of 64 x 68 x 4 B, 34 KiB, so that six blocks share a multiprocessor of sm_90.
+// of 64 x 68 x 4 B, 34 KiB. Registers, with nvcc 13.0 for sm_90, none of them spilled, and the blocks
+// of a multiprocessor that they admit:
+//
+//   key_sums                               64         4
+//   query_sums, matrix, features, inputs   70 to 80   3
+//   query_gradients, key_gradients, rows   103 to 115 2
+//
+// features has a stack of 32 B besides, for the arguments of sines far from 0.
 #include "core/cuda/register_tile.cuh"
 #include "core/linear/linear_backward_kernels.h"
 #include "core/linear/linear_rows.cuh"
