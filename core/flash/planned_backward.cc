@@ -235,6 +235,7 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
     const PartBackward& own = backward_parts_[index][n];
     backward.schedule = &own.schedule;
     backward.relative_keys = &own.relative_keys;
+    backward.terms = {};  // parts have terms of their own
     const TensorView q_gradient = Crop(gradients_.Get(part.q), rows.heads, rows.queries);
     backward.q_gradient = q_gradient;
     if (rows.out_by_place && !q_gradient.empty()) {
