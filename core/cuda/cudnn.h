@@ -113,7 +113,7 @@ class CudnnGraph {
 
   explicit CudnnGraph(const Cudnn* cudnn) : cudnn_(cudnn) {}
 
-  // Of memory, in bytes. cuDNN trusts this of the addresses that it is given.
+  // The alignment of memory in bytes, which cuDNN trusts the given addresses to have.
   static constexpr int64_t kAlignment = 16;
 
   // Adds memory that the caller gives, by id, aligned to kAlignment. Strides are in elements.

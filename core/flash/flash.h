@@ -149,7 +149,7 @@ struct FlashCall {
   ConstTensorView key_ids;    // i32 [batch, kv_tokens], where the rule has label keys
   TensorView out;             // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;     // f32 [batch, query_heads, query_tokens], or empty
-  // What rounding to f32 took from log_sum_exp, of its shape and strides, or empty. A score of
+  // The error of rounding log_sum_exp to f32, of its shape and strides, or empty. A score of
   // -1e5, as by LSH attention's self bias, leaves a log-sum-exp that is known to 0.004, and weights
   // exp(score - log_sum_exp) to 0.4%.
   TensorView log_sum_exp_rest;

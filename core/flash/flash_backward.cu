@@ -446,7 +446,7 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
     float weights[kRows][4] = {}, gradients[kRows][4] = {};
     this->ComputeGradients(tile, whole, weights, gradients);
     this->PassRelu(tile, gradients);
-    // Of this product, keys are the rows, and what they are multiplied with are queries.
+    // Keys are the rows of this product, and queries what they are multiplied with.
     const auto takes = [&](int r, int i) {
       return (shared_.visible[i] >> (ty_ * kRows + r) & 1) != 0;
     };

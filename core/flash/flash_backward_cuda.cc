@@ -57,7 +57,7 @@ ScoreSums& ScoreSums::operator|=(const ScoreSums& other) {
   return *this;
 }
 
-// What kernels store by block, 0 at first.
+// Kernels store these sums by block; they are 0 at first.
 struct FlashBackwardCuda::Parts {
   float* content_bias = nullptr;
   float* labels = nullptr;

@@ -390,7 +390,7 @@ __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task,
     const float log_of_sum = logf(sum), whole = maximum + log_of_sum;
     a.log_sum_exp[row] = sum == 0 ? -INFINITY : whole;
     if (a.log_sum_exp_rest == nullptr) return;
-    // What rounding took from the larger of the two is known, whichever it is (Knuth's sum of two numbers).
+    // Knuth's sum of two numbers gives the error of its rounding, whichever of the two is larger.
     const float part = whole - maximum;
     a.log_sum_exp_rest[row] = sum == 0 ? 0 : (maximum - (whole - part)) + (log_of_sum - part);
   }

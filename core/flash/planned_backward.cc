@@ -220,7 +220,7 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
       Crop(of_output != nullptr ? *of_output : ConstTensorView(gradients_.Get(rows.out)), rows);
   FlashBackwardCall backward;
   backward.out_gradient = out_gradient;
-  // What a softmax over marked queries writes is not another's.
+  // A softmax does not own the rows that one over marked queries writes.
   for (const FlashRows& other : plan_.rows()) {
     if (is_marked || other.marked.tensor.empty()) continue;
     backward.overwritten = Crop(tensors_.Get(other.marked.tensor), 1, rows.queries);

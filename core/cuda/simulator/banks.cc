@@ -140,7 +140,7 @@ void Banks::StartLaunch(bool counts, const char* kernel) {
 void Banks::Note(int thread, AccessKind kind, uintptr_t address, size_t bytes, const void* site) {
   if (kind == AccessKind::kAtomic || kind == AccessKind::kCopyEnd) return;
   Accesses& accesses = (kind == AccessKind::kRead ? loads_ : stores_)[thread];
-  // What is larger than a vector is loaded and stored in vectors, as far as it is aligned.
+  // A larger access is loaded and stored in vectors, as far as it is aligned.
   while (bytes > 0) {
     size_t piece = kVector;
     while (piece > bytes || address % piece != 0) piece /= 2;

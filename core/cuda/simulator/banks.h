@@ -14,7 +14,7 @@
 
 namespace cuda_simulator {
 
-// What a warp's access takes.
+// The cost of a warp's access.
 struct Wavefronts {
   int all;    // passes over the banks
   int least;  // those of the same access without conflicts
