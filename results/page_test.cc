@@ -2,9 +2,11 @@
 
 #include "results/page.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -511,6 +513,23 @@ ResultSet MakeFrontier(const std::vector<FrontierSpec>& techniques) {
   return results;
 }
 
+TEST(Page, TheNumberOfCasesIsBadWhereOneFailed) {
+  ResultSet results = MakeSweep();
+  const auto set = [&](int n, Outcome::Status status) {
+    Outcome* outcome = results.mutable_cases(n)->mutable_outcome();
+    outcome->set_status(status);
+    outcome->set_reason("a reason");
+  };
+  set(0, Outcome::STATUS_TIMEOUT);
+  const std::string late = PageOf(results);
+  EXPECT_TRUE(StrContains(late, "<p class=\"count\">")) << late;
+  EXPECT_FALSE(StrContains(late, "<p class=\"bad\">")) << late;
+  set(1, Outcome::STATUS_FAILED);
+  const std::string failed = PageOf(results);
+  EXPECT_TRUE(StrContains(failed, "<p class=\"bad\">")) << failed;
+  EXPECT_FALSE(StrContains(failed, "<p class=\"count\">")) << failed;
+}
+
 TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
   // "slow" is beaten by "good" in both.
   const ResultSet results = MakeFrontier(
@@ -526,6 +545,42 @@ TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
   EXPECT_NEAR(FindCurve(plot, "fast")->points[0].x, 0.25, 1e-9);
   EXPECT_NEAR(FindCurve(plot, "fast")->points[0].y, 0.4, 1e-9);
   EXPECT_TRUE(StrContains(FindCurve(plot, "plain")->description, "2e-7"));
+}
+
+// "chain" is compared with a counterpart of its own, the others with "plain".
+TEST(FrontierFigure, KeepsTheReferencesOfWhatTheFilterLeaves) {
+  ResultSet results = MakeFrontier({{"plain", 1, 2e-7}, {"good", 0.5, 0.1}, {"fast", 0.25, 0.4}});
+  for (const bool whole : {false, true}) {
+    CaseSpec spec;
+    spec.technique = "chain";
+    spec.option_name = "memory";
+    spec.option_value = whole ? absl::StrCat(spec.tokens) : "64";
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.median_ns = whole ? 2e6 : 1e6;
+    Case result = MakeCase(spec);
+    TechniqueDescription* technique = result.mutable_technique();
+    technique->set_options_are_default(!whole);
+    technique->set_dense_counterpart("chain");
+    (*technique->mutable_dense_counterpart_options())["memory"] = absl::StrCat(spec.tokens);
+    *results.add_cases() = result;
+  }
+  const Analysis analysis(results);
+  const auto kept = [&](const std::vector<std::string>& techniques) {
+    const std::vector<Figure> figures = FrontierFigures(analysis, [&](const Series& series) {
+      const std::string& name = series.first().key().technique();
+      return std::find(techniques.begin(), techniques.end(), name) != techniques.end() &&
+             !series.is_counterpart;
+    });
+    std::set<std::string> names;
+    for (const Figure& figure : figures) {
+      for (const std::vector<TableCell>& row : figure.data.rows) names.insert(row[0].text);
+    }
+    return names;
+  };
+  const std::string chain = "chain memory=64", counterpart = "chain (dense counterpart)";
+  EXPECT_EQ(kept({"good"}), (std::set<std::string>{"plain", "good"}));
+  EXPECT_EQ(kept({"chain"}), (std::set<std::string>{chain, counterpart}));
+  EXPECT_EQ(kept({"fast", "chain"}), (std::set<std::string>{"plain", "fast", chain, counterpart}));
 }
 
 TEST(FrontierFigure, ErrorsOfRoundingStandOnALineBelowTheOthersAndAreOtherwiseToScale) {

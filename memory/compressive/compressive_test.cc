@@ -917,6 +917,42 @@ TEST(Compressive, EachLossHasItsGradientsAndTheOthersHaveNone) {
   EXPECT_EQ(layer->differentiable_outputs().size(), 4u);
 }
 
+// With the norm N and the mean square M = N^2 / E of E elements, dN = E / (2 N) dM = N / (2 M) dM.
+TEST(Compressive, TheGradientOfANormIsThatOfTheMeanSquareTimesItsDerivative) {
+  const Problem problem = transformer_xl::CausalProblem(1, 2, 40, 8);
+  const Tensor x = transformer_xl::RandomHidden(problem);
+  Options options = {
+      {"segment", "20"}, {"memory", "20"}, {"function", "convolution"}, {"layers", "1"}};
+  for (const std::string loss : {"attention_loss", "autoencoding_loss"}) {
+    SCOPED_TRACE(loss);
+    const auto gradients_of = [&](const char* measure) {
+      options["loss"] = measure;
+      const auto layer = Compressive().Create(problem, options, Device::kCpu, 1).value();
+      NamedTensors of_loss;
+      of_loss[loss] = Tensor(DType::kF32, {1, 2, 1});
+      Fill(of_loss[loss].view(), 0);
+      *of_loss[loss].view().MutableAt<float>(0, 1, 0) = 1;
+      return RunBackward(*layer, {{"x", x.view()}}, of_loss, 1).value();
+    };
+    const LayerGradients of_norm = gradients_of("norm"), of_square = gradients_of("mean_square");
+    const double norm = *of_norm.outputs.at(loss).view().At<float>(0, 1, 0);
+    const double square = *of_square.outputs.at(loss).view().At<float>(0, 1, 0);
+    ASSERT_GT(square, 0);
+    const double factor = norm / (2 * square);
+    for (const auto& [name, gradient] : of_norm.parameters) {
+      if (name.find("convolution") == std::string::npos) continue;
+      const ConstTensorView other = of_square.parameters.at(name).view();
+      const double largest = MaxAbs(gradient.view());
+      EXPECT_GT(largest, 0) << name;
+      for (int64_t n = 0; n < NumElements(gradient.shape()); ++n) {
+        EXPECT_NEAR(gradient.span<float>()[n], factor * static_cast<const float*>(other.data)[n],
+                    1e-5 * largest)
+            << name << " " << n;
+      }
+    }
+  }
+}
+
 // ---- Golden files ----
 
 void ExpectGolden(const std::string& file) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -897,6 +898,24 @@ TEST(Memorizing, GradientsStopAtTheMemoryAndTheStore) {
   expect({{"null_key", "true"}, {"selection", "bucketed"}});
   expect({{"null_key", "true"}, {"softmax", "joint"}, {"one_key_value_head", "true"}});
   expect({{"beyond_memory", "true"}, {"share_biases", "false"}});
+}
+
+// In one segment that reads what earlier runs left, no gradient stops but at what they left.
+TEST(Memorizing, GradientsThroughWhatIsRetrievedAreTheDefinitions) {
+  const Problem problem = CausalProblem(2, 2, 20, 8);
+  const int64_t width = problem.model_dim(), inner = 4 * width, layers = 2;
+  const double roundings =
+      layers * (2 * AttentionRoundings(problem) + 4 * static_cast<double>(width + inner));
+  const auto expect = [&](Options options) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "13"}, {"given_memory", "13"}});
+    options.insert({{"store", "16"}, {"given_store", "16"}, {"k", "5"}});
+    SCOPED_TRACE(ToString(TechniqueSpec{"memorizing", options}));
+    ExpectGradientsOfDefinition(Memorizing(), problem, {options, roundings});
+  };
+  expect({});
+  expect({{"k", "16"}, {"pre_norm", "true"}});
+  expect({{"null_key", "true"}});
+  expect({{"softmax", "joint"}, {"null_key", "true"}, {"one_key_value_head", "true"}});
 }
 
 TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {

@@ -312,7 +312,15 @@ TEST(HistoryPage, KeepsLessOfEachSeriesWhereThereAreMore) {
   EXPECT_LT(size(some), 20000u);
   EXPECT_GT(size(all), 20000u);
   EXPECT_LT(some.detail.latest, all.detail.latest);
-  EXPECT_EQ(MakeSeriesTexts(made.history, made.changes, 0).detail.groups, 10);
+  EXPECT_LT(some.detail.around, all.detail.around);
+  const Detail least = MakeSeriesTexts(made.history, made.changes, 0).detail;
+  EXPECT_EQ(least.groups, 10);
+  // Each limit is halved as often as the groups, down to a least number.
+  int halvings = 0;
+  for (int groups = all.detail.groups; groups > 10; groups = std::max(groups / 2, 10)) ++halvings;
+  EXPECT_EQ(least.latest, std::max(all.detail.latest >> halvings, 20));
+  EXPECT_EQ(least.around, std::max(all.detail.around >> halvings, 3));
+  EXPECT_EQ(least.odd, all.detail.odd >> halvings);
 }
 
 // Makes a history in which each of `count` cases takes `before` first and `after` + its number later.
