@@ -338,6 +338,18 @@ class Report(unittest.TestCase):
         with self.assertRaises(ValueError):
             mutate.read_equivalent('a/b.cc\n- x\n= no line after\n')
 
+    def test_edits_that_only_a_gpu_runs_are_judged_where_there_is_one(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for path in ('cudnn.cc', 'other.cc'):
+                (root / path).write_text('int a = 1;\n')
+            edits = [mutate.Edit(path, 'constant', 8, 9, '2') for path in ('cudnn.cc', 'other.cc')]
+            for has_gpu, left in ((False, ['other.cc']), (True, ['cudnn.cc', 'other.cc'])):
+                score = mutate.Score()
+                paths = [edit.path for edit in mutate.judged(edits, root, {}, has_gpu, score)]
+                self.assertEqual(paths, left)
+                self.assertEqual(score.of_gpus, 2 - len(left))
+
     def test_the_file_of_those_edits_can_be_read(self):
         mutate.read_equivalent((SCRIPT.parent / 'mutate_equivalent').read_text())
 
