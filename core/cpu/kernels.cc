@@ -492,12 +492,26 @@ void AddDiagonals(const ScoreRows& rows, float* sums) {
   }
 }
 
-void AddColumnSums(const ScoreRows& rows, float* sums) {
-  for (int64_t c = 0; c < rows.columns; c += kLanes) {
-    Floats sum[2] = {};
-    for (int64_t r = 0; r < rows.rows; ++r) sum[r % 2] += Load(rows.scores + r * rows.stride + c);
-    Store(sums + c, Load(sums + c) + (sum[0] + sum[1]));
+template <int kVectors>
+void AddSumsOfColumns(const ScoreRows& rows, int64_t c, float* sums) {
+  Floats sum[kVectors];
+#pragma GCC unroll 4
+  for (int j = 0; j < kVectors; ++j) sum[j] = Floats{};
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    const float* row = rows.scores + r * rows.stride + c;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) sum[j] += Load(row + j * kLanes);
   }
+#pragma GCC unroll 4
+  for (int j = 0; j < kVectors; ++j) {
+    float* to = sums + c + j * kLanes;
+    Store(to, Load(to) + sum[j]);
+  }
+}
+void AddColumnSums(const ScoreRows& rows, float* sums) {
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= rows.columns; c += 4 * kLanes) AddSumsOfColumns<4>(rows, c, sums);
+  for (; c < rows.columns; c += kLanes) AddSumsOfColumns<1>(rows, c, sums);
 }
 
 void AddSumsByLabel(const ScoreRows& rows, const int32_t* row_ids, const int32_t* column_ids,

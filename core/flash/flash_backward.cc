@@ -56,28 +56,28 @@ struct Scratch : FlashScores::Scratch {
   // The score gradients of a task: [64][gradient_row], plain or in `positions`.
   float* score_gradients;
   int64_t gradient_row;
-  float* output_gradients;  // [64][value_row]
-  float* label_query;       // [64][query_row]
-  float* shift;             // [64]
-  float* delta;             // [64]
-  float* span_gradient;     // [64]
-  float (*label_sums)[2];   // [64]
-  float* label_vectors;     // [2][query_row], the label keys, scaled
-  float* q_gradient;        // [64][query_row]
+  float* output_gradients;   // [64][value_row]
+  float* label_query;        // [64][query_row]
+  float* shift;              // [64]
+  float* delta;              // [64]
+  float* span_gradient;      // [64]
+  float (*label_sums)[2];    // [64]
+  float* label_vectors;      // [2][query_row], the label keys, scaled
+  float* q_gradient;         // [64][query_row]
+  float* position_gradient;  // [64][query_row]: the part of q_gradient by relative keys
   // Of the chunk:
-  float* keys;         // [4][key_depth][64]
-  float* values;       // [4][value_depth][64]
-  float* key_rows;     // [256][query_row], scaled
-  float* k_gradient;   // [256][query_row]
-  float* v_gradient;   // [256][value_row]
-  float* column_sums;  // [256], the score gradients of a head's pairs
+  float* keys;        // [4][key_depth][64]
+  float* values;      // [4][value_depth][64]
+  float* key_rows;    // [256][query_row], scaled
+  float* k_gradient;  // [256][query_row]
+  float* v_gradient;  // [256][value_row]
   // Sums by offset of a head's pairs, from the least offset that there is:
   float* bias;           // [offsets]
   float* factor;         // [offsets]
-  float* position_sums;  // [offsets]
   float* relative_keys;  // [offsets][query_row]
   float* label_keys;     // [2][query_row]
   float* label_biases;   // [2]
+  float* content_bias;   // [query_row]
   float* position_bias;  // [query_row]
   bool keys_finite[kChunkKeyTiles];
 };
@@ -109,18 +109,18 @@ Memory LayOut(const Problem& p, const Layout& layout, int threads, Workspace& wo
     s.label_sums = workspace.Take<float[2]>(kTile);
     s.label_vectors = take(2 * layout.query_row);
     s.q_gradient = take(kTile * layout.query_row);
+    s.position_gradient = take(layout.has_positions ? kTile * layout.query_row : 0);
     s.keys = take(kChunkKeys * layout.key_depth);
     s.values = take(kChunkKeys * layout.value_depth);
     s.key_rows = take(kChunkKeys * layout.query_row);
     s.k_gradient = take(kChunkKeys * layout.query_row);
     s.v_gradient = take(kChunkKeys * layout.value_row);
-    s.column_sums = take(kChunkKeys);
     s.bias = take(layout.offsets);
     s.factor = take(layout.offsets);
-    s.position_sums = take(layout.offsets);
     s.relative_keys = take(layout.has_positions ? layout.offsets * layout.query_row : 0);
     s.label_keys = take(2 * layout.query_row);
     s.label_biases = take(2);
+    s.content_bias = take(layout.query_row);
     s.position_bias = take(layout.query_row);
     if (memory.scratch != nullptr) memory.scratch[t] = s;
   }
@@ -147,8 +147,9 @@ class BackwardRun : public FlashScores {
                    terms_.relative_keys != nullptr || terms_.label_keys != nullptr ||
                    terms_.label_biases != nullptr || terms_.relu_multiplier != nullptr ||
                    terms_.bias != nullptr;
-    adds_in_place_ = problem.head_dim == layout.query_row && call_.query_order.tokens == nullptr &&
-                     wants_q_ && q.stride(3) == 1;
+    q_is_plain_ = problem.head_dim == layout.query_row && call_.query_order.tokens == nullptr &&
+                  wants_q_ && q.stride(3) == 1;
+    adds_in_place_ = q_is_plain_ && terms_.content_bias == nullptr && !sums_positions();
   }
 
   int64_t tasks() const {
@@ -209,6 +210,9 @@ class BackwardRun : public FlashScores {
     return {std::max(offsets.low, keys.low()), std::min(offsets.high, keys.high())};
   }
   bool sums_positions() const { return terms_.position_bias != nullptr && layout_.has_positions; }
+  // Tells whether gradients of queries are also summed: du = sum_i of their part by keys, dw = sum_i of
+  // that by relative keys.
+  bool sums_queries() const { return terms_.content_bias != nullptr || sums_positions(); }
 
   // ---- Keys and values ----
 
@@ -301,9 +305,8 @@ class BackwardRun : public FlashScores {
     AddValueGradients(chunk, task, seen, scratch);
     TermGradients(task, seen, scratch);
     if (!backward_.k_gradient.empty()) AddKeyGradients(chunk, task, seen, scratch);
-    if (wants_q_ && !adds_in_place_) {
-      std::fill_n(scratch.q_gradient, task.rows * layout_.query_row, 0.0f);
-      AddQueryGradients(chunk, task, seen, scratch, scratch.q_gradient, layout_.query_row);
+    if (sums_queries() || (wants_q_ && !adds_in_place_)) {
+      FormQueryGradients(chunk, task, seen, scratch);
     }
     Await(turn, run.rank);
     if (adds_in_place_) {
@@ -316,7 +319,7 @@ class BackwardRun : public FlashScores {
     if (terms_.span != nullptr) AddSpanGradients(task, scratch);
     Pass(turn, run.rank);
     if (terms_.relative_keys == nullptr) return;
-    if (!wants_q_) AddRepeats(task, seen, scratch);
+    if (!wants_q_ && !sums_queries()) AddRepeats(task, seen, scratch);
     AddRelativeKeys(task, seen, scratch);
   }
 
@@ -521,7 +524,13 @@ class BackwardRun : public FlashScores {
   void AddKeyProducts(const Chunk& chunk, const Task& task, Tiles tiles, const Scratch& scratch,
                       float* to, int64_t stride) const {
     const int64_t row = layout_.query_row;
-    for (const Tile& tile : tiles) {  // whose keys stay in L1
+    if (AllWhole(tiles)) {
+      kernels_.gemm(task.rows, row, WholeExtent(tiles).end, scratch.score_gradients,
+                    scratch.gradient_row, 1, scratch.key_rows + InChunk(chunk, tiles[0]) * row, row,
+                    to, stride, true);
+      return;
+    }
+    for (const Tile& tile : tiles) {
       const float* pairs = scratch.score_gradients + tile.column;
       const float* keys = scratch.key_rows + InChunk(chunk, tile) * row;
       if (tile.seen.end > 0 && !tile.whole && !scratch.keys_finite[InChunk(chunk, tile) / kTile]) {
@@ -546,14 +555,45 @@ class BackwardRun : public FlashScores {
       AddRepeats(task, tiles, scratch);
       AddPositionProducts(task, tiles, scratch, to, stride);
     }
-    if (has_labels_) {
-      kernels_.gemm(task.rows, layout_.query_row, 2, scratch.label_sums[0], 2, 1,
-                    scratch.label_vectors, layout_.query_row, to, stride, true);
+    AddLabelProducts(task, scratch, to, stride);
+  }
+  void AddLabelProducts(const Task& task, const Scratch& scratch, float* to, int64_t stride) const {
+    if (!has_labels_) return;
+    kernels_.gemm(task.rows, layout_.query_row, 2, scratch.label_sums[0], 2, 1,
+                  scratch.label_vectors, layout_.query_row, to, stride, true);
+  }
+  // The same, to scratch.q_gradient, and sums over the queries.
+  void FormQueryGradients(const Chunk& chunk, const Task& task, Tiles tiles,
+                          Scratch& scratch) const {
+    const int64_t row = layout_.query_row;
+    const ScoreRows all{scratch.q_gradient, row, task.rows, row};
+    std::fill_n(scratch.q_gradient, task.rows * row, 0.0f);
+    if (terms_.content_bias == nullptr && !sums_positions()) {
+      return AddQueryGradients(chunk, task, tiles, scratch, scratch.q_gradient, row);
     }
+    AddKeyProducts(chunk, task, tiles, scratch, scratch.q_gradient, row);
+    if (terms_.content_bias != nullptr) kernels_.add_columns(all, scratch.content_bias);
+    if (layout_.has_positions) {
+      float* products = scratch.position_gradient;
+      std::fill_n(products, task.rows * row, 0.0f);
+      AddRepeats(task, tiles, scratch);
+      AddPositionProducts(task, tiles, scratch, products, row);
+      if (sums_positions()) {
+        kernels_.add_columns({products, row, task.rows, row}, scratch.position_bias);
+      }
+      kernels_.add(all, products, row);
+    }
+    AddLabelProducts(task, scratch, scratch.q_gradient, row);
   }
   // Adds the computed gradients of a task where they belong.
   void TakeQueryGradients(const Task& task, const Scratch& scratch) const {
     const TensorView& q = backward_.q_gradient;
+    if (q_is_plain_) {
+      const int64_t row = layout_.query_row;
+      return kernels_.add({q.MutableAt<float>(task.batch, task.head, task.first_query), q.stride(2),
+                           task.rows, row},
+                          scratch.q_gradient, row);
+    }
     for (int64_t r = 0; r < task.rows; ++r) {
       AddRow(scratch.q_gradient + r * layout_.query_row, problem_.head_dim,
              q.MutableAt<float>(task.batch, task.head, OutRow(task, r)), q.stride(3));
@@ -574,14 +614,13 @@ class BackwardRun : public FlashScores {
     };
     if (terms_.bias != nullptr) clear(scratch.bias);
     if (terms_.relu_multiplier != nullptr) clear(scratch.factor);
-    if (sums_positions()) clear(scratch.position_sums);
     if (terms_.relative_keys != nullptr) {
       const Offsets keys = OfKeys(offsets);
       std::fill_n(RelativeRow(keys.low, scratch), keys.count() * layout_.query_row, 0.0f);
     }
-    std::fill_n(scratch.column_sums, kChunkKeys, 0.0f);
     std::fill_n(scratch.label_keys, 2 * layout_.query_row, 0.0f);
     std::fill_n(scratch.label_biases, 2, 0.0f);
+    std::fill_n(scratch.content_bias, layout_.query_row, 0.0f);
     std::fill_n(scratch.position_bias, layout_.query_row, 0.0f);
   }
   // Returns the sum of an offset that has a relative key.
@@ -635,22 +674,7 @@ class BackwardRun : public FlashScores {
         AddDiagonals(task, tiles, scratch.products, kScoreRow, scratch.factor);
       }
     }
-    if (terms_.content_bias != nullptr) {
-      for (const Tile& tile : tiles) {
-        if (tile.seen.end == 0) continue;
-        const Extent columns = tile.seen;
-        kernels_.add_columns(
-            {GradientsAt(scratch, 0, tile.column + columns.begin), scratch.gradient_row, task.rows,
-             columns.end - columns.begin},
-            scratch.column_sums + tile.index % kChunkKeyTiles * kTile + columns.begin);
-      }
-    }
     if (layout_.has_positions) Skew(task, tiles, scratch);
-    if (sums_positions()) {
-      kernels_.add_columns(
-          {scratch.positions, kPositionRow, task.rows, WholeExtent(tiles).end + kTile},
-          scratch.position_sums + FirstSkewed(task, tiles) - least_offset_);
-    }
     if (has_labels_) SumLabels(task, tiles, scratch);
   }
 
@@ -843,26 +867,13 @@ class BackwardRun : public FlashScores {
   // Adds a head's sums to the gradients of the terms, in the order of batch rows and chunks.
   void AddTerms(const Chunk& chunk, int64_t h, const Offsets& offsets, Scratch& scratch) const {
     const int64_t channels = problem_.head_dim, row = layout_.query_row;
-    if (sums_positions()) {
-      const Offsets keys = OfKeys(offsets);
-      const float* vectors = backward_.relative_keys->Of(h);
-      for (int64_t o = keys.low; o <= keys.high; ++o) {
-        AddScaled(scratch.position_sums[o - least_offset_],
-                  vectors + (o - call_.rule.relative_keys->low()) * row, channels,
-                  scratch.position_bias);
-      }
-    }
     Turn& turn = memory_.head_turns[h];
     const int64_t number = chunk.batch * backward_.schedule->chunks() + chunk.index;
     Await(turn, number);
     AddTable(call_.rule.bias, offsets, h, scratch.bias, terms_.bias);
     AddTable(call_.rule.relu_multiplier, offsets, h, scratch.factor, terms_.relu_multiplier);
     if (terms_.content_bias != nullptr) {
-      for (int64_t n = 0; n < chunk.keys; ++n) {
-        if (scratch.column_sums[n] == 0) continue;  // a hidden key may be NaN
-        AddScaled(scratch.column_sums[n], scratch.key_rows + n * row, channels,
-                  terms_.content_bias + h * channels);
-      }
+      AddScaled(1, scratch.content_bias, channels, terms_.content_bias + h * channels);
     }
     if (terms_.position_bias != nullptr) {
       AddScaled(1, scratch.position_bias, channels, terms_.position_bias + h * channels);
@@ -870,9 +881,9 @@ class BackwardRun : public FlashScores {
     if (terms_.relative_keys != nullptr) {
       const RelativeKeys& all = *call_.rule.relative_keys;
       const Offsets keys = OfKeys(offsets);
-      AddScaled(
-          1, RelativeRow(keys.low, scratch), keys.count() * row,
-          terms_.relative_keys + (h * (all.high() - all.low() + 1) + keys.low - all.low()) * row);
+      float* to =
+          terms_.relative_keys + (h * (all.high() - all.low() + 1) + keys.low - all.low()) * row;
+      kernels_.add({to, row, keys.count(), row}, RelativeRow(keys.low, scratch), row);
     }
     for (int64_t label = 0; label < 2; ++label) {
       if (terms_.label_keys != nullptr) {
@@ -904,7 +915,8 @@ class BackwardRun : public FlashScores {
   const int64_t least_offset_;  // the index of an offset in sums by offset is offset - this
   bool wants_q_;
   bool wants_terms_;
-  bool adds_in_place_;  // queries' gradients are added where they lie
+  bool q_is_plain_;     // queries' gradients lie as the kernels want them
+  bool adds_in_place_;  // products are added to them there
 };
 
 }  // namespace

@@ -415,13 +415,31 @@ FlashScores::Addend FlashScores::PositionScores(const Task& task, int64_t row, i
   const int64_t lowest = first_of_tile + extent.begin - task.Place(row + rows - 1);
   const int64_t highest = first + extent.end - 1;
   if (highest < keys.low() || lowest > keys.high()) return {};  // zeros
-  constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
+  constexpr int64_t kBlock = RelativeKeys::kBlock;
   const int64_t first_block = FloorDiv(lowest, kBlock);
-  const int64_t end_block = FloorDiv(highest, kBlock) + 1;
+  // A few rows at a time: together they need hardly more offsets than one of them.
+  for (int64_t r = 0; r < rows; r += kGroupRows) {
+    const int64_t count = std::min(kGroupRows, rows - r);
+    const int64_t begin =
+        FloorDiv(first_of_tile + extent.begin - task.Place(row + r + count - 1), kBlock);
+    const int64_t end = FloorDiv(first_of_tile + extent.end - 1 - task.Place(row + r), kBlock) + 1;
+    MultiplyPositions(task, row + r, count, begin, end,
+                      scratch.positions + r * kPositionRow + (begin - first_block) * kBlock,
+                      scratch);
+  }
+  // The scores of each further place begin one column earlier.
+  return {scratch.positions + (first + extent.begin - first_block * kBlock), kPositionRow - 1};
+}
+
+void FlashScores::MultiplyPositions(const Task& task, int64_t row, int64_t rows,
+                                    int64_t first_block, int64_t end_block, float* to,
+                                    const Scratch& scratch) const {
+  const RelativeKeys& keys = *call_.rule.relative_keys;
+  constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
   for (int64_t block = first_block, end; block < end_block; block = end) {
     const int64_t p = FloorDiv(block, kOfPanel);
     const float* panel = keys.Panel(task.head, p);
-    float* columns = scratch.positions + (block - first_block) * kBlock;
+    float* columns = to + (block - first_block) * kBlock;
     end = block + 1;
     if (panel == nullptr || (block > first_block && keys.Repeats(task.head, block))) {
       for (int64_t r = 0; r < rows; ++r, columns += kPositionRow) {
@@ -434,8 +452,6 @@ FlashScores::Addend FlashScores::PositionScores(const Task& task, int64_t row, i
                   scratch.position_query + row * query_row_, query_row_, 1,
                   panel + (block - p * kOfPanel) * kBlock, kTile, columns, kPositionRow, false);
   }
-  // The scores of each further place begin one column earlier.
-  return {scratch.positions + (first + extent.begin - first_block * kBlock), kPositionRow - 1};
 }
 
 }  // namespace tfb

@@ -214,6 +214,10 @@ class FlashScores {
   // has the offset `first_of_tile` at column 0. The result is valid until the next call.
   Addend PositionScores(const Task& task, int64_t row, int64_t rows, const Extent& extent,
                         int64_t first_of_tile, Scratch& scratch) const;
+  // Computes the scores of some rows against the relative keys of blocks first_block to end_block - 1,
+  // of 16 offsets each, into rows of `to` that lie kPositionRow apart.
+  void MultiplyPositions(const Task& task, int64_t row, int64_t rows, int64_t first_block,
+                         int64_t end_block, float* to, const Scratch& scratch) const;
 };
 
 }  // namespace tfb

@@ -210,6 +210,9 @@ Cost PlannedLayer::CostOf(Pass pass) const {
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     *cost.flops += pass == Pass::kForward ? step->flops() : step->backward_flops();
   }
+  for (const ScoreTerm* term : terms_) {
+    if (pass == Pass::kBackward) *cost.flops += term->GradientFlops(problem());
+  }
   return cost;
 }
 

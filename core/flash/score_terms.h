@@ -71,7 +71,8 @@ class ScoreTerm {
   virtual void LayOutGradients(Device, const Problem&, Workspace*) {}
   // Lets a call add to these sums, and to the gradients of tensors that the term reads, f32, by name.
   virtual void BindGradients(const Outputs& /*tensors*/, ScoreGradients*) const {}
-  // Takes the sums on to the parameters.
+  // Takes the sums on to the parameters, by so many FLOPs, those of products of matrices.
+  virtual double GradientFlops(const Problem&) const { return 0; }
   virtual absl::Status AddGradients(const ParameterGradients&, const Execution&) const {
     return absl::OkStatus();
   }

@@ -52,6 +52,10 @@ class PositionTerm : public ScoreTerm {
     if (device == Device::kCpu) return absl::OkStatus();
     return on_device_.SetUp(device, Parameters(), positions_, sinusoids_.view(), here_, gradients);
   }
+  double GradientFlops(const Problem& p) const override {
+    const double width = static_cast<double>(p.model_dim());
+    return 2 * static_cast<double>(RangeOf(p).rows()) * width * width;  // dW_r
+  }
   absl::Status AddGradients(const ParameterGradients& gradients,
                             const Execution& execution) const override {
     if (device_ != Device::kCpu) return on_device_.AddTo(gradients, execution);

@@ -16,8 +16,9 @@
 // is added (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl,
 // which shares core/layers/attention/relative_positions.h.
 //
-// Cost: a product of head_dim more a score: 1.5 times dense attention. Setup, 2 model_dim^2 FLOPs a
-// distance. Memory: heads (query_tokens + kv_tokens) head_dim floats.
+// Cost: a product of head_dim more a score: 1.5 times dense attention, 1.6 times in the backward
+// pass. Setup, and the gradient of W_r, 2 model_dim^2 FLOPs a distance. Memory: heads
+// (query_tokens + kv_tokens) head_dim floats.
 //
 // The parameters, f32, with H = query_heads, are w_r [H head_dim, H head_dim], y = r W_r, u and v
 // [H, head_dim]; drawn N(0, 0.02^2), as the authors' code does.

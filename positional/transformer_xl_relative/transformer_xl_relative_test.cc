@@ -1,9 +1,12 @@
 #include "positional/transformer_xl_relative/transformer_xl_relative.h"
 
 #include <cmath>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/layers/attention/relative_positions.h"
 #include "core/testing.h"
@@ -275,6 +278,19 @@ TEST(TransformerXlRelative, CostCountsAProductWithThePositionBesidesThoseWithKey
   problem.value_dim = 7;
   // There are 15 pairs a head.
   EXPECT_EQ(CostOf(TransformerXlRelative(), problem).flops, 3 * 4 * 15 * 2 * (6 + 6 + 7));
+}
+
+TEST(TransformerXlRelative, BackwardCostHasEightProductsOfPairsAndThatOfDistancesForTheirMatrix) {
+  Problem problem = Problem::SelfAttention(2, 4, 100, 16, /*causal=*/true);
+  for (const auto& [clamp, distances] : {std::pair{0, 100}, std::pair{30, 31}}) {
+    const Options options = {{"max_distance", absl::StrCat(clamp)}};
+    const std::unique_ptr<Layer> layer =
+        TransformerXlRelative().Create(problem, options, Device::kCpu, 1).value();
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+    ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+    const double pairs = 2 * 4 * 100 * 101 / 2, width = 4 * 16;
+    EXPECT_EQ(*layer->backward_cost().flops, pairs * 2 * 8 * 16 + 2 * distances * width * width);
+  }
 }
 
 TEST(TransformerXlRelative, HeadsWhoseMatrixIsBeyond1GiBAreRefused) {

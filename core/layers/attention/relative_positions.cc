@@ -136,7 +136,7 @@ void RelativePositionGradients::AddTo(const RelativePositions::Parameters& param
   const RelativeKeys* keys = positions.distances();
   double* of_matrix = gradients.Of(parameters.w_r.data);
   if (keys == nullptr || of_matrix == nullptr) return;
-  SumByDistance(*keys, here);
+  SumByDistance(*keys, here, pool);
   Multiply(sinusoids, pool, [&](int64_t c, const float* row) { add(row, of_matrix + c * width); });
 }
 
@@ -157,7 +157,7 @@ void RelativePositionGradients::AddTo(const RelativePositions& positions,
   if (!gradients.v.empty()) add(v_, gradients.v, 0, 0);
   const RelativeKeys* keys = positions.distances();
   if (keys == nullptr || (gradients.w_r.empty() && gradients.table.empty())) return;
-  SumByDistance(*keys, here);
+  SumByDistance(*keys, here, pool);
   const int64_t width = heads_ * head_dim_, row = RoundUp(width, kColumnQuantum);
   for (int64_t d = 0; !gradients.table.empty() && d < range_.rows(); ++d) {
     add(by_distance_ + d * row, gradients.table, 1, gradients.table.Offset(d));
@@ -168,28 +168,43 @@ void RelativePositionGradients::AddTo(const RelativePositions& positions,
   });
 }
 
-void RelativePositionGradients::SumByDistance(const RelativeKeys& keys, int64_t here) const {
+void RelativePositionGradients::SumByDistance(const RelativeKeys& keys, int64_t here,
+                                              ThreadPool* pool) const {
   const int64_t row = RoundUp(heads_ * head_dim_, kColumnQuantum);
-  for (int64_t h = 0; h < heads_; ++h) {
+  pool->ParallelFor(heads_, [&](int64_t h, int) {
     for (int64_t offset = keys.low(); offset <= keys.high(); ++offset) {
       const float* from = keys_.Of(keys, h, offset);
       float* to = by_distance_ + range_.Row(here - offset) * row + h * head_dim_;
       for (int64_t c = 0; c < head_dim_; ++c) to[c] += from[c];
     }
-  }
+  });
 }
 
 void RelativePositionGradients::Multiply(
     const ConstTensorView& sinusoids, ThreadPool* pool,
     absl::FunctionRef<void(int64_t c, const float* row)> visit) const {
-  constexpr int64_t kChannels = 16;
+  constexpr int64_t kColumns = 64, kDistances = 64;  // of T, copied to where they stay in L1
+  constexpr int64_t kChannels = 96;                  // of a task, which reads its columns of T once
   const int64_t row = RoundUp(heads_ * head_dim_, kColumnQuantum);
+  const int64_t panels = (row + kColumns - 1) / kColumns;
+  const int64_t blocks = (channels_ + kChannels - 1) / kChannels;
   const CpuKernels& kernels = BestCpuKernels();
-  pool->ParallelForRanges(channels_, kChannels, [&](int64_t begin, int64_t end, int) {
-    kernels.gemm(end - begin, row, range_.rows(), sinusoids.At<float>(0, begin), 1,
-                 sinusoids.stride(0), by_distance_, row, product_ + begin * row, row, false);
-    for (int64_t c = begin; c < end; ++c) visit(c, product_ + c * row);
+  pool->ParallelFor(blocks * panels, [&](int64_t task, int) {
+    const int64_t begin = task % blocks * kChannels, first = task / blocks * kColumns;
+    const int64_t channels = std::min(kChannels, channels_ - begin);
+    const int64_t columns = std::min(kColumns, row - first);
+    float* product = product_ + begin * row + first;
+    alignas(64) float block[kDistances * kColumns];
+    for (int64_t d = 0; d < range_.rows(); d += kDistances) {
+      const int64_t distances = std::min(kDistances, range_.rows() - d);
+      for (int64_t n = 0; n < distances; ++n) {
+        std::copy_n(by_distance_ + (d + n) * row + first, columns, block + n * kColumns);
+      }
+      kernels.gemm(channels, columns, distances, sinusoids.At<float>(d, begin), 1,
+                   sinusoids.stride(0), block, kColumns, product, row, /*accumulate=*/d > 0);
+    }
   });
+  for (int64_t c = 0; c < channels_; ++c) visit(c, product_ + c * row);
 }
 
 void DevicePositionGradients::LayOut(const Problem& problem, const DistanceRange& range,

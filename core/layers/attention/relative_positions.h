@@ -103,7 +103,7 @@ class RelativePositionGradients {
 
  private:
   // Sums the gradients of the keys of each distance: T. It is called once.
-  void SumByDistance(const RelativeKeys& keys, int64_t here) const;
+  void SumByDistance(const RelativeKeys& keys, int64_t here, ThreadPool* pool) const;
   // Computes dW_r and calls visit(c, row) for each of its rows.
   void Multiply(const ConstTensorView& sinusoids, ThreadPool* pool,
                 absl::FunctionRef<void(int64_t c, const float* row)> visit) const;
