@@ -34,6 +34,24 @@ __device__ inline void LoadVectors(const Real* from, Real (&to)[kCount]) {
   }
 }
 
+// Writes numbers side by side in the same way.
+template <int kCount, class Real>
+__device__ inline void StoreVectors(const Real (&from)[kCount], Real* to) {
+  constexpr int kBytes = kCount * sizeof(Real) < 16 ? kCount * sizeof(Real) : 16;
+  constexpr int kEach = kBytes / sizeof(Real);
+  static_assert(kCount % kEach == 0, "whole vectors");
+  struct alignas(kBytes) Vector {
+    Real numbers[kEach];
+  };
+#pragma unroll
+  for (int n = 0; n < kCount / kEach; ++n) {
+    Vector vector;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) vector.numbers[i] = from[n * kEach + i];
+    reinterpret_cast<Vector*>(to)[n] = vector;
+  }
+}
+
 __device__ inline float MultiplyAdd(float a, float b, float sum) { return fmaf(a, b, sum); }
 __device__ inline double MultiplyAdd(double a, double b, double sum) { return fma(a, b, sum); }
 

@@ -67,23 +67,29 @@ __device__ inline T RunningSum(T x) {
   return x;
 }
 
-// Sums each of the values over the warp, with 31 shuffles for all of them. Lane n receives the sum
-// of values[n].
-__device__ inline float SumsOfWarp(float values[kWarp]) {
+// Sums each of the values over the kLanes lanes that have the same Lane() / kLanes, with kCount - 1
+// shuffles that halve the number of values and log2(kLanes / kCount) more. A lane receives the sum of
+// values[Lane() % kLanes / (kLanes / kCount)]; what the array has then is unspecified.
+template <int kLanes, int kCount>
+__device__ inline float SumsOfLanes(float (&values)[kCount]) {
+  static_assert(kLanes >= kCount, "every sum has a lane");
 #pragma unroll
-  for (int step = 1; step <= 5; ++step) {
-    const int half = kWarp >> step;
-    const bool upper = (Lane() & half) != 0;
+  for (int step = 1; step < kCount; step *= 2) {
+    const int count = kCount / 2 / step, distance = kLanes / 2 / step;
+    const bool upper = (Lane() & distance) != 0;
 #pragma unroll
-    for (int n = 0; n < kWarp / 2; ++n) {
-      if (n >= half) break;
-      const float kept = upper ? values[n + half] : values[n];
-      const float given = upper ? values[n] : values[n + half];
-      values[n] = kept + __shfl_xor_sync(kAllLanes, given, half);
+    for (int n = 0; n < kCount / 2; ++n) {
+      if (n >= count) break;
+      const float kept = upper ? values[n + count] : values[n];
+      const float given = upper ? values[n] : values[n + count];
+      values[n] = kept + __shfl_xor_sync(kAllLanes, given, distance);
     }
   }
-  return values[0];
+  return SumOfLanes<kLanes / kCount>(values[0]);
 }
+// Sums each of the values over the warp, with 31 shuffles for all of them. Lane n receives the sum
+// of values[n].
+__device__ inline float SumsOfWarp(float (&values)[kWarp]) { return SumsOfLanes<kWarp>(values); }
 
 constexpr int kRowThreads = 256;
 

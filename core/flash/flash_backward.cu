@@ -1,7 +1,9 @@
-// Engine flash's backward pass on the GPU's FMA units: sums in fp32, whatever the dtypes of tensors.
+// Engine flash's backward pass on the GPU's FMA units: sums in fp32, whatever the dtypes of
+// tensors.
 //
-// Every sum has one owner, a block that adds in the order of the schedule, so that the bits are the same in every run.
-// Three kernels own different things, and each forms the scores S and the weights' gradients G V^T of its tiles again:
+// Every sum has one owner, a block that adds in the order of the schedule, so that the bits are the
+// same in every run. Three kernels own different things, and each forms the scores S and the
+// weights' gradients G V^T of its tiles again:
 //
 //   queries   a tile of 64 queries of a head: dq, soft spans, sums of the labels       3 products of 64 x 64 x D
 //   keys      a tile of 64 keys of a key-value head, over the heads of its group: dk,
@@ -9,8 +11,9 @@
 //   offsets   the pairs of tiles with one difference of places: tables by offset and
 //             relative keys, over the batch; only where the rule has such terms        2 products, 4 with relative keys
 //
-// So plain attention takes seven products where the least is five; the two more buy that no block waits for another and no
-// sum is kept for each pair of tiles. Of the FMA units' peak no more than 5/7 can be seen in the FLOPs of a backward pass.
+// So plain attention takes seven products where the least is five; the two more buy that no block
+// waits for another and no sum is kept for each pair of tiles. Of the FMA units' peak no more than
+// 5/7 can be seen in the FLOPs of a backward pass.
 //
 //   shared memory, D = 64:   4 x 64 x 68 x 4 B = 68 KiB: queries, gradients of the output, keys or values, pairs
 //                  D = 128:  (2 x 128 + 64) x 68 x 4 B = 85 KiB: queries and gradients of the output take turns
@@ -136,8 +139,8 @@ class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
   // Tells whether a row of the tile has gradients.
   __device__ bool IsActive(int row) const { return numbers_.shift[row] != INFINITY; }
 
-  // Loads the numbers of the tile's rows. Returns whether any has gradients, with the same answer for all threads. Begins
-  // and ends with a barrier.
+  // Loads the numbers of the tile's rows. Returns whether any has gradients, with the same answer
+  // for all threads. Begins and ends with a barrier.
   __device__ bool LoadNumbers() {
     __syncthreads();
     const int t = static_cast<int>(threadIdx.x);
@@ -297,8 +300,8 @@ class QueryOwner : public GradientTile<kDim, kRule, QueryThreads(kDim, kRule)> {
     const bool finite =
         this->LoadRows(whole, Base::kFirstRows, [&](int c) { return this->KeyRow(tile.index, c); });
     if (this->has_rows()) {
-      this->AddRows(shared_.p, shared_.kv, finite, sums_,
-                    [&](int r, int c) { return this->SeesKey(r, c); });
+      this->template AddRows</*kByKey=*/true>(shared_.p, shared_.kv, finite, sums_,
+                                              [&](int r, int c) { return this->SeesKey(r, c); });
     }
     if (kRule && a_.rule.relative_key_rows.rows != nullptr) AddRelativeKeys(tile.index);
     __syncthreads();
@@ -320,7 +323,7 @@ class QueryOwner : public GradientTile<kDim, kRule, QueryThreads(kDim, kRule)> {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const int row = ty_ * kRows + r, c = n + begin - (last_row - shared_.rows[row]);
-          weights[r] = c < 0 || c >= kKeys ? 0 : shared_.p[c * kStride + row];
+          weights[r] = c < 0 || c >= kKeys ? 0 : shared_.p[Base::KeyRowOf(c) * kStride + row];
         }
         this->AddRow(weights, shared_.kv + n * kValueStride, sums_, [](int) { return true; });
       }
@@ -454,12 +457,12 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
     __syncthreads();  // values have been read
     bool finite =
         this->LoadRows(whole, Base::kFirstRows, [&](int row) { return this->GradientRow(row); });
-    this->AddRows(shared_.p, shared_.kv, finite, v_sums_, takes);
+    this->template AddRows</*kByKey=*/false>(shared_.p, shared_.kv, finite, v_sums_, takes);
     __syncthreads();
     this->StoreByQuery(gradients, shared_.p);
     finite = this->LoadRows(whole, Base::kSecondRows,
                             [&](int row) { return this->QueryRowReader(row); });
-    this->AddRows(shared_.p, shared_.kv, finite, k_sums_, takes);
+    this->template AddRows</*kByKey=*/false>(shared_.p, shared_.kv, finite, k_sums_, takes);
     if (a_.rule.content_bias == nullptr || threadIdx.x >= kKeys) return;
     float sum = 0;
     for (int i = 0; i < kQueries; ++i) sum += shared_.p[i * kStride + threadIdx.x];

@@ -149,7 +149,8 @@ struct AddPositionBiasSums {
   }
 };
 
-// Adds rows of places to the tokens that an order names, in the order of places: element n = (b heads + h) channels + c.
+// Adds rows of places to the tokens that an order names, in the order of places: element
+// n = (b heads + h) channels + c.
 struct AddByToken {
   const float* rows;  // [batch][heads][places][channels]
   int64_t heads;

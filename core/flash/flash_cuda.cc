@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "core/flash/decode_splits.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -16,6 +17,12 @@ constexpr int64_t kTilesPerPart = 2;
 bool IsFew(const Problem& problem) {
   const int64_t rows = problem.query_tokens * problem.group();
   return rows >= 1 && rows <= kFlashDecodeRows;
+}
+
+// Returns the work of a problem that IsFew.
+DecodeWork DecodeWorkOf(const CudaRuntime& runtime, const Problem& problem) {
+  return {problem.batch * problem.kv_heads, (problem.kv_tokens + kFlashTile - 1) / kFlashTile,
+          int64_t{kFlashDecodeBlocks} * runtime.properties().multiprocessors};
 }
 
 int64_t PartialFloats(const Problem& problem, int64_t splits) {
@@ -79,21 +86,21 @@ absl::StatusOr<FlashCuda> FlashCuda::CreateForBackward(CudaRuntime* runtime, con
   return flash;
 }
 
-// This is enough for two blocks on every multiprocessor, or four where the queries are so few that
-// each block waits for memory.
+// Tiles of queries are cut where there are so few that two blocks on every multiprocessor leave room
+// for each twice.
 int64_t FlashCuda::Splits(const CudaRuntime& runtime, const Problem& problem) {
+  if (IsFew(problem)) return DecodeSplits(DecodeWorkOf(runtime, problem));
   const int64_t queries = FlashCudaQueries(problem.dtype);
-  const int64_t tasks = problem.batch * (IsFew(problem) ? problem.kv_heads : problem.query_heads) *
-                        ((problem.query_tokens + queries - 1) / queries);
-  const int64_t wanted = (IsFew(problem) ? 4 : 2) * runtime.properties().multiprocessors;
+  const int64_t tasks =
+      problem.batch * problem.query_heads * ((problem.query_tokens + queries - 1) / queries);
+  const int64_t wanted = 2 * runtime.properties().multiprocessors;
   if (tasks == 0 || tasks * 2 > wanted) return 1;
   const int64_t tiles = (problem.kv_tokens + kFlashTile - 1) / kFlashTile;
   return std::clamp<int64_t>(wanted / tasks, 1, std::max<int64_t>(tiles / kTilesPerPart, 1));
 }
 
 size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem) {
-  // Calls with fewer queries may be cut into more parts: as many as fill the device. Their rows,
-  // and so their memory, are at most those of the largest call that is cut.
+  // Calls with fewer queries may be cut into more parts: as many as fill the device.
   const int64_t queries = FlashCudaQueries(problem.dtype);
   Problem call = problem;
   int64_t floats = PartialFloats(call, Splits(runtime, call));
@@ -103,6 +110,13 @@ size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& prob
     const int64_t splits = Splits(runtime, call);
     floats = std::max(floats, PartialFloats(call, splits));
     if (splits == 1) break;
+  }
+  // The parts of few queries depend on the number of keys alone, of which fewer may have more.
+  call.query_tokens =
+      std::min(problem.query_tokens, kFlashDecodeRows / std::max<int64_t>(problem.group(), 1));
+  if (IsFew(call)) {
+    const int64_t splits = MostDecodeSplits(DecodeWorkOf(runtime, call));
+    floats = std::max(floats, PartialFloats(call, splits));
   }
   return Workspace::Measure([&](Workspace& workspace) { workspace.Take<float>(floats); });
 }

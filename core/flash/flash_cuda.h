@@ -34,8 +34,9 @@ class FlashCuda {
   static absl::StatusOr<FlashCuda> Create(CudaRuntime* runtime, const Problem& problem,
                                           const BlockSchedule* schedule, const ScoreRule& rule);
 
-  // Creates what a backward pass reads of the device: a schedule of tiles of 64 queries and tables of f32 for problems of
-  // every dtype, in which the forward pass's tables of relative keys have been rounded.
+  // Creates what a backward pass reads of the device: a schedule of tiles of 64 queries and tables
+  // of f32 for problems of every dtype, in which the forward pass's tables of relative keys have
+  // been rounded.
   static absl::StatusOr<FlashCuda> CreateForBackward(CudaRuntime* runtime, const Problem& problem,
                                                      const BlockSchedule& schedule,
                                                      const ScoreRule& rule);

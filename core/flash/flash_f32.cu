@@ -49,8 +49,8 @@ class FlashF32Block : public ScoreTile<kDim, kRule> {
       __syncthreads();
       const bool finite = LoadValues(walk.tile(), whole);
       if (this->has_rows()) {
-        this->AddRows(shared_.p, shared_.kv, finite, output_,
-                      [&](int r, int c) { return this->SeesKey(r, c); });
+        this->template AddRows</*kByKey=*/true>(shared_.p, shared_.kv, finite, output_,
+                                                [&](int r, int c) { return this->SeesKey(r, c); });
       }
       __syncthreads();
     }

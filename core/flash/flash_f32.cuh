@@ -1,8 +1,9 @@
-// The scores of a tile of 64 queries and 64 keys in fp32, which the forward and the backward kernels of engine flash
-// share: loads, products, all terms of the rule, and which pairs count.
+// The scores of a tile of 64 queries and 64 keys in fp32, which the forward and the backward
+// kernels of engine flash share: loads, products, all terms of the rule, and which pairs count.
 //
-// (ty, tx) of a block's 8 x 16 threads, or of more rows of threads, holds the scores of some consecutive queries against keys
-// 4 tx .. 4 tx + 3. Queries and keys lie in shared memory by channel (core/cuda/register_tile.cuh).
+// (ty, tx) of a block's 8 x 16 threads, or of more rows of threads, holds the scores of some
+// consecutive queries against keys 4 tx .. 4 tx + 3. Queries and keys lie in shared memory by
+// channel (core/cuda/register_tile.cuh).
 #ifndef TFB_CORE_FLASH_FLASH_F32_CUH_
 #define TFB_CORE_FLASH_FLASH_F32_CUH_
 
@@ -27,7 +28,7 @@ struct Shared {
 
   float* q;           // [kDim][kStride], by channel
   float* kv;          // keys [kDim][kStride], by channel; or values [64][kValueStride]
-  float* p;           // [64 keys][kStride], by key
+  float* p;           // [64][kStride], by key (ScoreTile::StoreByKey) or by query
   float* key_bias;    // [64] u . k
   float* limit;       // [64] limits of the soft span
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
@@ -301,8 +302,9 @@ class ScoreTile {
     __syncthreads();
   }
 
-  // Applies everything of the rule that acts on scores; the soft span acts on weights. Where there is a ReLU, the scores
-  // before it are stored to `products`, if that is not null, where this thread finds them again (ProductsOf).
+  // Applies everything of the rule that acts on scores; the soft span acts on weights. Where there
+  // is a ReLU, the scores before it are stored to `products`, if that is not null, where this
+  // thread finds them again (ProductsOf).
   __device__ void ApplyRule(int64_t tile, float (&scores)[kRows][4], float* products) {
     const ScoreRule& rule = a_.rule;
     // The offset of row 0, column 0.
@@ -433,20 +435,24 @@ class ScoreTile {
           make_float4(pairs[r][0], pairs[r][1], pairs[r][2], pairs[r][3]);
     }
   }
+  // Returns which row of [64 keys][kStride] a key's numbers are in: keys that threads side by side store at the same
+  // time have rows side by side, which begin in other banks.
+  static constexpr int KeyRowOf(int key) { return key % 4 * kThreadsX + key / 4; }
   // Stores them to [64 keys][kStride].
   __device__ void StoreByKey(const float (&pairs)[kRows][4], float* to) const {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float4* column = reinterpret_cast<float4*>(to + (tx_ * 4 + c) * kStride + ty_ * kRows);
+      float4* row = reinterpret_cast<float4*>(to + KeyRowOf(tx_ * 4 + c) * kStride + ty_ * kRows);
 #pragma unroll
       for (int r = 0; r < kRows; r += 4) {
-        column[r / 4] = make_float4(pairs[r][c], pairs[r + 1][c], pairs[r + 2][c], pairs[r + 3][c]);
+        row[r / 4] = make_float4(pairs[r][c], pairs[r + 1][c], pairs[r + 2][c], pairs[r + 3][c]);
       }
     }
   }
 
-  // Loads 64 rows to kv [64][kValueStride]. Returns whether all are finite, or need not be, since every query sees every
-  // key. Ends with a barrier. Of a tile that FindVisible has seen, there may be two such loads.
+  // Loads 64 rows to kv [64][kValueStride]. Returns whether all are finite, or need not be, since
+  // every query sees every key. Ends with a barrier. Of a tile that FindVisible has seen, there may
+  // be two such loads.
   static constexpr int kFirstRows = 2, kSecondRows = 3;  // flags
   template <class ReaderOf>
   __device__ bool LoadRows(bool whole, int flag, const ReaderOf& reader_of) {
@@ -474,19 +480,22 @@ class ScoreTile {
       AddOuterProduct(weights, values, sums, g * kVector, takes);
     }
   }
-  // Adds the products of 64 rows [64][kValueStride] with weights [64][kStride], of which a thread has kRows side by side.
-  // A weight of 0 must not meet a row that is not finite: where some are, takes(r, n) tells which weights count.
-  template <class Takes>
+  // Adds the products of 64 rows [64][kValueStride] with weights [64][kStride], of which a thread
+  // has kRows side by side; those of row n are in row n, or in KeyRowOf(n). A weight of 0 must not
+  // meet a row that is not finite: where some are, takes(r, n) tells which weights count.
+  template <bool kByKey, class Takes>
   __device__ void AddRows(const float* weights, const float* rows, bool finite,
                           float (&sums)[kRows][kColumns], const Takes& takes) const {
     const auto add = [&](int n, const auto& takes_row) {
       float own[kRows];
-      LoadVectors(weights + n * kStride + ty_ * kRows, own);
+      LoadVectors(weights + (kByKey ? KeyRowOf(n) : n) * kStride + ty_ * kRows, own);
       AddRow(own, rows + n * kValueStride, sums, takes_row);
     };
     if (finite) {
-#pragma unroll 2
-      for (int n = 0; n < 64; ++n) add(n, [](int) { return true; });
+      for (int four = 0; four < 16; ++four) {  // so that KeyRowOf is four + a constant
+#pragma unroll
+        for (int n = 0; n < 4; ++n) add(four * 4 + n, [](int) { return true; });
+      }
     } else {
       for (int n = 0; n < 64; ++n) add(n, [&](int r) { return takes(r, n); });
     }

@@ -21,6 +21,8 @@ constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
 // The most rows (query heads of a key-value head times queries) that the decoding kernel takes.
 constexpr int kFlashDecodeRows = 8;
+// Blocks of the decoding kernel that a multiprocessor runs at a time.
+constexpr int kFlashDecodeBlocks = 3;
 
 // Ids of tokens, for label keys.
 struct DeviceIds {
@@ -47,7 +49,7 @@ struct FlashArguments {
   RowList asked;            // rows of the call that are computed
   bool packs_asked;         // tiles are filled from the list
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
-  // (t + first_tile) % ring_tiles.
+  // (t + first_tile) % ring_tiles. Both t and first_tile are below ring_tiles.
   int64_t ring_tiles;
   int64_t first_tile;
 

@@ -162,7 +162,6 @@ struct MmaShared {
     const int32_t* query_order;  // null: query n is token n
     const int32_t* key_order;
     const uint8_t* key_mask;
-    int64_t ring_begin;  // the ring's tile in the first place
     int first_query;
     int queries;               // the number of queries that the batch row's tiles are made of
     bool has_queries;          // in this tile
@@ -379,7 +378,6 @@ class FlashMmaBlock {
     common_.key_order = OrderOf(a_.key_order, task.batch, task.kv_head);
     common_.key_mask =
         a_.key_mask == nullptr ? nullptr : a_.key_mask + task.batch * a_.key_mask_strides[0];
-    common_.ring_begin = a_.ring_tiles > 0 ? a_.first_tile % a_.ring_tiles : 0;
     common_.first_query = static_cast<int>(task.query_tile) * kQueries;
     common_.queries = static_cast<int>(QueriesOf(a_, task.batch));
     common_.has_queries = HasQueries();
@@ -417,18 +415,9 @@ class FlashMmaBlock {
     while (walk.Next(a_.schedule)) {
       const KeyTile tile = walk.key_tile(a_.schedule);
       if (has_span() && WithinSpan(common_.widest, tile.index) == 0) continue;
-      return {tile.index, tile.mask, FirstRow(tile.index), 0};
+      return {tile.index, tile.mask, static_cast<unsigned>(FirstKeyRow(a_, tile.index)), 0};
     }
     return {-1, TileRun::kFull, 0, 0};
-  }
-
-  // FirstKeyRow without a division.
-  __device__ unsigned FirstRow(int64_t tile) const {
-    if (a_.ring_tiles > 0) {
-      tile += common_.ring_begin;
-      if (tile >= a_.ring_tiles) tile -= a_.ring_tiles;
-    }
-    return static_cast<unsigned>(tile * kKeys);
   }
 
   // ---- Copies ----

@@ -86,25 +86,26 @@ __device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& t
 }
 
 // The state of a walk over the key tiles of a task. It is plain data, so that it can lie in shared
-// memory.
+// memory, and of 32 bits where numbers of tiles and of rows are, so that it takes few registers.
 struct WalkState {
-  int64_t first_row;  // row of the first of the task's queries
-  int64_t last_row;
-  int64_t left;  // tiles
-  int64_t run;
-  int64_t in_run;  // tiles of the run that are done
-  int64_t tile;
+  int first_row;  // row of the first of the task's queries
+  int last_row;
+  int left;    // tiles
+  int in_run;  // tiles of the run that are done
+  int tile;
   bool full;
+  int64_t run;
 
   // Places the walk before the first tile.
   __device__ void Begin(const FlashArguments& a, const FlashTask& task, int queries) {
     const ScheduleView& schedule = a.schedule;
     const int64_t first_query = task.query_tile * queries, count = QueriesOf(a, task.batch);
-    run = in_run = tile = left = 0;
+    in_run = tile = left = 0;
+    run = 0;
     full = false;
     if (first_query >= count) return;
-    first_row = QueryRow(a, task.batch, first_query);
-    last_row = QueryRow(a, task.batch, min(first_query + queries, count) - 1);
+    first_row = static_cast<int>(QueryRow(a, task.batch, first_query));
+    last_row = static_cast<int>(QueryRow(a, task.batch, min(first_query + queries, count) - 1));
     int64_t tiles = 0;
     if (schedule.row_begin != nullptr) {
       const int64_t row = task.head % schedule.heads * schedule.query_tiles + task.query_tile;
@@ -115,19 +116,19 @@ struct WalkState {
       const Band& band = schedule.band;
       const int64_t first = max(band.first_key, max(first_row + band.low, int64_t{0}));
       const int64_t end = min(a.kv_tokens, last_row + band.high + 1);
-      tile = first / kKeys;
+      tile = static_cast<int>(first / kKeys);
       tiles = end > first ? (end - 1) / kKeys + 1 - tile : 0;
     }
     // Skips the tiles before this part's.
     int64_t skip = tiles * task.split / a.splits;
-    left = tiles * (task.split + 1) / a.splits - skip;
+    left = static_cast<int>(tiles * (task.split + 1) / a.splits - skip);
     if (schedule.row_begin == nullptr) {
-      tile += skip - 1;
+      tile += static_cast<int>(skip) - 1;
       return;
     }
     if (left == 0) return;
     while (skip >= schedule.runs[run].tiles) skip -= schedule.runs[run++].tiles;
-    in_run = skip - 1;
+    in_run = static_cast<int>(skip) - 1;
   }
 
   // Goes to the next tile. Returns false after the last.
@@ -136,7 +137,7 @@ struct WalkState {
     if (schedule.row_begin == nullptr) {
       ++tile;
       const Band& band = schedule.band;
-      const int64_t first = tile * kKeys, last = first + kKeys - 1;
+      const int64_t first = static_cast<int64_t>(tile) * kKeys, last = first + kKeys - 1;
       full =
           first >= band.first_key && first - last_row >= band.low && last - first_row <= band.high;
       return true;
@@ -154,7 +155,7 @@ struct WalkState {
     const int32_t mask = full                            ? TileRun::kFull
                          : schedule.row_begin != nullptr ? schedule.runs[run].mask
                                                          : KeyTile::kBand;
-    return {static_cast<int32_t>(tile), mask};
+    return {tile, mask};
   }
 };
 
@@ -185,7 +186,9 @@ class TileWalk {
 
 // Returns the row of k and v that is key 0 of the tile, where there is no order of keys.
 __device__ inline int64_t FirstKeyRow(const FlashArguments& a, int64_t tile) {
-  return (a.ring_tiles > 0 ? (tile + a.first_tile) % a.ring_tiles : tile) * kKeys;
+  if (a.ring_tiles == 0) return tile * kKeys;
+  const int64_t of_ring = tile + a.first_tile;
+  return (of_ring < a.ring_tiles ? of_ring : of_ring - a.ring_tiles) * kKeys;
 }
 // Returns the token of k and v that is key `c` of the tile; the caller knows that c is within the
 // keys.

@@ -1,4 +1,5 @@
-// The steps of a backward pass over rows and elements of gradients, on every device. Pointers are to the device's memory.
+// The steps of a backward pass over rows and elements of gradients, on every device. Pointers are
+// to the device's memory.
 #ifndef TFB_CORE_FLASH_GRADIENT_FUNCTORS_H_
 #define TFB_CORE_FLASH_GRADIENT_FUNCTORS_H_
 
@@ -24,8 +25,8 @@ struct WriteSums {
   }
 };
 
-// Adds to channel c of element elements[n] the sum of slopes[e] times channel c of sums[places[e]] over begins[n] <= e <
-// begins[n + 1].
+// Adds to channel c of element elements[n] the sum of slopes[e] times channel c of sums[places[e]]
+// over begins[n] <= e < begins[n + 1].
 struct AddMappedSums {
   const int64_t* elements;
   const int64_t* begins;

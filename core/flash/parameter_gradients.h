@@ -69,12 +69,14 @@ class GradientMap {
     double value;
   };
   GradientMap() = default;
-  // The numbers are vectors of `channels`, side by side from `number` on; those of elements are `stride` apart. Slopes by
-  // one element may be several. Returns the errors of DeviceArray::Create.
+  // The numbers are vectors of `channels`, side by side from `number` on; those of elements are
+  // `stride` apart. Slopes by one element may be several. Returns the errors of
+  // DeviceArray::Create.
   static absl::StatusOr<GradientMap> Create(Device device, std::vector<Slope> slopes,
                                             int64_t channels = 1, int64_t stride = 1);
 
-  // Adds to the elements' sums what the sums of the numbers' gradients give, in the order of the numbers. It allocates nothing.
+  // Adds to the elements' sums what the sums of the numbers' gradients give, in the order of the
+  // numbers. It allocates nothing.
   absl::Status Add(const float* numbers, double* elements, const Execution& execution) const;
 
  private:

@@ -82,9 +82,14 @@ struct Fp32 {
   __device__ static int FirstColumn() { return OpaqueLane() % 4 * 4; }
   static constexpr int Row(int i) { return i; }
   static constexpr int Column(int j) { return j / 4 * 16 + j % 4; }
+  static constexpr int kNeighbours = 4;  // columns of a lane that are side by side
+  // Rows of floats that are so much longer than a multiple of 32 take the neighbours of 8 lanes, 2
+  // rows of 4, in all banks.
+  static constexpr int kPad = 4;
 
   // Rows are stored by depth. Groups of four rows are exchanged from one group of four of depth to
-  // the next, so that stores of rows use all banks.
+  // the next, so that stores of rows, and of fragments' groups of two rows by four of depth, use all
+  // banks.
   template <int kRows>
   class Across {
    public:
@@ -94,7 +99,8 @@ struct Fp32 {
 
     // Returns the first of four of depth and four rows; both numbers are multiples of 4.
     __device__ float* At(int depth, int row) const {
-      return data_ + depth * kRows + (row / 4 ^ depth / 4 % 8) * 4;
+      const int four = depth / 4;
+      return data_ + depth * kRows + (row / 4 ^ (four * 2 % 8 + four / 4 % 2)) * 4;
     }
     __device__ float Get(int row, int depth) const {
       return At(depth / 4 * 4, row / 4 * 4)[depth % 4 * kStep + row % 4];
@@ -240,6 +246,8 @@ struct SplitBf16 {
   __device__ static int FirstColumn() { return OpaqueLane() % 4 * 2; }
   static constexpr int Row(int i) { return 8 * i; }
   static constexpr int Column(int j) { return j / 2 * 8 + j % 2; }
+  static constexpr int kNeighbours = 2;  // as in Fp32: here 16 lanes, 4 rows of 4
+  static constexpr int kPad = 8;
 
   // Planes of [kRows][kColumns], whose sum the elements are; rows are 16 bytes longer, so that 8
   // consecutive ones begin in different banks.

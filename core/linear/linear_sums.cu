@@ -47,7 +47,8 @@ class SumBlock {
   static constexpr int kFloats = 3 * kKeys + 2 * kWarps;
   static constexpr int kBytes =
       kInputBytes + Values::kBytes + Matrix::kBytes + kFloats * static_cast<int>(sizeof(float));
-  static_assert((kTile + 1) * kColumns * 4 <= Values::kBytes, "the sums take the values' place");
+  static constexpr int kResultRow = kColumns + Math::kPad;
+  static_assert((kTile + 1) * kResultRow * 4 <= Values::kBytes, "the sums take the values' place");
 
   __device__ SumBlock(const LinearArguments& a, int64_t task, unsigned char* memory)
       : a_(a),
@@ -258,8 +259,8 @@ class SumBlock {
     const int t = Thread();
     if (t < kColumns) {
       float sum = 0;
-      for (int r = 0; r < kTile; ++r) sum += result_[r * kColumns + t];
-      result_[kTile * kColumns + t] = sum;
+      for (int r = 0; r < kTile; ++r) sum += result_[r * kResultRow + t];
+      result_[kTile * kResultRow + t] = sum;
     } else if (t / kWarp == kWarps - 1) {
       const float sum = SumOfWarp(normaliser_[OpaqueLane()] + normaliser_[OpaqueLane() + 32]);
       if (OpaqueLane() == 0) normaliser_[kTile] = sum;
@@ -269,7 +270,7 @@ class SumBlock {
     float* tile = head + tile_ * a_.sums.tile;
     for (int r = OpaqueWarp(); r <= kTile; r += kWarps) {
       float* row = tile + r * a_.sums.row;
-      StoreRow(row, result_ + r * kColumns, normaliser_[r]);
+      StoreRow(row, result_ + r * kResultRow, normaliser_[r]);
     }
     if (t < 4 && part_ == 0) {
       const float header[4] = {reference_, maximum_, decay_, 0};
@@ -286,15 +287,21 @@ class SumBlock {
 
   __device__ void PutResult(bool adds) {
     const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
-    float* first = result_ + row * kColumns + column;
+    float* first = result_ + row * kResultRow + column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          float* to = first + Math::Row(i) * kColumns + p * kTile + Math::Column(j);
-          *to = adds ? *to + sums_[p].at[i][j] : sums_[p].at[i][j];
+        for (int j = 0; j < 8; j += Math::kNeighbours) {
+          float* to = first + Math::Row(i) * kResultRow + p * kTile + Math::Column(j);
+          float sums[Math::kNeighbours] = {};
+          if (adds) LoadVectors(to, sums);
+#pragma unroll
+          for (int n = 0; n < Math::kNeighbours; ++n) {
+            sums[n] = adds ? sums[n] + sums_[p].at[i][j + n] : sums_[p].at[i][j + n];
+          }
+          StoreVectors(sums, to);
         }
       }
       if (column > 0) continue;
@@ -307,7 +314,7 @@ class SumBlock {
     __syncthreads();  // the result has been read
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
-      *reinterpret_cast<float4*>(result_ + Row() * kColumns + p * kTile + Channel()) =
+      *reinterpret_cast<float4*>(result_ + Row() * kResultRow + p * kTile + Channel()) =
           value_sums_[p];
     }
     if (Channel() == 0) normaliser_[Row()] = static_cast<float>(tokens_);
@@ -315,13 +322,13 @@ class SumBlock {
     const int t = Thread();
     if (t < kColumns) {
       float sum = 0;
-      for (int r = 0; r < kRowStep; ++r) sum += result_[r * kColumns + t];
-      result_[kRowStep * kColumns + t] = sum;
+      for (int r = 0; r < kRowStep; ++r) sum += result_[r * kResultRow + t];
+      result_[kRowStep * kResultRow + t] = sum;
     }
     __syncthreads();
     if (OpaqueWarp() > 0) return;
     const float tokens = SumOfWarp(OpaqueLane() < kRowStep ? normaliser_[OpaqueLane()] : 0);
-    StoreRow(to, result_ + kRowStep * kColumns, tokens);
+    StoreRow(to, result_ + kRowStep * kResultRow, tokens);
   }
 
   const LinearArguments& a_;
@@ -329,7 +336,7 @@ class SumBlock {
   const Features features_;
   const Values values_;
   const Matrix matrix_;
-  float* const result_;       // [65][kColumns]
+  float* const result_;       // [65][kResultRow]
   float* const half_square_;  // [kKeys]
   float* const seen_;         // [kKeys]: 1 for a token
   float* const normaliser_;   // [65]

@@ -9,8 +9,8 @@
 
 namespace tfb {
 
-// Kernels each of which measures one peak rate of the device, and one that empties its caches. Each launcher enqueues on the default
-// stream, and returns null, or a text that says why it failed.
+// Kernels each of which measures one peak rate of the device, and one that empties its caches. Each
+// launcher enqueues on the default stream, and returns null, or a text that says why it failed.
 struct PeakKernels {
   static constexpr int kThreads = 256;  // of a block
   static constexpr int kChains = 8;     // independent chains of multiply-adds

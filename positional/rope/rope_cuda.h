@@ -38,8 +38,8 @@ struct RopeKernels {
   const char* (*turn)(const TurnArguments<Real>& arguments, void* stream);
 };
 
-// Adds the rows of gradients, turned back, to those of f32: element n is a pair of channels of a row, or a channel behind
-// the pairs, of `cells` in a row.
+// Adds the rows of gradients, turned back, to those of f32: element n is a pair of channels of a
+// row, or a channel behind the pairs, of `cells` in a row.
 template <class Real>
 struct TurnBack {
   TurnedRows rows;

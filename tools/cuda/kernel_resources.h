@@ -42,8 +42,8 @@ absl::StatusOr<std::vector<KernelResources>> ReadKernelResources(absl::string_vi
 // 256 from its partition.
 int64_t BlocksByRegisters(int64_t registers, int64_t block_threads);
 
-// Returns what is wrong with the kernel, one sentence each: more spills than are accepted, fewer blocks at a time than its
-// launch bounds ask for, more than 48 KiB of static shared memory.
+// Returns what is wrong with the kernel, one sentence each: more spills than are accepted, fewer
+// blocks at a time than its launch bounds ask for, more than 48 KiB of static shared memory.
 std::vector<std::string> Findings(const KernelResources& kernel);
 
 // Returns a table with one line a kernel and architecture.

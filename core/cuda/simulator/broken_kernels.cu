@@ -400,6 +400,7 @@ __global__ void ReadColumns(float* values, int first) {
 
 // Half a warp reads in each round, and the other half in the second alone, where it is in the banks
 // of the first half's first round.
+template <bool kSyncsWarps>
 __global__ void ReadInRounds(float* values, int rounds) {
   __shared__ float shared[64];
   const int t = static_cast<int>(threadIdx.x);
@@ -407,7 +408,11 @@ __global__ void ReadInRounds(float* values, int rounds) {
   shared[t + 32] = values[t + 32];
   float sum = 0;
   for (int round = 0; round < rounds; ++round) {
-    __syncthreads();
+    if (kSyncsWarps) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
     const int place = round == 0 ? t : 32 + (t + 16) % 32;
     if (t < 16 || round > 0) sum += shared[place];
   }
@@ -501,7 +506,8 @@ const struct {
     {"StaticAndDynamicShared", &LaunchWithShared<&StaticAndDynamicShared>},
     {"ReadColumns", &LaunchOf<&ReadColumns<32>, 1, 32>},
     {"ReadPaddedColumns", &LaunchOf<&ReadColumns<33>, 1, 32>},
-    {"ReadInRounds", &LaunchOf<&ReadInRounds, 1, 32>},
+    {"ReadInRounds", &LaunchOf<&ReadInRounds<false>, 1, 32>},
+    {"ReadInRoundsOfTheWarp", &LaunchOf<&ReadInRounds<true>, 1, 32>},
     {"ReadVectors", &LaunchOf<&ReadVectors<1>, 1, 32>},
     {"ReadEverySecondVector", &LaunchOf<&ReadVectors<2>, 1, 32>},
     {"ReadEveryEighthVector", &LaunchOf<&ReadVectors<8>, 1, 32>},

@@ -349,6 +349,7 @@ TEST(MmaSums, AStepCutsEachTermBelowTheLargestExponentAndTheSumToAFloat) {
   EXPECT_EQ(Truncated({-1, -unit, -unit * 1.99}, 24), -1 - 2 * unit);  // towards zero
   EXPECT_EQ(Truncated({1, -1, 0.75 * unit}, 24), 0);                   // lost beside what cancels
   EXPECT_EQ(Truncated({1, -1, 1.75 * unit}, 24), unit);
+  EXPECT_EQ(Truncated({1, -1, -1.75 * unit}, 24), -unit);
   EXPECT_EQ(Truncated({3, 3, unit}, 24), 6);
   EXPECT_EQ(Truncated({INFINITY, 1}, 24), INFINITY);
   EXPECT_TRUE(std::isnan(Truncated({INFINITY, -INFINITY}, 24)));
