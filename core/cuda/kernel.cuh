@@ -154,13 +154,17 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
   return cudaGetErrorString(error);
 }
 
-// Returns the block's dynamic shared memory, aligned to 128 bytes.
+// Returns the block's dynamic shared memory, aligned to 128 bytes. kMost are the bytes that a launch
+// of the kernel has at most, or 0 where the problem's sizes decide. They are in the kernel's PTX for
+// tools/cuda/kernel_resources.h; the simulator finds a launch that has more.
+template <size_t kMost = 0>
 __device__ inline unsigned char* DynamicShared() {
 #ifdef __CUDACC__
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  if (kMost > 0) asm volatile("// dynamic shared %0" : : "n"(static_cast<int>(kMost)));
   return dynamic_shared;
 #else
-  return static_cast<unsigned char*>(cuda_simulator::DynamicSharedBytes());
+  return static_cast<unsigned char*>(cuda_simulator::DynamicSharedBytes(kMost));
 #endif
 }
 

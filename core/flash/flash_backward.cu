@@ -96,10 +96,14 @@ struct TileNumbers {
 // Whether the gradients of the output have memory of their own, by channel, beside the queries.
 constexpr bool HoldsBoth(int dim) { return dim <= 64; }
 
+// The shared memory besides that of scores.
 template <int kDim>
-size_t SharedBytes(const ScoreRule& rule) {
-  const size_t gradients = HoldsBoth(kDim) ? kDim * kStride * sizeof(float) : 0;
-  return sizeof(TileNumbers) + gradients + Shared<kDim>::Bytes(rule);
+constexpr size_t kGradientBytes = sizeof(TileNumbers) +
+                                  (HoldsBoth(kDim) ? kDim * kStride * sizeof(float) : 0);
+// Returns the block's shared memory.
+template <int kDim, bool kRule>
+__device__ inline unsigned char* SharedMemory() {
+  return DynamicShared<kGradientBytes<kDim> + Shared<kDim>::MostBytes(kRule)>();
 }
 
 // Adds to a row of f32 of any stride.
@@ -677,7 +681,7 @@ __global__ void __launch_bounds__(QueryThreads(kDim, kRule), BlocksOf(QueryThrea
     FlashQueries(const FlashBackwardArguments b) {
   const int64_t tasks = FlashTasks(b.forward);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
-    QueryOwner<kDim, kRule>(b, TaskOf(b.forward, n), DynamicShared()).Run();
+    QueryOwner<kDim, kRule>(b, TaskOf(b.forward, n), SharedMemory<kDim, kRule>()).Run();
     __syncthreads();
   }
 }
@@ -693,7 +697,7 @@ __global__ void __launch_bounds__(KeyThreads(kDim, kRule), BlocksOf(KeyThreads(k
     FlashTask task = {};
     task.kv_head = n / b.key_tiles() % b.forward.kv_heads;
     task.batch = n / b.key_tiles() / b.forward.kv_heads;
-    KeyOwner<kDim, kRule>(b, task, n % b.key_tiles(), DynamicShared()).Run();
+    KeyOwner<kDim, kRule>(b, task, n % b.key_tiles(), SharedMemory<kDim, kRule>()).Run();
     __syncthreads();
   }
 }
@@ -704,7 +708,7 @@ __global__ void __launch_bounds__(kOffsetThreads, 1) FlashOffsets(const FlashBac
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
     FlashTask task = {};
     task.head = n / blocks;
-    OffsetOwner<kDim>(b, task, n % blocks, DynamicShared()).Run();
+    OffsetOwner<kDim>(b, task, n % blocks, SharedMemory<kDim, true>()).Run();
     __syncthreads();
   }
 }
@@ -725,7 +729,8 @@ const char* ForHeadSize(const FlashBackwardArguments& b, const LaunchFor& launch
 
 template <int kDim>
 KernelShape ShapeOf(const FlashBackwardArguments& b, int64_t tasks, int threads) {
-  return {BlocksInTurns(tasks, b.forward.max_blocks), threads, SharedBytes<kDim>(b.forward.rule)};
+  return {BlocksInTurns(tasks, b.forward.max_blocks), threads,
+          kGradientBytes<kDim> + Shared<kDim>::Bytes(b.forward.rule)};
 }
 
 const char* Queries(const FlashBackwardArguments& b, void* stream) {

@@ -451,7 +451,8 @@ template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, kFlashDecodeBlocks)
     FlashDecode(const FlashArguments a) {
   using Block = FlashDecodeBlock<T, kDim>;
-  auto& shared = *reinterpret_cast<typename Block::Shared*>(DynamicShared());
+  auto& shared =
+      *reinterpret_cast<typename Block::Shared*>(DynamicShared<sizeof(typename Block::Shared)>());
   const int64_t tasks = a.batch * a.kv_heads * a.splits;
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
     Block(a, n, shared).Run();

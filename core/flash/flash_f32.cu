@@ -153,7 +153,7 @@ constexpr int BlocksFor(int dim, bool rule) { return dim <= 64 && !rule ? 3 : di
 template <int kDim, bool kRule>
 __global__ void __launch_bounds__(ThreadsFor(kDim), BlocksFor(kDim, kRule))
     FlashF32(const FlashArguments a) {
-  float* memory = reinterpret_cast<float*>(DynamicShared());
+  float* memory = reinterpret_cast<float*>(DynamicShared<Shared<kDim>::MostBytes(kRule)>());
   const int64_t tasks = FlashTasks(a);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
     FlashF32Block<kDim, kRule>(a, TaskOf(a, n), memory).Run();

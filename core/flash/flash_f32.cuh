@@ -66,6 +66,15 @@ struct Shared {
   static size_t Bytes(const ScoreRule& rule) {
     return Floats(rule) * sizeof(float) + (rule.tokens.acts() ? sizeof(TokenPairs<kQueries>) : 0);
   }
+  // Returns the bytes of the largest rule, or those without one.
+  static constexpr size_t MostBytes(bool has_rule) {
+    ScoreRule rule;
+    if (!has_rule) return Floats(rule) * sizeof(float);
+    constexpr float kAny = 0;
+    rule.relative_key_rows.rows = &kAny;
+    rule.label_keys.keys = &kAny;
+    return Floats(rule) * sizeof(float) + sizeof(TokenPairs<kQueries>);
+  }
 };
 
 // Reads four channels of a row of any dtype and stride, with zeros beyond the last channel.

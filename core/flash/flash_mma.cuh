@@ -214,6 +214,11 @@ struct MmaShared {
     return BytesOfAll() + BytesOfLabels(rule) +
            (rule.tokens.acts() ? sizeof(TokenPairs<kQueries>) : 0);
   }
+  // Those of the largest rule.
+  static constexpr size_t MostBytes() {
+    return BytesOfAll() +
+           (kRule == Rule::kNone ? 0 : sizeof(Labels) + sizeof(TokenPairs<kQueries>));
+  }
 };
 
 // Tells whether rows of a tensor are whole 16-byte chunks of the kernel's type, so that they can be
@@ -1210,7 +1215,7 @@ class FlashMmaBlock {
 template <class T, int kDim, Rule kRule>
 __global__ void __launch_bounds__(MmaShape<kDim, kRule>::kThreads, MmaShape<kDim, kRule>::kBlocks)
     FlashMma(const FlashArguments a, const InChunks in_chunks) {
-  const MmaShared<kDim, kRule> shared(DynamicShared());
+  const MmaShared<kDim, kRule> shared(DynamicShared<MmaShared<kDim, kRule>::MostBytes()>());
   const int64_t tasks = FlashTasks(a);
   for (int64_t n = blockIdx.x; n < tasks;) {
     FlashMmaBlock<T, kDim, kRule>(a, in_chunks, shared).Run(n);

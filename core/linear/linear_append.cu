@@ -331,7 +331,8 @@ class AppendBlock {
 template <int kHeads>
 __global__ void __launch_bounds__(kThreads) LinearAppend(const LinearArguments a) {
   using Block = AppendBlock<kHeads>;
-  auto* shared = reinterpret_cast<typename Block::Shared*>(DynamicShared());
+  auto* shared =
+      reinterpret_cast<typename Block::Shared*>(DynamicShared<sizeof(typename Block::Shared)>());
   for (int64_t head = blockIdx.x; head < a.batch * a.kv_heads; head += gridDim.x) {
     Block(a, head, shared).Run();
   }

@@ -909,7 +909,7 @@ template <class Body>
 __device__ void ForEachTask(int64_t tasks, const Body& body) {
 #pragma unroll 1
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    body(task, *reinterpret_cast<Operands*>(DynamicShared()));
+    body(task, *reinterpret_cast<Operands*>(DynamicShared<sizeof(Operands)>()));
     __syncthreads();
   }
 }

@@ -13,8 +13,8 @@
 // 64 x 64 multiply-adds, 1 M. Shared memory in bytes:
 //
 //                    value_dim <= 64   <= 128     inputs or features, values, W
-//   Fp32             87 K              120 K
-//   SplitBf16        91 K              122 K
+//   Fp32             88 K              120 K
+//   SplitBf16        103 K             136 K
 //
 // so that two blocks share a multiprocessor of sm_90 at 64. Wider values are cut into parts of 128,
 // whose blocks repeat the features.
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, kPanels == 1 ? 2 : 1)
   const int64_t tasks =
       a.batch * a.kv_heads * a.summed_groups * a.sums.tiles * ValueParts(a, Block::kColumns);
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
-    Block(a, task, DynamicShared()).Run();
+    Block(a, task, DynamicShared<Block::kBytes>()).Run();
     __syncthreads();
   }
 }

@@ -10,6 +10,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "harness/conformance/gradient_trial.h"
+#include "harness/conformance/stream_trial.h"
 #include "harness/conformance/trial.h"
 #include "harness/judge/errors.h"
 
@@ -84,6 +86,39 @@ void AGraphOfARunGivesTheSameBits(const Job& job) {
   }
 }
 
+// The same of each segment of a stream: its graph computes what Append did at its place in the
+// sequence. Between them the layer is Reset, and what it keeps is as before the first segment.
+void AGraphOfEachAppendGivesTheSameBits(const Job& job) {
+  const auto trial = Trial::Make(job);
+  if (trial == nullptr) return;
+  const auto stream = StreamTrial::Make(trial.get());
+  if (stream == nullptr) return;
+  const int64_t size = std::min<int64_t>(48, stream->layer().max_segment_tokens());
+  const absl::Status appended = stream->AppendAll({size});
+  if (IsRefusal(appended)) return Skip(std::string(appended.message()));
+  ASSERT_TRUE(appended.ok()) << appended;
+  const NamedTensors eager = Copies(stream->outputs());
+  ASSERT_TRUE(stream->layer().Reset().ok());
+  const absl::Status captured = stream->CaptureAll({size});
+  ASSERT_TRUE(captured.ok()) << captured;
+  for (int launch = 0; launch < 2; ++launch) {
+    ASSERT_TRUE(stream->layer().Reset().ok());
+    const absl::Status status = stream->LaunchAll();
+    ASSERT_TRUE(status.ok()) << status;
+    ExpectSameBits(eager, stream->outputs(), absl::StrCat("eager and launch ", launch));
+  }
+}
+
+// The same of a backward pass. What a Run keeps is read, and written by no launch.
+void AGraphOfABackwardPassGivesTheSameBits(const Job& job) {
+  const auto trial = GradientTrial::Make(job);
+  if (trial == nullptr) return;
+  const NamedTensors eager = trial->Backward();
+  StepSettings settings = StepSettings::WithoutSetup();
+  settings.in_graph = true;
+  ExpectSameBits(eager, trial->Backward(settings), "the eager pass and a launch of the graph");
+}
+
 // Tells whether an output of integers, such as the keys that were found, differs between the two.
 bool ChoseOtherwise(const NamedTensors& a, const NamedTensors& b) {
   for (const auto& [name, tensor] : a) {
@@ -153,11 +188,15 @@ std::vector<Case> DeviceCases() {
        AnyOrderOfBlocksAndThreadsGivesTheSameBits},
       {"RunDoesNotWaitForTheDevice", "", {Usual(true)}, RunDoesNotWaitForTheDevice},
       {"AGraphOfARunGivesTheSameBits", "", UsualBoth(), AGraphOfARunGivesTheSameBits},
+      {"AGraphOfEachAppendGivesTheSameBits", "", {Usual(true)}, AGraphOfEachAppendGivesTheSameBits},
+      {"AGraphOfABackwardPassGivesTheSameBits", "", UsualBoth(),
+       AGraphOfABackwardPassGivesTheSameBits},
       {"TheDeviceAgreesWithTheCpu", "29", all, TheDeviceAgreesWithTheCpu},
   };
   for (Case& one : cases) {
     one.of_devices = true;
     one.all_options_simulated = one.name == "TheDeviceAgreesWithTheCpu";
+    one.of_gradients = one.name == "AGraphOfABackwardPassGivesTheSameBits";
   }
   return cases;
 }

@@ -6,10 +6,12 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/runtime.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "gtest/gtest.h"
 #include "harness/judge/bound_layer.h"
+#include "harness/judge/device_memory.h"
 
 namespace tfb::conformance {
 namespace {
@@ -93,6 +95,17 @@ absl::Status Step::DoRun() {
   return CheckKept();
 }
 
+absl::Status Step::ReplayBackward(const BackwardCall& call) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, RuntimeOf(device_));
+  TFB_ASSIGN_OR_RETURN(const DeviceGraph graph, DeviceGraph::Capture(runtime, [&](void* stream) {
+                         Execution execution = this->execution();
+                         execution.stream = stream;
+                         return layer_->Backward(call, execution);
+                       }));
+  for (int launch = 0; launch < 2; ++launch) TFB_RETURN_IF_ERROR(graph.Launch());
+  return runtime->Synchronize();
+}
+
 absl::StatusOr<NamedTensors> Step::Backward(const NamedTensors& output_gradients) {
   TFB_ASSIGN_OR_RETURN(PlacedTensors given,
                        PlacedTensors::Of(output_gradients, settings_.inputs, device_));
@@ -108,8 +121,9 @@ absl::StatusOr<NamedTensors> Step::Backward(const NamedTensors& output_gradients
   call.output_gradients = given.inputs();
   call.input_gradients = inputs.outputs();
   call.parameter_gradients = parameters.outputs();
-  TFB_RETURN_IF_ERROR(workspace_.Call("workspace of Backward",
-                                      [&] { return layer_->Backward(call, execution()); }));
+  TFB_RETURN_IF_ERROR(workspace_.Call("workspace of Backward", [&] {
+    return settings_.in_graph ? ReplayBackward(call) : layer_->Backward(call, execution());
+  }));
   TFB_RETURN_IF_ERROR(CheckKept());
   TFB_RETURN_IF_ERROR(read_.CheckUnchanged("input", inputs_));
   TFB_RETURN_IF_ERROR(written_.CheckUnchanged("output", outputs_));

@@ -27,6 +27,8 @@ struct StepSettings {
   Layout gradients = Layout::kContiguous;
   // Whether Setup and SetUpBackward run; else the layer keeps its state.
   bool setup = true;
+  // On a device: whether Backward is recorded in a CUDA graph, which is then launched twice.
+  bool in_graph = false;
   // Variables whose gradients are not asked for, by Variable::ToString.
   std::set<std::string> left_out = {};
 
@@ -65,6 +67,7 @@ class Step {
   absl::Status SetUp();
   absl::Status DoRun();
   absl::Status CheckKept();
+  absl::Status ReplayBackward(const BackwardCall& call);
 
   Layer* layer_;
   Device device_;

@@ -1,154 +1,24 @@
 // Tests layers that read their input in segments: any split of a sequence gives the same outputs.
 #include <algorithm>
 #include <cstdint>
-#include <map>
-#include <memory>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "core/status.h"
 #include "gtest/gtest.h"
-#include "harness/conformance/allocation_meter.h"
+#include "harness/conformance/stream_trial.h"
 #include "harness/conformance/trial.h"
-#include "harness/judge/device_memory.h"
-#include "harness/judge/guarded.h"
 
 namespace tfb::conformance {
 namespace {
 
-int SegmentAxis(const TensorSpec& spec) {
-  const auto found = std::find(spec.shape.begin(), spec.shape.end(), kSegmentTokens);
-  return static_cast<int>(found - spec.shape.begin());
-}
-
-// A streaming layer that has been set up, and the outputs of its segments.
-class Stream {
- public:
-  // Returns null, with the test skipped, where the technique does not stream or its segments cannot
-  // be cut from the inputs of the whole.
-  static std::unique_ptr<Stream> Make(Trial* trial) {
-    auto* layer = dynamic_cast<StreamingLayer*>(&trial->layer());
-    const auto skip = [](const std::string& reason) {
-      Skip(reason);
-      return nullptr;
-    };
-    if (layer == nullptr) return skip("the technique does not stream");
-    if (trial->job().problem.query_tokens != trial->job().problem.kv_tokens) {
-      return skip("a stream has as many queries as keys");
-    }
-    for (const TensorSpec& spec : layer->segment_inputs()) {
-      if (spec.optional || trial->inputs().count(spec.name) > 0) continue;
-      return skip(absl::StrCat("segments have an input ", spec.name, " that the whole has not"));
-    }
-    std::unique_ptr<Stream> stream(new Stream(trial, layer));
-    const absl::Status status = stream->Start();
-    if (status.ok()) return stream;
-    ADD_FAILURE() << status;
-    return nullptr;
-  }
-
-  StreamingLayer& layer() { return *layer_; }
-
-  // Appends the tokens begin, ..., begin + count - 1 of the trial's inputs.
-  absl::Status Append(int64_t begin, int64_t count) {
-    Inputs inputs;
-    for (const TensorSpec& spec : layer_->segment_inputs()) {
-      const ConstTensorView* whole = whole_.inputs().Find(spec.name);
-      if (whole == nullptr) continue;
-      inputs.Set(spec.name, Slice(*whole, SegmentAxis(spec), begin, count));
-    }
-    std::map<std::string, GuardedTensor> written;
-    Outputs outputs;
-    for (const TensorSpec& spec : layer_->segment_outputs()) {
-      Shape shape = spec.shape;
-      std::replace(shape.begin(), shape.end(), kSegmentTokens, count);
-      TFB_ASSIGN_OR_RETURN(
-          GuardedTensor output,
-          GuardedTensor::Allocate(spec.dtype, shape, /*gaps=*/false, trial_->job().device));
-      TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
-      outputs.Set(spec.name, output.device_view());
-      written[spec.name] = std::move(output);
-    }
-    TFB_RETURN_IF_ERROR(workspace_.Call("workspace of Append", [&] {
-      const AllocationMeter meter(runtime_);
-      const absl::Status status = layer_->Append(inputs, outputs, execution_);
-      allocations_ += meter.count();
-      return status;
-    }));
-    for (const TensorSpec& spec : layer_->segment_outputs()) {
-      GuardedTensor& output = written[spec.name];
-      TFB_RETURN_IF_ERROR(output.Download());
-      TFB_RETURN_IF_ERROR(output.CheckGuards(absl::StrCat("segment output ", spec.name)));
-      if (output.CountUnwritten() > 0) {
-        return absl::InternalError(absl::StrCat("segment output ", spec.name, " of tokens ", begin,
-                                                " to ", begin + count, " was not all written"));
-      }
-      const auto whole = outputs_.find(spec.name);
-      if (whole == outputs_.end()) continue;
-      const int axis = SegmentAxis(spec);
-      if (whole->second.dim(axis) < begin + count) continue;
-      CopyElements(output.view(), Slice(whole->second.view(), axis, begin, count));
-    }
-    return absl::OkStatus();
-  }
-
-  // Appends all tokens in segments of these sizes, which repeat.
-  absl::Status AppendAll(const std::vector<int64_t>& sizes) {
-    const int64_t tokens = trial_->job().problem.query_tokens;
-    int64_t begin = 0;
-    for (size_t n = 0; begin < tokens; ++n) {
-      const int64_t count = std::min(sizes[n % sizes.size()], tokens - begin);
-      TFB_RETURN_IF_ERROR(Append(begin, count));
-      begin += count;
-    }
-    return absl::OkStatus();
-  }
-
-  const NamedTensors& outputs() const { return outputs_; }
-  int64_t allocations() const { return allocations_; }
-
- private:
-  Stream(Trial* trial, StreamingLayer* layer) : trial_(trial), layer_(layer) {}
-
-  absl::Status Start() {
-    for (const TensorSpec& spec : layer_->outputs()) {
-      const auto same = [&spec](const TensorSpec& other) { return other.name == spec.name; };
-      const auto& segments = layer_->segment_outputs();
-      if (std::none_of(segments.begin(), segments.end(), same)) continue;
-      outputs_[spec.name] = Tensor(spec.dtype, spec.shape);
-    }
-    const Device device = trial_->job().device;
-    TFB_ASSIGN_OR_RETURN(runtime_, RuntimeOf(device));
-    TFB_ASSIGN_OR_RETURN(whole_, DeviceTensors::Of(device, ViewsOf(trial_->inputs())));
-    TFB_ASSIGN_OR_RETURN(
-        workspace_, GuardedWorkspace::Allocate(layer_->workspace_bytes(pool_.threads()), device));
-    execution_.pool = &pool_;
-    execution_.workspace = workspace_.bytes();
-    TFB_RETURN_IF_ERROR(workspace_.Call(
-        "workspace of Setup", [&] { return layer_->Setup(whole_.inputs(), execution_); }));
-    return layer_->Reset();
-  }
-
-  Trial* trial_;
-  StreamingLayer* layer_;
-  ThreadPool pool_{2};
-  CudaRuntime* runtime_ = nullptr;  // null on the CPU
-  DeviceTensors whole_;             // the trial's inputs
-  GuardedWorkspace workspace_;
-  Execution execution_;
-  NamedTensors outputs_;
-  int64_t allocations_ = 0;
-};
-
 void ASequenceInSegmentsIsTheWhole(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  const auto stream = Stream::Make(trial.get());
+  const auto stream = StreamTrial::Make(trial.get());
   if (stream == nullptr) return;
   const int64_t longest = stream->layer().max_segment_tokens();
   const int64_t only = stream->layer().split_tokens();
@@ -181,7 +51,7 @@ void ASequenceInSegmentsIsTheWhole(const Job& job) {
 void ResetForgetsEverything(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  const auto stream = Stream::Make(trial.get());
+  const auto stream = StreamTrial::Make(trial.get());
   if (stream == nullptr) return;
   const int64_t size = std::min<int64_t>(32, stream->layer().max_segment_tokens());
   const absl::Status first = stream->AppendAll({size});
@@ -198,7 +68,7 @@ void ResetForgetsEverything(const Job& job) {
 void AppendAllocatesNothing(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  const auto stream = Stream::Make(trial.get());
+  const auto stream = StreamTrial::Make(trial.get());
   if (stream == nullptr) return;
   const absl::Status status =
       stream->AppendAll({std::min<int64_t>(32, stream->layer().max_segment_tokens())});
@@ -210,7 +80,7 @@ void AppendAllocatesNothing(const Job& job) {
 void SegmentsOfNoTokensAreRefused(const Job& job) {
   const auto trial = Trial::Make(job);
   if (trial == nullptr) return;
-  const auto stream = Stream::Make(trial.get());
+  const auto stream = StreamTrial::Make(trial.get());
   if (stream == nullptr) return;
   const absl::Status status = stream->Append(0, 0);
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;

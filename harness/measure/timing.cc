@@ -316,19 +316,14 @@ class Measurement {
     return clock_.Seconds() - begin;
   }
 
-  // Records the work of a run, where the case is a forward pass on a device.
+  // Records the work of a call of the case's pass, where the case is on a device.
   void CaptureGraph() {
-    if (!options_.graph || timed_.bound.runtime == nullptr || remote_ != nullptr ||
-        timed_.pass != Case::PASS_FORWARD) {
-      return;
-    }
+    if (!options_.graph || timed_.bound.runtime == nullptr || remote_ != nullptr) return;
     absl::StatusOr<DeviceGraph> graph =
         DeviceGraph::Capture(timed_.bound.runtime, [this](void* stream) {
-          return WithoutMemory([&] {
-            Execution execution = bound().execution;
-            execution.stream = stream;
-            return bound().layer->Run(bound().inputs, bound().outputs, execution);
-          });
+          Execution execution = bound().execution;
+          execution.stream = stream;
+          return Run(execution);
         });
     if (graph.ok()) {
       graph_ = *std::move(graph);
@@ -480,10 +475,14 @@ class Measurement {
     }
   }
   // Makes one call of the case's pass.
-  absl::Status Run() {
+  absl::Status Run() { return Run(bound().execution); }
+  absl::Status Run(const Execution& execution) {
     return WithoutMemory([&]() -> absl::Status {
-      if (timed_.pass != Case::PASS_BACKWARD) TFB_RETURN_IF_ERROR(bound().Run());
-      return timed_.pass == Case::PASS_FORWARD ? absl::OkStatus() : bound().Backward();
+      if (timed_.pass != Case::PASS_BACKWARD) {
+        TFB_RETURN_IF_ERROR(bound().layer->Run(bound().inputs, bound().outputs, execution));
+      }
+      if (timed_.pass == Case::PASS_FORWARD) return absl::OkStatus();
+      return bound().layer->Backward(bound().backward, execution);
     });
   }
   absl::Status Setup() {

@@ -18,6 +18,7 @@
 #include "harness/judge/device_memory.h"
 #include "harness/measure/machine.h"
 #include "harness/testing/simulated_clock.h"
+#include "harness/testing/tiny_kernels.h"
 #include "harness/testing/tiny_technique.h"
 #include "harness/testing/toys.h"
 
@@ -178,9 +179,11 @@ class StepToy : public Layer {
     return Take(16);
   }
 
+  void Wait(int rounds) { clock_->Advance(rounds * kRoundSeconds); }
+
  private:
   absl::Status Take(int rounds) {
-    clock_->Advance(rounds * kRoundSeconds);
+    Wait(rounds);
     return absl::OkStatus();
   }
 
@@ -757,6 +760,83 @@ TEST_F(TimingTest, ARunIsTimedAsAGraphTooWhichLeavesOutTheHost) {
   options.graph = false;
   MeasureSideBySide(options, &cases);
   EXPECT_EQ(cases[0].timing.graph_run_ns_size(), 0);
+}
+
+// A layer of a device, which enqueues one kernel in Run and three in Backward. The host takes rounds
+// of its own for both, as StepToy's does.
+class DeviceStepToy : public StepToy {
+ public:
+  DeviceStepToy(const Problem& problem, SimulatedClock* clock, CudaTarget target)
+      : StepToy(problem, clock), target_(target) {}
+
+ protected:
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    Wait(8);
+    return Copy(inputs.Get("x"), outputs.Get("out"), execution);
+  }
+  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
+    Wait(16);
+    for (int n = 0; n < 3; ++n) {
+      const absl::Status copied =
+          Copy(call.output_gradients.Get("out"), call.input_gradients.Get("x"), execution);
+      if (!copied.ok()) return copied;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status Copy(const ConstTensorView& from, const TensorView& to,
+                    const Execution& execution) const {
+    const Shape shape = {1, 1, from.dim(1), from.dim(2)};
+    const TinyCopy copy = {ToDeviceView(ConstTensorView(from.data, from.dtype, shape)),
+                           ToDeviceView(TensorView(to.mutable_data(), to.dtype, shape)),
+                           1,
+                           1,
+                           from.dim(1),
+                           from.dim(2)};
+    return ToStatus(KernelsOn<TinyKernels>(target_).copy(copy, execution.stream));
+  }
+
+  CudaTarget target_;
+};
+
+TEST_F(TimingTest, BackwardPassesAndTrainingStepsAreTimedAsGraphsToo) {
+  constexpr double kKernelSeconds = kRoundSeconds / 8;
+  static SimulatedClock* device_clock;
+  device_clock = &clock_;
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
+  settings.on_launch = [](bool begins) {
+    if (!begins) device_clock->Advance(kKernelSeconds);
+  };
+  cuda_simulator::Configure(settings);
+  for (const auto& [pass, rounds, kernels] :
+       {std::tuple(Case::PASS_FORWARD, 8, 1), std::tuple(Case::PASS_BACKWARD, 16, 3),
+        std::tuple(Case::PASS_TRAINING, 8 + 16, 1 + 3)}) {
+    SCOPED_TRACE(Case::Pass_Name(pass));
+    CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+    DeviceStepToy toy(Problem::SelfAttention(1, 2, 16, 8), &clock_, runtime->target());
+    NamedTensors host;
+    host["x"] = Tensor(DType::kF32, {1, 16, 16});
+    std::vector<TimedCase> cases(1);
+    BoundLayer& bound = cases[0].bound;
+    bound = Bind(&toy, Device::kSimulator, ViewsOf(host), &pool_, true).value();
+    cases[0].pass = pass;
+    const NamedTensors gradients = DrawOutputGradients(toy, 1).value();
+    ASSERT_TRUE(bound.Setup().ok());
+    const BackwardMemory memory = BindBackward(ViewsOf(gradients), &bound).value();
+    ASSERT_TRUE(bound.SetUpBackward().ok());
+    TimingOptions options = QuickOnDevice();
+    options.setup = options.cold = options.stream = false;
+    MeasureSideBySide(options, &cases);
+    EXPECT_TRUE(cases[0].status.ok()) << cases[0].status;
+    const Timing& timing = cases[0].timing;
+    EXPECT_EQ(timing.no_graph_reason(), "");
+    EXPECT_EQ(timing.graph_run_ns_size(), kIntervalSamples);
+    const double of_kernels = kernels * kKernelSeconds;
+    EXPECT_THAT(timing.graph_run_ns(), Each(of_kernels * 1e9));
+    EXPECT_THAT(timing.run_ns(), Each((rounds * kRoundSeconds + of_kernels) * 1e9));
+  }
 }
 
 TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {

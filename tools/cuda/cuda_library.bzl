@@ -248,13 +248,12 @@ def _cuda_library_impl(ctx):
         compiled = [_compile(ctx, cc_toolchain, source, context) for source in sources]
     for_gpu = [output for output, _ in compiled]
     resources = [output for _, output in compiled]
-    if ctx.attr.spills:
-        spills = ctx.actions.declare_file("_objs/%s/spills.resources" % ctx.label.name)
-        ctx.actions.write(spills, "".join([
-            "known spill: %s: %s\n" % (kernel, why)
-            for kernel, why in ctx.attr.spills.items()
-        ]))
-        resources.append(spills)
+    known = ["known spill: %s: %s\n" % (kernel, why) for kernel, why in ctx.attr.spills.items()]
+    known += ["known shared: %s: %s\n" % (kernel, why) for kernel, why in ctx.attr.shared.items()]
+    if known:
+        accepted = ctx.actions.declare_file("_objs/%s/accepted.resources" % ctx.label.name)
+        ctx.actions.write(accepted, "".join(known))
+        resources.append(accepted)
     simulated = []
     if ctx.attr.simulated:
         simulated = [_compile_for_simulator(ctx, cc_toolchain, source, context) for source in sources]
@@ -275,6 +274,10 @@ cuda_library = rule(
         "deps": attr.label_list(providers = [CcInfo]),
         "hdrs": attr.label_list(allow_files = [".h", ".cuh", ".inc"]),
         "simulated": attr.bool(default = True, doc = "Compile for the simulator too."),
+        "shared": attr.string_dict(
+            doc = "Kernels that may have more shared memory a block than an sm_80, sm_89 or sm_90 has, whose launch then says " +
+                  "so: {\"SOURCE: KERNEL\": \"BYTES at most, and for what\"}.",
+        ),
         "spills": attr.string_dict(
             doc = "Kernels whose spills of registers are accepted: {\"SOURCE: KERNEL\": \"BYTES of a thread, and why\"}, named " +
                   "as //tools/cuda:kernel_resources prints them.",

@@ -33,10 +33,20 @@ __global__ void __launch_bounds__(256, 2) Keep(float* values) {
   values[threadIdx.x] = shared[255 - threadIdx.x];
 }
 
+// An sm_89 has 99 KiB.
+constexpr int kTooManyFloats = (99 << 8) + 1;
+__global__ void TakeShared(float* values) {
+  float* shared = reinterpret_cast<float*>(DynamicShared<kTooManyFloats * sizeof(float)>());
+  shared[threadIdx.x] = values[threadIdx.x];
+  __syncthreads();
+  values[threadIdx.x] = shared[255 - threadIdx.x];
+}
+
 void LaunchAll(float* values) {
   Launch("Spill", &Spill, {1, 1024}, nullptr, values, 1024);
   Launch("TakeRegisters", &TakeRegisters, {1, 128}, nullptr, values, 1024);
   Launch("Keep", &Keep, {1, 256}, nullptr, values);
+  Launch("TakeShared", &TakeShared, {1, 256, kTooManyFloats * sizeof(float)}, nullptr, values);
 }
 
 struct FaultyKernels {

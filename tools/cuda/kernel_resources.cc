@@ -7,7 +7,6 @@
 #include <map>
 #include <memory>
 #include <regex>
-#include <set>
 #include <tuple>
 #include <utility>
 
@@ -26,10 +25,19 @@ constexpr int64_t kMaxStaticSharedBytes = 48 << 10;  // of every GPU; more must 
 
 using KernelKey = std::pair<std::string, std::string>;  // mangled name, architecture
 
+// What the PTX says of a kernel.
 struct LaunchBounds {
   int64_t block_threads = 1024;
   int64_t blocks = 1;
+  int64_t dynamic_shared_bytes = 0;
 };
+
+// What a BUILD file accepts of a kernel.
+struct Accepted {
+  int64_t bytes = 0;
+  bool is_used = false;
+};
+using AcceptedOfKernels = std::map<std::string, Accepted>;
 
 // A kernel as ptxas prints it; the lines come in this order.
 struct Compiled {
@@ -87,8 +95,9 @@ class Reader {
  public:
   void Read(const std::string& line) {
     std::smatch match;
-    absl::string_view spill = line;
-    if (absl::ConsumePrefix(&spill, "known spill: ")) return ReadSpill(std::string(spill));
+    absl::string_view known = line;
+    if (absl::ConsumePrefix(&known, "known spill: ")) return ReadKnown(known, &accepted_);
+    if (absl::ConsumePrefix(&known, "known shared: ")) return ReadKnown(known, &accepted_shared_);
     static const auto* entry = new std::regex("\\.entry (\\w+)");
     static const auto* compiling = new std::regex("Compiling entry function '(\\w+)' for '(\\w+)'");
     if (std::regex_search(line, match, *compiling)) {
@@ -107,7 +116,6 @@ class Reader {
 
   absl::StatusOr<std::vector<KernelResources>> Finish() && {
     std::vector<KernelResources> kernels;
-    std::set<std::string> used;
     for (auto& [key, compiled] : compiled_) {
       const auto bounds = bounds_.find(key);
       if (!compiled.has_properties || !compiled.has_registers || bounds == bounds_.end()) {
@@ -120,16 +128,19 @@ class Reader {
       kernel.architecture = key.second;
       kernel.block_threads = bounds->second.block_threads;
       kernel.blocks = bounds->second.blocks;
-      if (const auto spill = accepted_.find(kernel.kernel); spill != accepted_.end()) {
-        kernel.accepted_spill_bytes = spill->second;
-        used.insert(spill->first);
-      }
+      kernel.dynamic_shared_bytes = bounds->second.dynamic_shared_bytes;
+      kernel.accepted_spill_bytes = BytesFor(kernel.kernel, &accepted_);
+      kernel.accepted_shared_bytes = BytesFor(kernel.kernel, &accepted_shared_);
       kernels.push_back(std::move(kernel));
     }
-    for (const auto& [kernel, bytes] : accepted_) {
-      if (used.count(kernel) > 0) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "a BUILD file accepts ", bytes, " spilt bytes of a kernel that is not there: ", kernel));
+    for (const auto& [known, what] : {std::pair(&accepted_, "spilt bytes"),
+                                      std::pair(&accepted_shared_, "bytes of shared memory")}) {
+      for (const auto& [kernel, accepted] : *known) {
+        if (accepted.is_used) continue;
+        return absl::InvalidArgumentError(absl::StrCat("a BUILD file accepts ", accepted.bytes, " ",
+                                                       what,
+                                                       " of a kernel that is not there: ", kernel));
+      }
     }
     std::sort(kernels.begin(), kernels.end(),
               [](const KernelResources& a, const KernelResources& b) {
@@ -140,15 +151,22 @@ class Reader {
 
  private:
   // "SOURCE: KERNEL: BYTES reason".
-  void ReadSpill(const std::string& text) {
+  static void ReadKnown(absl::string_view line, AcceptedOfKernels* known) {
+    const std::string text(line);
     std::smatch match;
     int64_t bytes = 0;
     if (std::regex_match(text, match, std::regex("(.*): ([0-9]+) .*")) &&
         absl::SimpleAtoi(match[2].str(), &bytes)) {
-      accepted_[match[1]] = bytes;
+      (*known)[match[1]].bytes = bytes;
     } else {
-      accepted_[text] = 0;  // of no kernel, as Finish says
+      (*known)[text].bytes = 0;  // of no kernel, as Finish says
     }
+  }
+  static int64_t BytesFor(const std::string& kernel, AcceptedOfKernels* known) {
+    const auto accepted = known->find(kernel);
+    if (accepted == known->end()) return 0;
+    accepted->second.is_used = true;
+    return accepted->second.bytes;
   }
 
   void ReadProperties(const std::string& line) {
@@ -167,14 +185,20 @@ class Reader {
       bounds_of_->block_threads = Product(line);
     } else if (bounds_of_ != nullptr && absl::ConsumePrefix(&line, ".minnctapersm ")) {
       bounds_of_->blocks = Product(line);
+    } else if (bounds_of_ != nullptr && absl::StrContains(line, "// dynamic shared ")) {
+      bounds_of_->dynamic_shared_bytes =
+          std::max(bounds_of_->dynamic_shared_bytes, Product(line.substr(line.rfind(' ') + 1)));
+    } else if (absl::StrContains(line, ".func ")) {
+      bounds_of_ = nullptr;
     }
   }
 
   std::map<KernelKey, Compiled> compiled_;
   std::map<KernelKey, LaunchBounds> bounds_;
-  std::map<std::string, int64_t> accepted_;  // spilt bytes, by kernel
-  Compiled* kernel_ = nullptr;               // whose lines follow
-  LaunchBounds* bounds_of_ = nullptr;        // of the entry whose lines follow
+  AcceptedOfKernels accepted_;         // spilt bytes
+  AcceptedOfKernels accepted_shared_;  // bytes of shared memory
+  Compiled* kernel_ = nullptr;         // whose lines follow
+  LaunchBounds* bounds_of_ = nullptr;  // of the entry whose lines follow
   std::string target_;
 };
 
@@ -211,6 +235,13 @@ std::vector<std::string> Findings(const KernelResources& kernel) {
                         "room for %d",
                         whose, kernel.block_threads, kernel.blocks, kernel.registers, fitting));
   }
+  for (const GpuShared& gpu : kGpuShared) {
+    if (kernel.shared_bytes() <= std::max(gpu.of_block, kernel.accepted_shared_bytes)) continue;
+    findings.push_back(absl::StrFormat(
+        "%s has up to %d bytes of shared memory a block; %s allows %d, accepted are %d", whose,
+        kernel.shared_bytes(), gpu.architecture, gpu.of_block, kernel.accepted_shared_bytes));
+    break;  // the next would say the same
+  }
   if (kernel.static_shared_bytes > kMaxStaticSharedBytes) {
     findings.push_back(absl::StrFormat("%s has %d bytes of static shared memory; at most are %d",
                                        whose, kernel.static_shared_bytes, kMaxStaticSharedBytes));
@@ -221,14 +252,21 @@ std::vector<std::string> Findings(const KernelResources& kernel) {
 std::string KernelResourcesTable(const std::vector<KernelResources>& kernels) {
   size_t width = 6;
   for (const KernelResources& kernel : kernels) width = std::max(width, kernel.kernel.size());
-  std::string table =
-      absl::StrFormat("%-*s %-9s registers threads x blocks  fit  spilled  stack  static shared\n",
-                      width, "kernel", "for");
+  std::string table = absl::StrFormat(
+      "%-*s %-9s registers threads x blocks  fit  spilled  stack  static dynamic shared", width,
+      "kernel", "for");
+  for (const GpuShared& gpu : kGpuShared) absl::StrAppend(&table, "  ", gpu.architecture);
+  absl::StrAppend(&table, "\n");
   for (const KernelResources& k : kernels) {
-    absl::StrAppendFormat(
-        &table, "%-*s %-9s %9d %7d x %-6d %4d %8d %6d %14d\n", width, k.kernel, k.architecture,
-        k.registers, k.block_threads, k.blocks, BlocksByRegisters(k.registers, k.block_threads),
-        k.spill_store_bytes + k.spill_load_bytes, k.stack_bytes, k.static_shared_bytes);
+    const int64_t by_registers = BlocksByRegisters(k.registers, k.block_threads);
+    absl::StrAppendFormat(&table, "%-*s %-9s %9d %7d x %-6d %4d %8d %6d %7d %14d", width, k.kernel,
+                          k.architecture, k.registers, k.block_threads, k.blocks, by_registers,
+                          k.spill_store_bytes + k.spill_load_bytes, k.stack_bytes,
+                          k.static_shared_bytes, k.dynamic_shared_bytes);
+    for (const GpuShared& gpu : kGpuShared) {
+      absl::StrAppendFormat(&table, "  %5d", std::min(by_registers, gpu.Blocks(k.shared_bytes())));
+    }
+    absl::StrAppend(&table, "\n");
   }
   return table;
 }

@@ -21,19 +21,26 @@ struct KernelResources {
   int64_t spill_load_bytes = 0;
   int64_t stack_bytes = 0;          // a thread, spills and arrays in local memory
   int64_t static_shared_bytes = 0;  // a block
+  // What a launch gives a block at most (DynamicShared of core/cuda/kernel.cuh); 0 for none, and
+  // where the problem's sizes decide.
+  int64_t dynamic_shared_bytes = 0;
   // The source's __launch_bounds__: the threads of the largest block, and the blocks that a
   // multiprocessor is to run at a time. A kernel without bounds may be launched with 1024 threads.
   int64_t block_threads = 1024;
   int64_t blocks = 1;
-  // What the kernel's BUILD file accepts of spill_store_bytes + spill_load_bytes, with the reason.
+  // What the kernel's BUILD file accepts of spill_store_bytes + spill_load_bytes, and of shared
+  // memory a block beyond what all GPUs have, with the reasons.
   int64_t accepted_spill_bytes = 0;
+  int64_t accepted_shared_bytes = 0;
+
+  int64_t shared_bytes() const { return static_shared_bytes + dynamic_shared_bytes; }
 };
 
 // Reads the files that tools/cuda/compile_kernels writes, one after the other: the lines of
-// `ptxas -v` for each kernel and architecture, and from the PTX .target, .entry, .maxntid and
-// .minnctapersm; and the lines that cuda_library writes of accepted spills. Sorted by kernel and
-// architecture. InvalidArgument names a kernel of which something is missing, or a line of a spill
-// that no kernel has.
+// `ptxas -v` for each kernel and architecture, and from the PTX .target, .entry, .maxntid,
+// .minnctapersm and the notes of dynamic shared memory; and the lines that cuda_library writes of
+// accepted spills and shared memory. Sorted by kernel and architecture. InvalidArgument names a
+// kernel of which something is missing, or such a line for a kernel that does not exist.
 absl::StatusOr<std::vector<KernelResources>> ReadKernelResources(absl::string_view text);
 
 // Returns how many blocks of `block_threads` threads a multiprocessor has registers for. Compute
@@ -42,8 +49,24 @@ absl::StatusOr<std::vector<KernelResources>> ReadKernelResources(absl::string_vi
 // 256 from its partition.
 int64_t BlocksByRegisters(int64_t registers, int64_t block_threads);
 
+// The shared memory of GPUs, in bytes (same table of the guide): of a block, with an opt-in, and of
+// a multiprocessor, from which each block takes 1 KiB more than it asks for.
+struct GpuShared {
+  const char* architecture;  // those of compute capability 8.6 and 12.0 have what sm_89 has
+  int64_t of_block;
+  int64_t of_multiprocessor;
+
+  int64_t Blocks(int64_t bytes) const {
+    return bytes > of_block ? 0 : of_multiprocessor / (bytes + 1024);
+  }
+};
+constexpr GpuShared kGpuShared[] = {{"sm_80", 163 << 10, 164 << 10},
+                                    {"sm_89", 99 << 10, 100 << 10},
+                                    {"sm_90", 227 << 10, 228 << 10}};
+
 // Returns what is wrong with the kernel, one sentence each: more spills than are accepted, fewer
-// blocks at a time than its launch bounds ask for, more than 48 KiB of static shared memory.
+// blocks at a time than its launch bounds ask for, more than 48 KiB of static shared memory, and
+// more shared memory a block than one of the GPUs has, unless that is accepted.
 std::vector<std::string> Findings(const KernelResources& kernel);
 
 // Returns a table with one line a kernel and architecture.

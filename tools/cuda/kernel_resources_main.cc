@@ -22,8 +22,11 @@ constexpr char kUsage[] =
     "has\n"
     "none), how many such blocks have room in a multiprocessor's registers, the bytes that it "
     "spills\n"
-    "and has on its stack, and its static shared memory. --//:cuda_archs=sm_80,sm_90a of the "
-    "build\n"
+    "and has on its stack, its static shared memory, and the dynamic that a launch gives it at\n"
+    "most (0 as well where the problem's sizes decide); and the blocks that have room in "
+    "registers\n"
+    "and in the shared memory of a multiprocessor of A100 (sm_80), RTX 4090 (sm_89) and H100\n"
+    "(sm_90), 0 where the largest launch is refused. --//:cuda_archs=sm_80,sm_90a of the build\n"
     "chooses architectures.\n\n"
     "Exit status: 0 none has a fault, 1 some have (they follow the table), 2 bad usage.";
 

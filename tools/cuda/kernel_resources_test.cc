@@ -16,9 +16,11 @@ namespace tfb {
 namespace {
 
 using ::testing::Contains;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 std::vector<KernelResources> ReadFile(const std::string& path) {
   std::ifstream file(path);
@@ -58,6 +60,9 @@ TEST(KernelResources, FaultyKernelsAreFoundAndTheSoundOneBetweenThemIsNot) {
   const std::vector<std::string> take = FindingsOf("faulty_kernels: TakeRegisters", kernels);
   EXPECT_THAT(spill, Contains(HasSubstr("spills registers")));
   EXPECT_THAT(take, Contains(HasSubstr("allow blocks of 1024 threads")));
+  EXPECT_THAT(
+      FindingsOf("faulty_kernels: TakeShared", kernels),
+      Each(HasSubstr("has up to 101380 bytes of shared memory a block; sm_89 allows 101376")));
   EXPECT_THAT(FindingsOf("faulty_kernels: Keep", kernels), IsEmpty());
 }
 
@@ -86,6 +91,11 @@ ptxas info    : Used 64 registers, used 1 barriers
 .visible .entry _ZN3tfb4BothILi64EEEvPf(
 .maxntid 32, 4, 2
 .minnctapersm 2
+	// dynamic shared 16
+	// dynamic shared 8192
+	// dynamic shared 4096
+.func _ZN3tfb6CalledEPf(
+	// dynamic shared 16384
 .target sm_90a, debug
 .entry _ZN3tfb4BothILi64EEEvPf(
 )";
@@ -100,11 +110,13 @@ TEST(KernelResources, EveryArchitectureHasItsOwnNumbers) {
   EXPECT_EQ(kernels[0].spill_load_bytes, 32) << "those of a function that it calls count";
   EXPECT_EQ(kernels[0].stack_bytes, 24);
   EXPECT_EQ(kernels[0].static_shared_bytes, 49153);
+  EXPECT_EQ(kernels[0].dynamic_shared_bytes, 8192) << "the largest of the kernel's own";
   EXPECT_EQ(kernels[0].block_threads, 256);
   EXPECT_EQ(kernels[0].blocks, 2);
   EXPECT_EQ(kernels[1].architecture, "sm_90a");
   EXPECT_EQ(kernels[1].block_threads, 1024) << "no launch bounds";
   EXPECT_EQ(kernels[1].blocks, 1);
+  EXPECT_EQ(kernels[1].dynamic_shared_bytes, 0);
   EXPECT_THAT(Findings(kernels[1]), IsEmpty());
 }
 
@@ -134,6 +146,34 @@ TEST(KernelResources, ABuildFileAcceptsSpillsUpToItsNumberOfBytes) {
                 .status()
                 .message(),
             "a BUILD file accepts 0 spilt bytes of a kernel that is not there: Both<64>: reasons");
+}
+
+TEST(KernelResources, ABuildFileAcceptsSharedMemoryUpToItsNumberOfBytes) {
+  // 49153 static bytes and this are one more than an sm_80 has, which has more than an sm_89.
+  const std::string large = absl::StrCat(kText, ".target sm_80\n.entry _ZN3tfb4BothILi64EEEvPf(\n",
+                                         "// dynamic shared ", (163 << 10) + 1 - 49153, "\n");
+  for (const auto& [line, finding] :
+       {std::pair("", "166913 bytes of shared memory a block; sm_80 allows 166912, accepted are 0"),
+        std::pair("known shared: Both<64>: 166912 of sums\n", "accepted are 166912")}) {
+    const auto kernels = ReadKernelResources(absl::StrCat(line, large)).value();
+    EXPECT_THAT(Findings(kernels[0]), Contains(HasSubstr(finding)));
+  }
+  const auto kernels =
+      ReadKernelResources(absl::StrCat("known shared: Both<64>: 166913 of sums\n", large)).value();
+  EXPECT_THAT(Findings(kernels[0]), Each(Not(HasSubstr("allows"))));
+  EXPECT_EQ(
+      ReadKernelResources(absl::StrCat("known shared: Neither: 36 reasons\n", kText))
+          .status()
+          .message(),
+      "a BUILD file accepts 36 bytes of shared memory of a kernel that is not there: Neither");
+}
+
+TEST(KernelResources, AMultiprocessorHasRoomForBlocksAndAKibibyteMoreOfEach) {
+  EXPECT_EQ(kGpuShared[0].Blocks(40 << 10), 4) << "164 KiB of an sm_80";
+  EXPECT_EQ(kGpuShared[0].Blocks((40 << 10) + 1), 3);
+  EXPECT_EQ(kGpuShared[1].Blocks(99 << 10), 1);
+  EXPECT_EQ(kGpuShared[1].Blocks((99 << 10) + 1), 0);
+  EXPECT_EQ(kGpuShared[2].Blocks(75 << 10), 3) << "228 KiB of an sm_90";
 }
 
 TEST(KernelResources, AKernelOfWhichSomethingIsMissingIsAnError) {

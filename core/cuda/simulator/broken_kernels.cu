@@ -377,6 +377,11 @@ __global__ void StaticAndDynamicShared(float* values, int) {
   values[threadIdx.x] = row[63 - threadIdx.x];
 }
 
+__global__ void MoreThanItSays(float* values, int) {
+  float* memory = static_cast<float*>(DynamicSharedBytes(256));
+  memory[threadIdx.x] = values[threadIdx.x];
+}
+
 // ---- Results that depend on the order ----
 
 __global__ void LastWriterWins(float* values, int) {
@@ -504,6 +509,7 @@ const struct {
     {"TooManyThreads", &LaunchOf<&TooManyThreads, 1, 1025>},
     {"TooMuchShared", &LaunchOf<&TooMuchShared, 1, 1, (227 << 10) + 1>},
     {"StaticAndDynamicShared", &LaunchWithShared<&StaticAndDynamicShared>},
+    {"MoreThanItSays", &LaunchWithShared<&MoreThanItSays>},
     {"ReadColumns", &LaunchOf<&ReadColumns<32>, 1, 32>},
     {"ReadPaddedColumns", &LaunchOf<&ReadColumns<33>, 1, 32>},
     {"ReadInRounds", &LaunchOf<&ReadInRounds<false>, 1, 32>},

@@ -68,6 +68,7 @@ class Checker {
   std::string Describe(uintptr_t address);
 
   void* dynamic_shared() { return dynamic_shared_; }
+  size_t dynamic_shared_bytes() const { return dynamic_.bytes(); }
   bool IsShared(const void* address);
   // Return the 32-bit address of a place in shared memory, and the place of an address, or null.
   uint32_t SharedAddress(const void* place);

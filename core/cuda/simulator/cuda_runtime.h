@@ -423,8 +423,9 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(Parameters...), cudaFuncAttribut
   return SetMaxDynamicShared(reinterpret_cast<const void*>(kernel), value);
 }
 
-// Returns the block's dynamic shared memory, aligned to 128 bytes.
-void* DynamicSharedBytes();
+// Returns the block's dynamic shared memory, aligned to 128 bytes. It is a finding where the launch
+// has more than `most` bytes, if that is not 0.
+void* DynamicSharedBytes(size_t most = 0);
 
 }  // namespace cuda_simulator
 

@@ -11,7 +11,18 @@ namespace cuda_simulator {
 
 int LaneId() { return running_machine->block.running() % kWarp; }
 
-void* DynamicSharedBytes() { return running_machine->checker.dynamic_shared(); }
+void* DynamicSharedBytes(size_t most) {
+  Machine& machine = *running_machine;
+  const size_t bytes = machine.checker.dynamic_shared_bytes();
+  if (most > 0 && bytes > most) {
+    machine.Report(FindingKind::kBadLaunch, __builtin_return_address(0), [&] {
+      return Format(
+          "%zu bytes of dynamic shared memory, of which the kernel says that it has at most %zu",
+          bytes, most);
+    });
+  }
+  return machine.checker.dynamic_shared();
+}
 
 void __syncthreads(const char* file, int line) {
   running_machine->block.WaitAtBarrier(__builtin_return_address(0), file, line);

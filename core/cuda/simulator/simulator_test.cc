@@ -439,6 +439,13 @@ TEST(BadLaunch, ABlockHasTheSharedMemoryOfTheGpu) {
   EXPECT_EQ(cuda_simulator::FindGpu("sm_70"), nullptr);
 }
 
+TEST(BadLaunch, AKernelHasNoMoreDynamicMemoryThanItSays) {
+  EXPECT_EQ(RunBroken("MoreThanItSays", 256), nullptr);
+  EXPECT_THAT(Find("MoreThanItSays", FindingKind::kBadLaunch, 257).message,
+              HasSubstr("257 bytes of dynamic shared memory, of which the kernel says that it has "
+                        "at most 256"));
+}
+
 TEST(BadLaunch, MoreThan48KiBOfSharedMemoryNeedAnOptIn) {
   using Kernel = void (*)(int);
   const Kernel nothing = [](int) {};
