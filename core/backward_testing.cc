@@ -199,17 +199,36 @@ NamedTensors RandomOutputGradients(const Layer& layer, uint64_t seed) {
   return RandomInputs(specs, seed);
 }
 
+namespace {
+
+absl::StatusOr<NamedTensors> Together(NamedTensors of_inputs, NamedTensors of_parameters) {
+  for (auto& [name, gradient] : of_parameters) {
+    if (!of_inputs.emplace(name, std::move(gradient)).second) {
+      return absl::InternalError(absl::StrCat(name, " is an input and a parameter"));
+    }
+  }
+  return of_inputs;
+}
+
+}  // namespace
+
 absl::StatusOr<NamedTensors> GradientsOf(Layer& layer, const Inputs& inputs,
                                          const NamedTensors& output_gradients, int threads) {
   TFB_ASSIGN_OR_RETURN(LayerGradients gradients,
                        RunBackward(layer, inputs, output_gradients, threads));
-  NamedTensors all = std::move(gradients.inputs);
-  for (auto& [name, gradient] : gradients.parameters) {
-    if (!all.emplace(name, std::move(gradient)).second) {
-      return absl::InternalError(absl::StrCat(name, " is an input and a parameter"));
-    }
+  return Together(std::move(gradients.inputs), std::move(gradients.parameters));
+}
+
+absl::StatusOr<NamedTensors> GradientsOn(Device device, Layer& layer, const Inputs& inputs,
+                                         const NamedTensors& output_gradients) {
+  if (device == Device::kCpu) return GradientsOf(layer, inputs, output_gradients);
+  TFB_ASSIGN_OR_RETURN(RunAndGradients pass,
+                       BackwardOfCudaLayer(layer, device, inputs, output_gradients));
+  NamedTensors of_inputs;
+  for (auto& [name, gradient] : pass.inputs) {
+    if (!inputs.Get(name).empty()) of_inputs[name] = std::move(gradient);
   }
-  return all;
+  return Together(std::move(of_inputs), std::move(pass.parameters));
 }
 
 absl::StatusOr<std::vector<Slope>> SlopesOf(const GradientPoint& point,

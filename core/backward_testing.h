@@ -56,9 +56,12 @@ void ExpectGradientsOfDefinition(const Technique& technique, const Problem& prob
 // Returns normal gradients of all outputs that the layer differentiates.
 NamedTensors RandomOutputGradients(const Layer& layer, uint64_t seed);
 
-// Returns RunBackward's gradients of inputs and parameters, by their names.
+// Returns the gradients of inputs and parameters, by their names: RunBackward's.
 absl::StatusOr<NamedTensors> GradientsOf(Layer& layer, const Inputs& inputs,
                                          const NamedTensors& output_gradients, int threads = 1);
+// Returns those of a layer on the device: on the CPU the above, elsewhere BackwardOfCudaLayer's.
+absl::StatusOr<NamedTensors> GradientsOn(Device device, Layer& layer, const Inputs& inputs,
+                                         const NamedTensors& output_gradients);
 
 // A layer's gradients, and the point that they are of.
 struct GradientPoint {

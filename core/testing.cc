@@ -74,9 +74,12 @@ absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
                                                     const NamedTensors& output_gradients,
                                                     const RunRequest& request) {
   TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
-                       technique.Create(problem, request.options, Device::kCpu, request.seed));
+                       technique.Create(problem, request.options, request.device, request.seed));
   if (request.parameters != nullptr) {
     TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
+  }
+  if (request.device != Device::kCpu) {
+    return BackwardOfCudaLayer(*layer, request.device, inputs, output_gradients);
   }
   ThreadPool pool(request.threads);
   Tensor kept = NanMemory(layer->kept_bytes());
@@ -100,27 +103,82 @@ absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
   return result;
 }
 
+namespace {
+
+// Memory of a device, filled with NaN.
+absl::StatusOr<DeviceBuffer> NanBuffer(CudaRuntime* runtime, size_t bytes) {
+  TFB_ASSIGN_OR_RETURN(DeviceBuffer buffer, runtime->Allocate(bytes));
+  TFB_RETURN_IF_ERROR(runtime->Fill(buffer.data(), 0xFF, bytes));
+  return buffer;
+}
+absl::Span<std::byte> BytesOf(const DeviceBuffer& buffer, size_t bytes) {
+  return absl::MakeSpan(buffer.As<std::byte>(), bytes);
+}
+
+absl::StatusOr<Inputs> CopyTo(DeviceMirror* mirror, const Inputs& host) {
+  Inputs copies;
+  for (const auto& [name, view] : host) {
+    TFB_ASSIGN_OR_RETURN(const ConstTensorView copy, mirror->Copy(view));
+    copies.Set(name, copy);
+  }
+  return copies;
+}
+absl::StatusOr<Outputs> CopyForWriting(DeviceMirror* mirror, NamedTensors& host) {
+  Outputs copies;
+  for (auto& [name, tensor] : host) {
+    TFB_ASSIGN_OR_RETURN(const TensorView copy, mirror->CopyForWriting(tensor.view()));
+    copies.Set(name, copy);
+  }
+  return copies;
+}
+
+}  // namespace
+
+absl::StatusOr<RunAndGradients> BackwardOfCudaLayer(Layer& layer, Device device,
+                                                    const Inputs& inputs,
+                                                    const NamedTensors& output_gradients) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  DeviceMirror mirror(runtime);
+  ThreadPool pool(1);
+  RunAndGradients result = {NanOutputs(layer.outputs()), NanOutputs(layer.input_gradients()),
+                            NanOutputs(layer.parameter_gradients())};
+  BackwardCall call;
+  TFB_ASSIGN_OR_RETURN(call.inputs, CopyTo(&mirror, inputs));
+  TFB_ASSIGN_OR_RETURN(call.output_gradients, CopyTo(&mirror, ViewsOf(output_gradients)));
+  TFB_ASSIGN_OR_RETURN(const Outputs outputs, CopyForWriting(&mirror, result.outputs));
+  for (const auto& [name, view] : outputs) call.outputs.Set(name, view);
+  TFB_ASSIGN_OR_RETURN(call.input_gradients, CopyForWriting(&mirror, result.inputs));
+  TFB_ASSIGN_OR_RETURN(call.parameter_gradients, CopyForWriting(&mirror, result.parameters));
+  const size_t forward_bytes = layer.workspace_bytes(1);
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer forward, NanBuffer(runtime, forward_bytes));
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer kept, NanBuffer(runtime, layer.kept_bytes()));
+  Execution execution;
+  execution.pool = &pool;
+  execution.kept = BytesOf(kept, layer.kept_bytes());
+  execution.workspace = BytesOf(forward, forward_bytes);
+  TFB_RETURN_IF_ERROR(layer.Setup(call.inputs, execution));
+  TFB_RETURN_IF_ERROR(layer.Run(call.inputs, outputs, execution));
+  const size_t bytes = layer.backward_workspace_bytes(1);
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer backward, NanBuffer(runtime, bytes));
+  execution.workspace = BytesOf(backward, bytes);
+  TFB_RETURN_IF_ERROR(layer.SetUpBackward(call.inputs, execution));
+  TFB_RETURN_IF_ERROR(layer.Backward(call, execution));
+  TFB_RETURN_IF_ERROR(mirror.CopyBack());
+  return result;
+}
+
 absl::StatusOr<NamedTensors> RunCudaLayer(Layer& layer, Device device, const Inputs& inputs) {
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   DeviceMirror mirror(runtime);
-  Inputs device_inputs;
-  for (const auto& [name, view] : inputs) {
-    TFB_ASSIGN_OR_RETURN(const ConstTensorView copy, mirror.Copy(view));
-    device_inputs.Set(name, copy);
-  }
+  TFB_ASSIGN_OR_RETURN(const Inputs device_inputs, CopyTo(&mirror, inputs));
   NamedTensors outputs = NanOutputs(layer.outputs());
-  Outputs device_outputs;
-  for (auto& [name, tensor] : outputs) {
-    TFB_ASSIGN_OR_RETURN(const TensorView copy, mirror.CopyForWriting(tensor.view()));
-    device_outputs.Set(name, copy);
-  }
+  TFB_ASSIGN_OR_RETURN(const Outputs device_outputs, CopyForWriting(&mirror, outputs));
   ThreadPool pool(1);
   const size_t bytes = layer.workspace_bytes(1);
-  TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime->Allocate(bytes));
-  TFB_RETURN_IF_ERROR(runtime->Fill(workspace.data(), 0xFF, bytes));
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, NanBuffer(runtime, bytes));
   Execution execution;
   execution.pool = &pool;
-  execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
+  execution.workspace = BytesOf(workspace, bytes);
   TFB_RETURN_IF_ERROR(layer.Setup(device_inputs, execution));
   TFB_RETURN_IF_ERROR(layer.Run(device_inputs, device_outputs, execution));
   TFB_RETURN_IF_ERROR(mirror.CopyBack());

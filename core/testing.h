@@ -53,12 +53,16 @@ struct RunAndGradients {
   NamedTensors inputs;
   NamedTensors parameters;
 };
-// Runs the layer on the CPU, and its backward pass with these gradients of its outputs. Kept
-// memory, workspaces and gradients are filled with NaN before.
+// Runs the layer, and its backward pass with these gradients of its outputs. Kept memory,
+// workspaces and gradients are filled with NaN before.
 absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
                                                     const Problem& problem, const Inputs& inputs,
                                                     const NamedTensors& output_gradients,
                                                     const RunRequest& request = {});
+// Does the same with a layer that is on a GPU or in the simulator.
+absl::StatusOr<RunAndGradients> BackwardOfCudaLayer(Layer& layer, Device device,
+                                                    const Inputs& inputs,
+                                                    const NamedTensors& output_gradients);
 
 // Returns sum_n a_n b_n of views of one shape, in float64.
 double SumOfProducts(const ConstTensorView& a, const ConstTensorView& b);

@@ -69,16 +69,13 @@ class HardLayer : public Layer {
     return cost;
   }
 
-  absl::Status CheckBackward() const override {
-    if (device_ == Device::kCpu) return absl::OkStatus();
-    return absl::UnimplementedError(
-        absl::StrCat("hard has a backward pass on cpu alone, not on ", Name(device_)));
-  }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
   size_t kept_bytes() const override {
     return Workspace::Measure([this](Workspace& workspace) { KeptIndex(workspace); });
   }
   size_t backward_workspace_bytes(int threads) const override {
-    return HardBackwardCpuWorkspaceBytes(problem(), threads);
+    if (device_ == Device::kCpu) return HardBackwardCpuWorkspaceBytes(problem(), threads);
+    return Workspace::Measure([this](Workspace& workspace) { TakeRows(&workspace); });
   }
   Cost backward_cost() const override {
     const Problem& p = problem();
@@ -145,6 +142,7 @@ class HardLayer : public Layer {
     call.k_gradient = of_layer.input_gradients.Get("k");
     call.v_gradient = of_layer.input_gradients.Get("v");
     call.scale = static_cast<float>(Scale(problem(), options_));
+    if (device_ != Device::kCpu) return DifferentiateOnCuda(call, execution);
     HardBackwardCpu(problem(), call, execution);
     return absl::OkStatus();
   }
@@ -167,21 +165,17 @@ class HardLayer : public Layer {
     return TensorView(kept.Take<int32_t>(NumElements(shape)), DType::kI32, shape);
   }
 
-  absl::Status RunCuda(const HardCall& call, const Execution& execution) const {
+  // Returns the arguments of the tensors and numbers that a Run and its Backward have in common.
+  HardArguments ArgumentsOf(const ConstTensorView& q, const ConstTensorView& k,
+                            const ConstTensorView& v, const ConstTensorView& key_mask) const {
     const Problem& p = problem();
     HardArguments arguments = {};
-    arguments.q = ToDeviceView(call.q);
-    arguments.k = ToDeviceView(call.k);
-    arguments.v = ToDeviceView(call.v);
-    arguments.out = ToDeviceView(call.out);
-    if (!call.noise.empty()) arguments.noise = ToDeviceView(call.noise);
-    if (!call.key_mask.empty()) {
-      arguments.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
-      std::copy_n(call.key_mask.strides.data(), 2, arguments.key_mask_strides);
-    }
-    if (!call.index.empty()) {
-      arguments.index = static_cast<int32_t*>(call.index.mutable_data());
-      std::copy_n(call.index.strides.data(), 3, arguments.index_strides);
+    arguments.q = ToDeviceView(q);
+    arguments.k = ToDeviceView(k);
+    arguments.v = ToDeviceView(v);
+    if (!key_mask.empty()) {
+      arguments.key_mask = static_cast<const uint8_t*>(key_mask.data);
+      std::copy_n(key_mask.strides.data(), 2, arguments.key_mask_strides);
     }
     arguments.batch = p.batch;
     arguments.query_heads = p.query_heads;
@@ -191,12 +185,66 @@ class HardLayer : public Layer {
     arguments.head_dim = static_cast<int>(p.head_dim);
     arguments.value_dim = static_cast<int>(p.value_dim);
     arguments.causal = p.causal;
-    arguments.sample = call.sample == Sample::kNone         ? HardSample::kNone
-                       : call.sample == Sample::kInverseCdf ? HardSample::kInverseCdf
-                                                            : HardSample::kGumbel;
-    arguments.scale = call.scale;
+    arguments.sample = options_.sample == Sample::kNone         ? HardSample::kNone
+                       : options_.sample == Sample::kInverseCdf ? HardSample::kInverseCdf
+                                                                : HardSample::kGumbel;
+    arguments.scale = static_cast<float>(Scale(p, options_));
+    return arguments;
+  }
+
+  absl::Status RunCuda(const HardCall& call, const Execution& execution) const {
+    HardArguments arguments = ArgumentsOf(call.q, call.k, call.v, call.key_mask);
+    arguments.out = ToDeviceView(call.out);
+    arguments.noise = ToDeviceView(call.noise);
+    if (!call.index.empty()) {
+      arguments.index = static_cast<int32_t*>(call.index.mutable_data());
+      std::copy_n(call.index.strides.data(), 3, arguments.index_strides);
+    }
+    arguments.kept_index = static_cast<int32_t*>(call.kept_index.mutable_data());
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     return ToStatus(KernelsOn<HardKernels>(runtime->target()).choose(arguments, execution.stream));
+  }
+
+  // Numbers of queries, which Backward has in its workspace on CUDA.
+  struct Rows {
+    float* weight;
+    float* max;
+    float* sum;
+  };
+  Rows TakeRows(Workspace* workspace) const {
+    const int64_t rows = problem().batch * problem().query_heads * problem().query_tokens;
+    return {workspace->Take<float>(rows), workspace->Take<float>(rows),
+            workspace->Take<float>(rows)};
+  }
+
+  absl::Status DifferentiateOnCuda(const HardBackwardCall& call, const Execution& execution) const {
+    Workspace workspace(execution.workspace);
+    const Rows rows = TakeRows(&workspace);
+    HardBackwardArguments arguments = {};
+    arguments.forward = ArgumentsOf(call.q, call.k, call.v, call.key_mask);
+    arguments.index = static_cast<const int32_t*>(call.index.data);
+    arguments.baseline = ToDeviceView(call.baseline);
+    arguments.out_gradient = ToDeviceView(call.out_gradient);
+    arguments.q_gradient = ToDeviceView(call.q_gradient);
+    arguments.k_gradient = ToDeviceView(call.k_gradient);
+    arguments.v_gradient = ToDeviceView(call.v_gradient);
+    arguments.weight = rows.weight;
+    arguments.max = rows.max;
+    arguments.sum = rows.sum;
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    const HardBackwardKernels& kernels = KernelsOn<HardBackwardKernels>(runtime->target());
+    void* const stream = execution.stream;
+    if (!call.q_gradient.empty() || !call.k_gradient.empty()) {
+      TFB_RETURN_IF_ERROR(ToStatus(kernels.sum_rows(arguments, stream)));
+    }
+    if (!call.q_gradient.empty()) {
+      TFB_RETURN_IF_ERROR(ToStatus(kernels.query_gradients(arguments, stream)));
+    }
+    if (!call.k_gradient.empty()) {
+      TFB_RETURN_IF_ERROR(ToStatus(kernels.key_gradients(arguments, stream)));
+    }
+    if (call.v_gradient.empty()) return absl::OkStatus();
+    return ToStatus(kernels.value_gradients(arguments, stream));
   }
 
   HardOptions options_;

@@ -519,18 +519,30 @@ TEST(Hard, TheMeanOfDrawsIsSoftAttention) {
 // ---- Gradients ----
 
 RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs, const Options& options,
-                         const NamedTensors& output_gradients, int threads = 2) {
+                         const NamedTensors& output_gradients, int threads = 2,
+                         Device device = Device::kCpu) {
   return BackwardOfTechnique(Hard(), problem, ViewsOf(inputs), output_gradients,
-                             {options, Device::kCpu, 1, nullptr, threads})
+                             {options, device, 1, nullptr, threads})
       .value();
 }
 
+class HardBackward : public testing::TestWithParam<Device> {
+ protected:
+  static RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs,
+                                  const Options& options, const NamedTensors& output_gradients) {
+    return hard::Backward(problem, inputs, options, output_gradients, /*threads=*/2, GetParam());
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Devices, HardBackward, testing::ValuesIn(TestedDevices()),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
 // Two tiles of queries and three of keys, of grouped heads, of which one sequence has padding;
 // where causal, the first queries see no key.
-Problem UnevenProblem(bool causal, DType dtype = DType::kF32) {
-  Problem problem = Problem::SelfAttention(2, 4, 90, 10, causal, dtype);
+Problem UnevenProblem(bool causal, DType dtype = DType::kF32, int64_t head_dim = 10,
+                      int64_t value_dim = 7) {
+  Problem problem = Problem::SelfAttention(2, 4, 90, head_dim, causal, dtype);
   problem.kv_heads = 2;
-  problem.value_dim = 7;
+  problem.value_dim = value_dim;
   problem.kv_tokens = causal ? 75 : 150;
   return problem;
 }
@@ -552,11 +564,12 @@ NamedTensors OutGradient(const Problem& p, uint64_t seed = 5) {
 
 double Norm(const ConstTensorView& a) { return std::sqrt(SumOfProducts(a, a)); }
 
-TEST(Hard, AValuesGradientIsTheDefinitionsForTheChoiceMade) {
+TEST_P(HardBackward, AValuesGradientIsTheDefinitionsForTheChoiceMade) {
   for (const char* sample : {"none", "inverse_cdf", "gumbel"}) {
     const Options options = {{"sample", sample}};
     for (const bool causal : {false, true}) {
-      const Problem problem = UnevenProblem(causal);
+      const Problem problem = UnevenProblem(causal, DType::kF32, /*head_dim=*/10,
+                                            /*value_dim=*/causal ? 67 : 7);
       NamedTensors inputs = UnevenInputs(problem, options);
       const NamedTensors g = OutGradient(problem);
       const RunAndGradients pass = Backward(problem, inputs, options, g);
@@ -682,31 +695,42 @@ class WeightedLogProbability {
   std::vector<double> weights_;
 };
 
-TEST(Hard, TheGradientsOfQueriesAndKeysAreThoseOfTheWeightedLogProbabilities) {
+void ExpectGradientsOfWeightedLogProbabilities(const Problem& problem, const Options& options,
+                                               Device device) {
+  NamedTensors inputs = UnevenInputs(problem, options);
+  const NamedTensors g = OutGradient(problem);
+  Tensor& baseline = inputs["baseline"] = Tensor(DType::kF32, {2, 4, 90});
+  FillNormal(&baseline, 3, "baseline");
+  const RunAndGradients pass = Backward(problem, inputs, options, g, /*threads=*/2, device);
+  const WeightedLogProbability log_probability(problem, pass.outputs, g, baseline);
+  const SoftRows soft(problem, inputs);
+  for (const char* by : {"q", "k"}) {
+    const Tensor d = RandomDirection(inputs[by].shape(), /*seed=*/23);
+    // Three deviations, where sums over weights have the relative error 2e-5 of an output
+    // (Fp32Bound).
+    const double bound = 3 * 2e-5 * log_probability.Deviation(soft, by, d);
+    inputs[by] = inputs[by].CloneAs(DType::kF64);
+    const double slope =
+        CentralDifference(&inputs[by], d.view(), [&] { return log_probability.Value(soft); });
+    EXPECT_NEAR(SumOfProducts(pass.inputs.at(by).view(), d.view()), slope, bound)
+        << by << " " << ToString(options) << (problem.causal ? " causal" : "");
+  }
+}
+
+TEST_P(HardBackward, TheGradientsOfQueriesAndKeysAreThoseOfTheWeightedLogProbabilities) {
   for (const char* sample : {"inverse_cdf", "gumbel"}) {
-    const Options options = {{"sample", sample}};
     for (const bool causal : {false, true}) {
-      const Problem problem = UnevenProblem(causal);
-      NamedTensors inputs = UnevenInputs(problem, options);
-      const NamedTensors g = OutGradient(problem);
-      Tensor& baseline = inputs["baseline"] = Tensor(DType::kF32, {2, 4, 90});
-      FillNormal(&baseline, 3, "baseline");
-      const RunAndGradients pass = Backward(problem, inputs, options, g);
-      const WeightedLogProbability log_probability(problem, pass.outputs, g, baseline);
-      const SoftRows soft(problem, inputs);
-      for (const char* by : {"q", "k"}) {
-        const Tensor d = RandomDirection(inputs[by].shape(), /*seed=*/23);
-        // Three deviations, where sums over weights have the relative error 2e-5 of an output
-        // (Fp32Bound).
-        const double bound = 3 * 2e-5 * log_probability.Deviation(soft, by, d);
-        inputs[by] = inputs[by].CloneAs(DType::kF64);
-        const double slope =
-            CentralDifference(&inputs[by], d.view(), [&] { return log_probability.Value(soft); });
-        EXPECT_NEAR(SumOfProducts(pass.inputs.at(by).view(), d.view()), slope, bound)
-            << by << " " << sample << (causal ? " causal" : "");
-      }
+      ExpectGradientsOfWeightedLogProbabilities(UnevenProblem(causal), {{"sample", sample}},
+                                                GetParam());
     }
   }
+}
+
+// Gradients have 64 channels and 6 more, so that a device makes them in two parts, and values more
+// channels than two for each lane.
+TEST_P(HardBackward, SoTheyAreOfHeadsThatAreWiderThanATile) {
+  ExpectGradientsOfWeightedLogProbabilities(UnevenProblem(true, DType::kF32, 70, 67),
+                                            {{"sample", "gumbel"}}, GetParam());
 }
 
 // The same small problem in each sequence of a batch, with noise of its own, and with the gradients
@@ -815,7 +839,7 @@ TEST(Hard, WithoutSamplingOnlyValuesHaveAGradient) {
   EXPECT_EQ(layer->stopped_gradients().count("k"), 1u);
 }
 
-TEST(Hard, PaddingAndRowsWithoutKeysHaveGradientsOfExactlyZeroWhateverTheyHold) {
+TEST_P(HardBackward, PaddingAndRowsWithoutKeysHaveGradientsOfExactlyZeroWhateverTheyHold) {
   const Options options = {{"sample", "gumbel"}};
   const Problem problem = UnevenProblem(true);
   NamedTensors inputs = UnevenInputs(problem, options);
@@ -845,7 +869,7 @@ TEST(Hard, PaddingAndRowsWithoutKeysHaveGradientsOfExactlyZeroWhateverTheyHold) 
   }
 }
 
-TEST(Hard, WithoutKeysQueriesHaveNoGradient) {
+TEST_P(HardBackward, WithoutKeysQueriesHaveNoGradient) {
   Problem problem = Problem::SelfAttention(1, 2, 3, 4);
   problem.kv_tokens = 0;
   for (const char* sample : {"inverse_cdf", "gumbel"}) {
@@ -856,7 +880,7 @@ TEST(Hard, WithoutKeysQueriesHaveNoGradient) {
   }
 }
 
-TEST(Hard, ANanOfAFutureTokenReachesNoGradientOfThePast) {
+TEST_P(HardBackward, ANanOfAFutureTokenReachesNoGradientOfThePast) {
   const Options options = {{"sample", "gumbel"}};
   for (const int64_t tokens :
        {80, 40}) {  // in a tile beside one of numbers alone, and in the only one
@@ -882,7 +906,7 @@ TEST(Hard, ANanOfAFutureTokenReachesNoGradientOfThePast) {
   }
 }
 
-TEST(Hard, ANanGradientOfAQueryReachesOnlyItAndTheKeysThatItSees) {
+TEST_P(HardBackward, ANanGradientOfAQueryReachesOnlyItAndTheKeysThatItSees) {
   const Options options = {{"sample", "gumbel"}};
   const Problem problem = Problem::SelfAttention(1, 2, 80, 8, /*causal=*/true);
   NamedTensors inputs = Random(problem, options), g = OutGradient(problem);
@@ -899,7 +923,7 @@ TEST(Hard, ANanGradientOfAQueryReachesOnlyItAndTheKeysThatItSees) {
 }
 
 // Of 16 bits, the gradients are those of the same numbers in fp32, rounded.
-TEST(Hard, GradientsOf16BitsAreThoseOfFp32Rounded) {
+TEST_P(HardBackward, GradientsOf16BitsAreThoseOfFp32Rounded) {
   const Options options = {{"sample", "inverse_cdf"}};
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     const NamedTensors inputs = UnevenInputs(UnevenProblem(true, dtype), options);
@@ -953,13 +977,6 @@ TEST(Hard, GradientsHaveTheSameBitsAloneAndForAnyNumberOfThreads) {
           << name << " " << b;
     }
   }
-}
-
-TEST(Hard, TheBackwardPassIsOfTheCpuAlone) {
-  const auto layer =
-      Hard().Create(Problem::SelfAttention(1, 1, 4, 4), {}, KernelDevice(), 1).value();
-  EXPECT_EQ(layer->CheckBackward().message(),
-            absl::StrCat("hard has a backward pass on cpu alone, not on ", Name(KernelDevice())));
 }
 
 // ---- What tools ask ----
