@@ -1,5 +1,6 @@
 #include "core/testing.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -91,7 +92,15 @@ absl::StatusOr<RunAndGradients> BackwardOfTechnique(const Technique& technique,
   execution.workspace = BytesOf(workspace);
   execution.kept = BytesOf(kept);
   TFB_RETURN_IF_ERROR(layer->SetUpBackward(inputs, execution));
-  result.inputs = NanOutputs(layer->input_gradients());
+  const std::vector<std::string>& asked = request.input_gradients;
+  std::vector<TensorSpec> of_inputs = layer->input_gradients();
+  of_inputs.erase(std::remove_if(of_inputs.begin(), of_inputs.end(),
+                                 [&asked](const TensorSpec& spec) {
+                                   return !asked.empty() && std::find(asked.begin(), asked.end(),
+                                                                      spec.name) == asked.end();
+                                 }),
+                  of_inputs.end());
+  result.inputs = NanOutputs(of_inputs);
   result.parameters = NanOutputs(layer->parameter_gradients());
   BackwardCall call;
   call.inputs = inputs;

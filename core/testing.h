@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -36,6 +37,8 @@ struct RunRequest {
   uint64_t seed = 1;
   const NamedTensors* parameters = nullptr;  // parameters that replace those of the layer
   int threads = 1;
+  // On the CPU, the inputs whose gradients are asked for: all where this is empty.
+  std::vector<std::string> input_gradients = {};
 };
 // Returns the outputs of a layer of `technique`.
 absl::StatusOr<NamedTensors> RunTechnique(const Technique& technique, const Problem& problem,

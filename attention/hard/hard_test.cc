@@ -813,6 +813,23 @@ class Estimates {
   NamedTensors inputs_, g_, gradients_;
 };
 
+TEST(Hard, AGradientHasTheSameBitsWhereItAloneIsAskedFor) {
+  const Problem problem = UnevenProblem(/*causal=*/true);
+  RunRequest request{{{"sample", "gumbel"}}};
+  const NamedTensors inputs = UnevenInputs(problem, request.options), g = OutGradient(problem);
+  const auto gradients = [&] {
+    return BackwardOfTechnique(Hard(), problem, ViewsOf(inputs), g, request).value().inputs;
+  };
+  const NamedTensors all = gradients();
+  for (const char* name : {"q", "k", "v"}) {
+    request.input_gradients = {name};
+    const NamedTensors alone = gradients();
+    EXPECT_EQ(alone.size(), 1u);
+    EXPECT_GT(MaxAbs(alone.at(name).view()), 0);
+    EXPECT_EQ(MaxDifference(alone.at(name).view(), all.at(name).view()), 0) << name;
+  }
+}
+
 TEST(Hard, TheMeanOfGradientsIsTheGradientOfSoftAttentionWithAnyBaseline) {
   for (const char* sample : {"inverse_cdf", "gumbel"}) {
     for (const float baseline : {0.0f, 0.7f}) {
