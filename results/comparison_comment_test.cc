@@ -166,6 +166,10 @@ TEST(ComparisonComment, ALongTextLacksItsMiddle) {
   EXPECT_TRUE(absl::StrContains(comment, "| `begin nnn")) << comment;
   EXPECT_TRUE(absl::StrContains(comment, "nnn…nnn")) << comment;
   EXPECT_TRUE(absl::StrContains(comment, "nnn end` |")) << comment;
+  // Two thirds of what stays are from the beginning.
+  const size_t first = comment.find("begin nnn"), gap = comment.find("…", first);
+  const size_t begin = gap - first, end = comment.find('`', gap) - gap - std::string("…").size();
+  EXPECT_NEAR(static_cast<double>(begin), 2.0 * static_cast<double>(end), 2) << comment;
 }
 
 // Makes a text of pieces that have a meaning somewhere.
