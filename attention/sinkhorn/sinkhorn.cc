@@ -171,7 +171,7 @@ class SortBlocks : public FlashStep {
   absl::Status CheckBackward(Device device) const override {
     return OnCpuAlone(device, "sorted blocks");
   }
-  size_t backward_workspace_bytes(int threads) const override {
+  size_t backward_workspace_bytes(Device, int threads) const override {
     return SortBackwardWorkspaceBytes(sizes_, {problem_.head_dim, problem_.value_dim}, threads);
   }
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
