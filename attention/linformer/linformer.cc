@@ -208,7 +208,7 @@ class Compress : public FlashStep {
     if (plan_.has_f) names.push_back("f");
     return names;
   }
-  size_t backward_workspace_bytes(int threads) const override {
+  size_t backward_workspace_bytes(Device, int threads) const override {
     return std::max(keys_.backward_workspace_bytes(threads),
                     values_.backward_workspace_bytes(threads));
   }

@@ -1,6 +1,7 @@
 #include "attention/sinkhorn/sinkhorn.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <map>
 #include <string>
@@ -10,6 +11,7 @@
 #include "attention/sinkhorn/sinkhorn_backward.h"
 #include "attention/sinkhorn/sinkhorn_cpu.h"
 #include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "attention/sinkhorn/sinkhorn_device.h"
 #include "attention/sinkhorn/sinkhorn_functors.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/for_each.h"
@@ -100,12 +102,6 @@ class OwnBlockPattern : public Pattern {
   SinkhornSizes sizes_;
 };
 
-SortMatrix ToSortMatrix(const ConstTensorView& view) {
-  SortMatrix sort = {const_cast<void*>(view.data), {}, view.dtype == DType::kF64};
-  std::copy_n(view.strides.data(), 4, sort.strides);
-  return sort;
-}
-
 // Sorts the blocks, and mixes keys, values and mask by it: the tensors sorted_keys [batch,
 // kv_heads, mixed_blocks block, head_dim], sorted_values and, where there is a key_mask,
 // sorted_mask [batch, mixed_blocks block].
@@ -146,7 +142,7 @@ class SortBlocks : public FlashStep {
 
   size_t workspace_bytes(Device device, int threads) const override {
     if (device != Device::kCpu) {
-      return Workspace::Measure([this](Workspace& workspace) { TakeCudaScratch(workspace); });
+      return SortCudaWorkspaceBytes(sizes_);
     }
     return std::max(SortCpuWorkspaceBytes(sizes_, threads),
                     MixCpuWorkspaceBytes(sizes_, SortType(), threads));
@@ -168,11 +164,11 @@ class SortBlocks : public FlashStep {
     return product(s.batch, s.heads) * of_head;
   }
 
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "sorted blocks");
-  }
-  size_t backward_workspace_bytes(int threads) const override {
-    return SortBackwardWorkspaceBytes(sizes_, {problem_.head_dim, problem_.value_dim}, threads);
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(Device device, int threads) const override {
+    const std::array<int64_t, 2> channels = {problem_.head_dim, problem_.value_dim};
+    return device == Device::kCpu ? SortBackwardWorkspaceBytes(sizes_, channels, threads)
+                                  : SortBackwardCudaWorkspaceBytes(sizes_, channels);
   }
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
                         const ParameterGradients& of_parameters,
@@ -194,8 +190,8 @@ class SortBlocks : public FlashStep {
     call.logits_gradient = gradients.Get("logits");
     call.noise_gradient = gradients.Get("g");
     call.sort_gradient = gradients.Get("sort");
-    SortBackwardCpu(call, execution);
-    return absl::OkStatus();
+    return device_ == Device::kCpu ? SortBackwardCpu(call, execution)
+                                   : SortBackwardCuda(device_, call, execution);
   }
 
   absl::Status Run(const Inputs& tensors, const Outputs& outputs,
@@ -207,16 +203,6 @@ class SortBlocks : public FlashStep {
  private:
   // Returns the dtype of S: sums that are rounded to 16 bits are computed in float64.
   DType SortType() const { return problem_.dtype == DType::kF32 ? DType::kF32 : DType::kF64; }
-
-  struct CudaScratch {
-    double* pooled;
-    double* logits;
-  };
-  CudaScratch TakeCudaScratch(Workspace& workspace) const {
-    const int64_t rows = sizes_.batch * sizes_.heads * sizes_.blocks;
-    return {workspace.Take<double>(rows * sizes_.width),
-            workspace.Take<double>(rows * sizes_.Columns())};
-  }
 
   // Returns a parameter on the device; null where the options have none.
   const double* Numbers(const char* name) const {
@@ -292,8 +278,7 @@ class SortBlocks : public FlashStep {
       return ToStatus(kernels.mix(arguments, execution.stream));
     };
     if (given.empty()) {
-      const SortArguments arguments = ArgumentsOf(inputs, mask, execution);
-      TFB_RETURN_IF_ERROR(ToStatus(kernels.sort(arguments, execution.stream)));
+      TFB_RETURN_IF_ERROR(SortCuda(device_, SortCallOf(inputs), execution));
     } else {
       TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
     }
@@ -304,10 +289,6 @@ class SortBlocks : public FlashStep {
     return FindKeys(mask, execution);
   }
 
-  static SinkhornMask ToMask(const ConstTensorView& key_mask) {
-    if (key_mask.empty()) return {};
-    return {static_cast<const uint8_t*>(key_mask.data), {key_mask.stride(0), key_mask.stride(1)}};
-  }
   absl::Status CopySort(const ConstTensorView& from, const ConstTensorView& to,
                         const Execution& execution) const {
     return ForEachInRows(device_, sizes_.batch * sizes_.heads * sizes_.blocks, sizes_.Columns(),
@@ -317,28 +298,6 @@ class SortBlocks : public FlashStep {
     if (mask.data == nullptr) return absl::OkStatus();
     const KeysAmongMixedRows keys = {sizes_, mask, key_mask_.MutableAt<uint8_t>(0)};
     return ForEach(device_, sizes_.batch * sizes_.block, keys, execution);
-  }
-
-  SortArguments ArgumentsOf(const Inputs& inputs, const SinkhornMask& mask,
-                            const Execution& execution) const {
-    Workspace workspace(execution.workspace);
-    const CudaScratch scratch = TakeCudaScratch(workspace);
-    SortArguments arguments = {};
-    arguments.sizes = sizes_;
-    arguments.network = Network();
-    const auto pooled = PooledRowsOf<PooledRows>(inputs);
-    for (size_t n = 0; n < pooled.size() && !pooled[n].rows.empty(); ++n) {
-      arguments.pooled_rows[n] = ToDeviceView(pooled[n].rows);
-      arguments.channels[n] = pooled[n].rows.dim(3);
-      arguments.heads_summed[n] = pooled[n].heads_summed;
-    }
-    arguments.key_mask = mask;
-    arguments.given = ToDeviceView(inputs.Get("logits"));
-    arguments.noise = ToDeviceView(inputs.Get("g"));
-    arguments.pooled = scratch.pooled;
-    arguments.logits = scratch.logits;
-    arguments.sort = ToSortMatrix(sort_);
-    return arguments;
   }
 
   Problem problem_;

@@ -4,9 +4,11 @@
 #include <cmath>
 
 #include "Eigen/Core"
+#include "attention/sinkhorn/sinkhorn_device.h"
 #include "attention/sinkhorn/sorter.h"
 #include "core/cpu/kernels.h"
 #include "core/flash/rows.h"
+#include "core/status.h"
 #include "core/workspace.h"
 
 namespace tfb::sinkhorn {
@@ -81,14 +83,12 @@ struct ScoreScratch {
   double* of_layer;  // [max(hidden, width)]: a gradient
 };
 ScoreScratch LayOutScores(const SinkhornSizes& s, Workspace& workspace) {
-  constexpr int64_t kStoredBytes = int64_t{32} << 20;
   const int64_t matrix = s.blocks * s.Columns();
-  const int64_t room = std::clamp<int64_t>(
-      kStoredBytes / (matrix * static_cast<int64_t>(sizeof(double))), 1, s.iterations);
+  const StoredMatrices stored(s);
   ScoreScratch scratch;
   scratch.sort = LayOutSort(s, workspace);
-  scratch.stride = (s.iterations + room - 1) / room;
-  scratch.stored = workspace.Take<double>(room * matrix);
+  scratch.stride = stored.stride;
+  scratch.stored = workspace.Take<double>(stored.count * matrix);
   scratch.rows = workspace.Take<double>(matrix);
   scratch.sums = workspace.Take<double>(s.Columns());
   scratch.of_layer = workspace.Take<double>(std::max(s.hidden, s.width));
@@ -149,88 +149,21 @@ class SortBackward {
                mixed.gradient.Offset(b, h, j) + part.first * stride, stride);
     }
   }
-  // Adds the null row's gradient of a head of all sequences.
-  void OfNullRow(const MixedGradients& mixed, int64_t h) const {
-    const int64_t channels = mixed.rows.dim(3);
-    for (int64_t b = 0; b < sizes_.batch; ++b) {
-      for (int64_t r = 0; r < sizes_.block; ++r) {
-        const float* from = NullRow(mixed, b * sizes_.heads + h, r);
-        for (int64_t c = 0; c < channels; ++c) mixed.null_gradient[h * channels + c] += from[c];
-      }
-    }
-  }
-
-  // Adds dS to the gradient of a matrix that was given.
-  void OfGiven(int64_t head) const {
-    const TensorView& to = call_.sort_gradient;
-    if (!to.empty()) AddMatrix(head, to);
-  }
-
-  // Takes dS back to the scores, the noise, and the rows that were pooled.
+  // Takes dS back to the scores, and to the sums of rows that were pooled.
   void OfScores(int64_t head, ScoreScratch& scratch) const {
     scratch.sort.pooled = memory_.pooled + head * sizes_.blocks * sizes_.width;
     const Sorter sorter(call_.forward, scratch.sort, BatchOf(head), HeadOf(head));
     ThroughBalance(head, sorter, scratch);
-    if (!call_.noise_gradient.empty()) AddMatrix(head, call_.noise_gradient);
-    if (sizes_.scores == SortScores::kGiven) {
-      if (!call_.logits_gradient.empty()) AddMatrix(head, call_.logits_gradient);
-      return;
-    }
+  }
+  // Takes the gradient of R + g, which OfScores has found, back to those of the sums of rows.
+  void OfNetwork(int64_t head, ScoreScratch& scratch) const {
+    scratch.sort.pooled = memory_.pooled + head * sizes_.blocks * sizes_.width;
+    const Sorter sorter(call_.forward, scratch.sort, BatchOf(head), HeadOf(head));
     for (int64_t u = 0; u < sizes_.blocks; ++u) ThroughNetwork(head, u, sorter, scratch);
     Doubles(PooledGradient(head, sizes_.blocks), sizes_.width).setZero();
     for (int64_t u = sizes_.blocks - 1; sizes_.causal && u >= 0; --u) {
       Doubles(PooledGradient(head, u), sizes_.width) +=
           ConstDoubles(PooledGradient(head, u + 1), sizes_.width);
-    }
-  }
-
-  // Rows of parameters: those of the first layer's weights, its bias, the last layer's weights, and
-  // its bias.
-  int64_t ParameterRows() const {
-    return sizes_.hidden > 0 ? sizes_.width + sizes_.hidden + 2 : sizes_.width + 1;
-  }
-  void OfParameterRow(int64_t h, int64_t row) const {
-    const int64_t hidden = sizes_.hidden, width = sizes_.width, columns = sizes_.Columns();
-    const SortNetworkGradients& to = call_.network;
-    const auto each = [&](const double* inputs, int64_t in, int64_t c, const double* gradients,
-                          int64_t out, double* sums) {
-      for (int64_t b = 0; b < sizes_.batch; ++b) {
-        for (int64_t u = 0; u < sizes_.blocks; ++u) {
-          const int64_t n = (b * sizes_.heads + h) * sizes_.blocks + u;
-          const double factor = inputs == nullptr ? 1.0 : inputs[n * in + c];
-          Doubles(sums, out) += factor * ConstDoubles(gradients + n * out, out);
-        }
-      }
-    };
-    if (hidden > 0 && row < width) {
-      each(memory_.pooled, width, row, memory_.hidden_gradient, hidden,
-           to.hidden_weights + (h * width + row) * hidden);
-      return;
-    }
-    if (hidden > 0 && row == width) {
-      each(nullptr, 0, 0, memory_.hidden_gradient, hidden, to.hidden_bias + h * hidden);
-      return;
-    }
-    const int64_t depth = hidden > 0 ? hidden : width;
-    const int64_t c = hidden > 0 ? row - width - 1 : row;
-    if (c == depth) {
-      each(nullptr, 0, 0, memory_.matrix, columns, to.score_bias + h * columns);
-    } else {
-      each(hidden > 0 ? memory_.hidden : memory_.pooled, depth, c, memory_.matrix, columns,
-           to.score_weights + (h * depth + c) * columns);
-    }
-  }
-
-  // Adds the gradients of the blocks' sums to their tokens, of block t of sequence b.
-  void OfPooledRows(int64_t b, int64_t t) const {
-    const int64_t end = std::min((t + 1) * sizes_.block, sizes_.tokens);
-    for (int64_t j = t * sizes_.block; j < end; ++j) {
-      if (!IsToken(sizes_, call_.forward.key_mask, b, j)) continue;
-      // Where causal, the sum of block t has its first token alone.
-      const int64_t u = sizes_.causal && j > t * sizes_.block ? t + 1 : t;
-      for (int64_t h = 0; h < sizes_.heads; ++h) {
-        AddToToken(PooledGradient(b * sizes_.heads + h, u), b, h, j);
-      }
     }
   }
 
@@ -303,16 +236,6 @@ class SortBackward {
       }
       for (int64_t t = first; t < first + columns; ++t) {
         if (FirstWith(t) < shared) add(t, 1, FirstWith(t), shared, true);
-      }
-    }
-  }
-
-  void AddMatrix(int64_t head, const TensorView& to) const {
-    for (int64_t u = 0; u < sizes_.blocks; ++u) {
-      const Doubles row = MatrixRow(head, u);
-      float* first = to.MutableAt<float>(BatchOf(head), HeadOf(head), u);
-      for (int64_t t = 0; t < row.size(); ++t) {
-        first[t * to.stride(3)] += static_cast<float>(row[t]);
       }
     }
   }
@@ -406,23 +329,6 @@ class SortBackward {
     }
   }
 
-  // Adds a gradient of x_j of head h.
-  void AddToToken(const double* gradient, int64_t b, int64_t h, int64_t j) const {
-    for (size_t n = 0; n < call_.pooled.size(); ++n) {
-      const PooledRows& of_run = call_.forward.pooled[n];
-      if (of_run.rows.empty()) continue;
-      const int64_t channels = of_run.rows.dim(3);
-      const PooledGradients& part = call_.pooled[n];
-      for (int64_t g = 0; g < part.heads_summed && !part.rows.empty(); ++g) {
-        float* to = part.rows.MutableAt<float>(b, h * part.heads_summed + g, j);
-        for (int64_t c = 0; c < channels; ++c) {
-          to[c * part.rows.stride(3)] += static_cast<float>(gradient[c]);
-        }
-      }
-      gradient += channels;
-    }
-  }
-
   const SortBackwardCall& call_;
   const SinkhornSizes& sizes_;
   const Memory& memory_;
@@ -438,7 +344,7 @@ size_t SortBackwardWorkspaceBytes(const SinkhornSizes& sizes,
          });
 }
 
-void SortBackwardCpu(const SortBackwardCall& call, const Execution& execution) {
+absl::Status SortBackwardCpu(const SortBackwardCall& call, const Execution& execution) {
   const SinkhornSizes& sizes = call.forward.sizes;
   const size_t bytes = ThreadBytes(sizes);
   ThreadPool* pool = execution.pool;
@@ -449,6 +355,9 @@ void SortBackwardCpu(const SortBackwardCall& call, const Execution& execution) {
   const SortBackward run(call, memory);
   const auto scratch_of = [&](int worker) {
     return Workspace(absl::MakeSpan(scratch + worker * bytes, bytes));
+  };
+  const auto add_matrix = [&](const TensorView& to) {
+    return AddMatrixTo(Device::kCpu, sizes, memory.matrix, to, execution);
   };
   const int64_t heads = sizes.batch * sizes.heads;
   pool->ParallelFor(heads, [&](int64_t head, int worker) {
@@ -462,25 +371,23 @@ void SortBackwardCpu(const SortBackwardCall& call, const Execution& execution) {
       run.OfRows(mixed, task / chunks / sizes.block, task / chunks % sizes.block,
                  run.PartFrom(task % chunks * kChannels, mixed), LayOutRows(sizes, own));
     });
-    if (sizes.null_blocks == 0) continue;
-    pool->ParallelFor(sizes.heads, [&](int64_t h, int) { run.OfNullRow(mixed, h); });
+    TFB_RETURN_IF_ERROR(AddNullRowsTo(Device::kCpu, sizes, mixed, memory.null_rows, execution));
   }
-  if (call.sort_is_given) {
-    pool->ParallelFor(heads, [&](int64_t head, int) { run.OfGiven(head); });
-    return;
-  }
-  pool->ParallelFor(heads, [&](int64_t head, int worker) {
-    Workspace own = scratch_of(worker);
-    ScoreScratch of_scores = LayOutScores(sizes, own);
-    run.OfScores(head, of_scores);
-  });
-  if (sizes.scores == SortScores::kGiven) return;
-  pool->ParallelFor(sizes.heads * run.ParameterRows(), [&](int64_t task, int) {
-    run.OfParameterRow(task / run.ParameterRows(), task % run.ParameterRows());
-  });
-  pool->ParallelFor(sizes.batch * sizes.blocks, [&](int64_t task, int) {
-    run.OfPooledRows(task / sizes.blocks, task % sizes.blocks);
-  });
+  if (call.sort_is_given) return add_matrix(call.sort_gradient);
+  const auto for_each_head = [&](auto body) {
+    pool->ParallelFor(heads, [&](int64_t head, int worker) {
+      Workspace own = scratch_of(worker);
+      ScoreScratch of_scores = LayOutScores(sizes, own);
+      body(head, of_scores);
+    });
+  };
+  for_each_head([&](int64_t head, ScoreScratch& own) { run.OfScores(head, own); });
+  TFB_RETURN_IF_ERROR(add_matrix(call.noise_gradient));
+  if (sizes.scores == SortScores::kGiven) return add_matrix(call.logits_gradient);
+  for_each_head([&](int64_t head, ScoreScratch& own) { run.OfNetwork(head, own); });
+  const NetworkPass pass = {memory.pooled, memory.hidden, memory.hidden_gradient, memory.matrix,
+                            memory.pooled_gradient};
+  return AddNetworkGradients(Device::kCpu, call, pass, execution);
 }
 
 }  // namespace tfb::sinkhorn

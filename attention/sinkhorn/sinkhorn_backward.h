@@ -1,4 +1,5 @@
-// The backward pass of the sorting of sparse Sinkhorn attention on the CPU.
+// The backward pass of the sorting of sparse Sinkhorn attention, on the CPU here, on CUDA devices in
+// sinkhorn_device.h.
 //
 // From the gradients of K^s and V^s, dS_ut = sum dK^s_u . K_t + sum dV^s_u . V_t, and dK_t = sum_u
 // S_ut dK^s_u. Then dA = S dS goes back through the iterations, whose steps' results A' are computed
@@ -13,7 +14,7 @@
 //                    G_ut = dA'_ut + (1 - exp A'_(u+1)t) G_(u+1)t
 //
 // since 1 - exp A'_(u+1)t is the ratio of the sums up to u and up to u + 1. The matrices before
-// some iterations are stored, as many as fit 32 MiB a thread, and those between are computed again
+// some iterations are stored, as many as fit 32 MiB (of a thread; on CUDA, of a head), and those between are computed again
 // from them. All of this is float64, as in the forward pass; the products with keys and values are
 // fp32.
 #ifndef TFB_ATTENTION_SINKHORN_SINKHORN_BACKWARD_H_
@@ -23,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "absl/status/status.h"
 #include "attention/sinkhorn/sinkhorn_cpu.h"
 #include "attention/sinkhorn/sinkhorn_sizes.h"
 #include "core/technique.h"
@@ -69,7 +71,7 @@ size_t SortBackwardWorkspaceBytes(const SinkhornSizes& sizes,
                                   const std::array<int64_t, 2>& channels, int threads);
 // Adds the gradients. It allocates nothing, and the result does not depend on the number of
 // threads.
-void SortBackwardCpu(const SortBackwardCall& call, const Execution& execution);
+absl::Status SortBackwardCpu(const SortBackwardCall& call, const Execution& execution);
 
 }  // namespace tfb::sinkhorn
 

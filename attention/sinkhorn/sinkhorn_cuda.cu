@@ -1,4 +1,5 @@
 #include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "attention/sinkhorn/sinkhorn_gradients.h"
 #include "core/cuda/for_each.cuh"
 #include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
@@ -98,6 +99,7 @@ __global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
     for (int64_t n = threadIdx.x; n < s.hidden; n += kThreads) {
       hidden[n] = Relu(Unit(depth, s.hidden, n, in, a.network.hidden_weights + h * depth * s.hidden,
                             a.network.hidden_bias + h * s.hidden));
+      if (a.hidden != nullptr) a.hidden[(head * s.blocks + u) * s.hidden + n] = hidden[n];
     }
     __syncthreads();
     in = hidden;
@@ -109,6 +111,7 @@ __global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
                        ? LoadScore(a.given, b, h, u, t)
                        : Unit(depth, columns, t, in, a.network.score_weights + h * depth * columns,
                               a.network.score_bias + h * columns);
+    if (a.results != nullptr) a.results[(head * s.blocks + u) * columns + t] = score;
     if (s.scores == SortScores::kRelu || s.scores == SortScores::kLogRelu) score = Relu(score);
     if (s.scores == SortScores::kLogRelu) score = log(score + 1e-6);
     if (a.noise.data != nullptr) score += LoadScore(a.noise, b, h, u, t);
@@ -146,23 +149,131 @@ __device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t 
   for (int64_t u = first; u < s.blocks; ++u) logits[u * s.Columns() + t] -= log_sum_exp;
 }
 
+// Normalise the matrix of a head. Other threads have then done their part.
+__device__ void NormaliseRows(double* logits, const SinkhornSizes& s) {
+  for (int64_t u = Warp(); u < s.blocks; u += kWarps) {
+    NormaliseRow(logits + u * s.Columns(), s.Support(u));
+  }
+  __syncthreads();
+}
+__device__ void NormaliseColumns(double* logits, const SinkhornSizes& s) {
+  for (int64_t t = threadIdx.x; t < s.Columns(); t += kThreads) NormaliseColumn(logits, s, t);
+  __syncthreads();
+}
+__device__ void Iterate(double* logits, const SinkhornSizes& s) {
+  NormaliseRows(logits, s);
+  NormaliseColumns(logits, s);
+}
+
 __global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
   const SinkhornSizes& s = a.sizes;
   const int64_t columns = s.Columns(), entries = s.blocks * columns;
   double* logits = a.logits + blockIdx.x * entries;
-  for (int64_t n = 0; n < s.iterations; ++n) {
-    for (int64_t u = Warp(); u < s.blocks; u += kWarps) {
-      NormaliseRow(logits + u * columns, s.Support(u));
-    }
-    __syncthreads();
-    for (int64_t t = threadIdx.x; t < columns; t += kThreads) NormaliseColumn(logits, s, t);
-    __syncthreads();
-  }
+  for (int64_t n = 0; n < s.iterations; ++n) Iterate(logits, s);
   // Numbers that are denormal in fp32 change no sum.
   for (int64_t n = threadIdx.x; n < entries; n += kThreads) {
     const double entry = n % columns < s.Support(n / columns) ? exp(logits[n]) : 0;
     StoreSort(a.sort, blockIdx.x * entries + n, entry < 1.17549435e-38 ? 0 : entry);
   }
+}
+
+// ---- The gradient of S: a warp for each entry ----
+
+__global__ void __launch_bounds__(kRowThreads) GradientOfMatrix(SortGradientArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t n = WarpOfGrid(), t = n % s.Columns(), row = n / s.Columns();
+  const int64_t u = row % s.blocks, head = row / s.blocks;
+  if (head >= s.batch * s.heads) return;
+  const int64_t b = head / s.heads, h = head % s.heads;
+  const bool counts = u < s.mixed_blocks && t < s.Support(u);
+  float sum = 0;
+  for (int m = 0; counts && m < 2; ++m) {
+    const SortGradientArguments::Mixed& mixed = a.mixed[m];
+    for (int64_t r = 0; r < s.block; ++r) {
+      const int64_t j = (t - s.null_blocks) * s.block + r;
+      if (t >= s.null_blocks && !IsToken(s, a.key_mask, b, j)) continue;
+      for (int64_t c = Lane(); c < mixed.channels; c += kWarp) {
+        const float x = t < s.null_blocks
+                            ? static_cast<float>(mixed.null_rows[h * mixed.channels + c])
+                            : Load(mixed.rows, Offset(mixed.rows, b, h, j, c));
+        sum += x * Load(mixed.sorted, Offset(mixed.sorted, b, h, u * s.block + r, c));
+      }
+    }
+  }
+  sum = SumOfWarp(sum);
+  if (Lane() == 0) a.matrix[n] = sum;
+}
+
+// ---- The gradient of the scores: a block for each head, as in the balance ----
+
+// Calls body(n) for the thread's entries in the support of a head's matrix.
+template <class Body>
+__device__ void ForEachEntry(const SinkhornSizes& s, const Body& body) {
+  for (int64_t n = threadIdx.x; n < s.blocks * s.Columns(); n += kThreads) {
+    if (n % s.Columns() < s.Support(n / s.Columns())) body(n);
+  }
+}
+__device__ void CopyEntries(const SinkhornSizes& s, const double* from, double* to) {
+  ForEachEntry(s, [&](int64_t n) { to[n] = from[n]; });
+  __syncthreads();
+}
+
+// Takes the gradient of a matrix whose columns have been normalised to that of the one before.
+__device__ void ThroughColumns(const SinkhornSizes& s, const double* normalised, double* gradient) {
+  const int64_t columns = s.Columns();
+  for (int64_t t = threadIdx.x; t < columns; t += kThreads) {
+    const int64_t first = s.causal ? max(t + 1 - s.null_blocks, int64_t{0}) : 0;
+    double sum = 0;
+    for (int64_t u = first; !s.causal && u < s.blocks; ++u) sum += gradient[u * columns + t];
+    for (int64_t u = s.blocks - 1; u >= first; --u) {
+      double& of_entry = gradient[u * columns + t];
+      const double share = exp(normalised[u * columns + t]);
+      if (s.causal) sum += of_entry;
+      of_entry -= share * sum;
+      if (s.causal) sum *= 1 - share;
+    }
+  }
+  __syncthreads();
+}
+// The same for rows.
+__device__ void ThroughRows(const SinkhornSizes& s, const double* normalised, double* gradient) {
+  for (int64_t u = Warp(); u < s.blocks; u += kWarps) {
+    const int64_t support = s.Support(u), first = u * s.Columns();
+    double sum = 0;
+    for (int64_t t = Lane(); t < support; t += kWarp) sum += gradient[first + t];
+    sum = SumOfWarp(sum);
+    for (int64_t t = Lane(); t < support; t += kWarp) {
+      gradient[first + t] -= sum * exp(normalised[first + t]);
+    }
+  }
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads) ThroughBalance(SortGradientArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t entries = s.blocks * s.Columns(), head = blockIdx.x;
+  double* const logits = a.logits + head * entries;
+  double* const rows = a.rows + head * entries;
+  double* const gradient = a.matrix + head * entries;
+  const auto stored = [&](int64_t n) {
+    return a.stored + (head * a.stored_matrices + n / a.stride) * entries;
+  };
+  for (int64_t n = 0; n < s.iterations; ++n) {
+    if (n % a.stride == 0) CopyEntries(s, logits, stored(n));
+    Iterate(logits, s);
+  }
+  ForEachEntry(s, [&](int64_t n) { gradient[n] *= exp(logits[n]); });
+  __syncthreads();
+  for (int64_t n = s.iterations - 1; n >= 0; --n) {
+    CopyEntries(s, stored(n), logits);
+    for (int64_t step = 0; step < n % a.stride; ++step) Iterate(logits, s);
+    NormaliseRows(logits, s);
+    CopyEntries(s, logits, rows);
+    NormaliseColumns(logits, s);
+    ThroughColumns(s, logits, gradient);
+    ThroughRows(s, rows, gradient);
+  }
+  ForEachEntry(s, [&](int64_t n) { gradient[n] /= s.temperature; });
 }
 
 // ---- Sums of blocks ----
@@ -306,7 +417,7 @@ const char* LaunchBlocks(const char* name, void (*kernel)(Arguments), int64_t bl
   return Launch(name, kernel, {blocks, kThreads, shared_bytes}, stream, a);
 }
 
-const char* LaunchSort(const SortArguments& a, void* stream) {
+const char* LaunchScore(const SortArguments& a, void* stream) {
   const int64_t heads = a.sizes.batch * a.sizes.heads;
   const bool is_given = a.given.data != nullptr;
   const char* error =
@@ -314,10 +425,20 @@ const char* LaunchSort(const SortArguments& a, void* stream) {
   if (error == nullptr && a.sizes.causal && !is_given) {
     error = LaunchBlocks("SumPrefixes", &SumPrefixes, heads, stream, a);
   }
-  if (error == nullptr) {
-    error = LaunchBlocks("Score", &Score, heads * a.sizes.blocks, stream, a, a.sizes.hidden);
-  }
-  return error == nullptr ? LaunchBlocks("Balance", &Balance, heads, stream, a) : error;
+  if (error != nullptr) return error;
+  return LaunchBlocks("Score", &Score, heads * a.sizes.blocks, stream, a, a.sizes.hidden);
+}
+const char* LaunchBalance(const SortArguments& a, void* stream) {
+  return LaunchBlocks("Balance", &Balance, a.sizes.batch * a.sizes.heads, stream, a);
+}
+
+const char* LaunchGradientOfMatrix(const SortGradientArguments& a, void* stream) {
+  const SinkhornSizes& s = a.sizes;
+  return LaunchWarps("GradientOfMatrix", &GradientOfMatrix,
+                     s.batch * s.heads * s.blocks * s.Columns(), stream, a);
+}
+const char* LaunchThroughBalance(const SortGradientArguments& a, void* stream) {
+  return LaunchBlocks("ThroughBalance", &ThroughBalance, a.sizes.batch * a.sizes.heads, stream, a);
 }
 
 const char* LaunchMix(const MixArguments& a, void* stream) {
@@ -331,8 +452,17 @@ const char* LaunchMix(const MixArguments& a, void* stream) {
 
 }  // namespace
 
-TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchSort, &LaunchMix});
+TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchScore, &LaunchBalance, &LaunchMix,
+                                   &LaunchGradientOfMatrix, &LaunchThroughBalance});
 TFB_FOR_EACH(KeysAmongMixedRows);
 TFB_FOR_EACH_IN_ROWS(CopyOfSort);
+TFB_FOR_EACH_IN_ROWS(AddMatrix);
+TFB_FOR_EACH_IN_ROWS(AddNullRows);
+TFB_FOR_EACH_IN_ROWS(AddLayerGradients);
+TFB_FOR_EACH_IN_ROWS(AddPooledGradients);
+TFB_FOR_EACH_IN_ROWS(AddSortedGradients);
+TFB_FOR_EACH(ThroughScores);
+TFB_FOR_EACH_IN_ROWS(ThroughLayer);
+TFB_FOR_EACH_IN_ROWS(SumFromBlocks);
 
 }  // namespace tfb::sinkhorn

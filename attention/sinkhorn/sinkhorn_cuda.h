@@ -23,6 +23,8 @@ struct SortArguments {
   DeviceView noise;  // null data: none
   double* pooled;    // scratch [batch][heads][blocks][width]
   double* logits;    // scratch [batch][heads][blocks][columns]
+  double* hidden;    // written: the units [batch][heads][blocks][hidden], or null
+  double* results;   // written: the last layer's, of the shape of the logits, or null
   SortMatrix sort;   // contiguous
 };
 
@@ -37,10 +39,32 @@ struct MixArguments {
   SinkhornMask key_mask;
 };
 
+// The arguments of a backward pass through S. Arrays of doubles are [batch][heads][blocks][columns].
+struct SortGradientArguments {
+  struct Mixed {
+    DeviceView rows;  // [batch, heads, tokens, channels]
+    int64_t channels;
+    const double* null_rows;  // [heads][channels], where there is a null block
+    DeviceView sorted;        // f32 [batch, heads, mixed_blocks block, channels]: the gradient
+  };
+  SinkhornSizes sizes;
+  SinkhornMask key_mask;
+  Mixed mixed[2];  // keys and values
+  double* matrix;  // written: dS, 0 outside of the support; then the gradient of R + g
+  double* logits;  // as they are before the balance, and scratch then
+  double* rows;    // scratch
+  double* stored;  // scratch [batch][heads][stored_matrices][blocks][columns]
+  int64_t stored_matrices;
+  int64_t stride;  // iterations from one stored matrix to the next
+};
+
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct SinkhornKernels {
-  const char* (*sort)(const SortArguments& arguments, void* stream);
+  const char* (*score)(const SortArguments& arguments, void* stream);
+  const char* (*balance)(const SortArguments& arguments, void* stream);
   const char* (*mix)(const MixArguments& arguments, void* stream);
+  const char* (*gradient_of_matrix)(const SortGradientArguments& arguments, void* stream);
+  const char* (*through_balance)(const SortGradientArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::sinkhorn

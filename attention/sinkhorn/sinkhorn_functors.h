@@ -27,6 +27,13 @@ struct SortMatrix {
   bool is_double;
 };
 
+TFB_HOST_DEVICE double Entry(const SortMatrix& sort, int64_t b, int64_t h, int64_t u, int64_t t) {
+  const int64_t offset =
+      b * sort.strides[0] + h * sort.strides[1] + u * sort.strides[2] + t * sort.strides[3];
+  return sort.is_double ? static_cast<const double*>(sort.data)[offset]
+                        : static_cast<const float*>(sort.data)[offset];
+}
+
 // Finds which rows of the sorted blocks are keys. Element b * block + r is row r of all blocks of
 // sequence b.
 struct KeysAmongMixedRows {
@@ -56,20 +63,15 @@ struct CopyOfSort {
   template <class Piece>
   TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
     const int64_t u = row % sizes.blocks, head = row / sizes.blocks;
-    const auto offset = [&](const SortMatrix& sort, int64_t t) {
-      return head / sizes.heads * sort.strides[0] + head % sizes.heads * sort.strides[1] +
-             u * sort.strides[2] + t * sort.strides[3];
-    };
+    const int64_t b = head / sizes.heads, h = head % sizes.heads;
     for (int64_t t = piece.first(); t < piece.end(); ++t) {
-      double entry = 0;
-      if (t < sizes.Support(u)) {
-        entry = from.is_double ? static_cast<const double*>(from.data)[offset(from, t)]
-                               : static_cast<const float*>(from.data)[offset(from, t)];
-      }
+      const double entry = t < sizes.Support(u) ? Entry(from, b, h, u, t) : 0;
+      const int64_t offset =
+          b * to.strides[0] + h * to.strides[1] + u * to.strides[2] + t * to.strides[3];
       if (to.is_double) {
-        static_cast<double*>(to.data)[offset(to, t)] = entry;
+        static_cast<double*>(to.data)[offset] = entry;
       } else {
-        static_cast<float*>(to.data)[offset(to, t)] = static_cast<float>(entry);
+        static_cast<float*>(to.data)[offset] = static_cast<float>(entry);
       }
     }
   }

@@ -723,16 +723,20 @@ NamedTensors OutputGradients(const Problem& p) {
   return gradients;
 }
 RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs, const Options& options,
-                         const NamedTensors& output_gradients, int threads = 2) {
+                         const NamedTensors& output_gradients, Device device, int threads = 2) {
   return BackwardOfTechnique(Sinkhorn(), problem, ViewsOf(inputs), output_gradients,
-                             {options, Device::kCpu, 1, nullptr, threads})
+                             {options, device, 1, nullptr, threads})
       .value();
 }
 
+class SinkhornBackward : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(Devices, SinkhornBackward, testing::ValuesIn(TestedDevices()),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
 void ExpectGradientsOfTheDefinition(const Problem& problem, const NamedTensors& inputs,
-                                    const Options& options) {
+                                    const Options& options, Device device) {
   const NamedTensors g = OutputGradients(problem);
-  const RunAndGradients pass = Backward(problem, inputs, options, g);
+  const RunAndGradients pass = Backward(problem, inputs, options, g, device);
   std::vector<std::string> names;
   for (const auto& [name, gradient] : pass.parameters) names.push_back(name);
   for (const auto& [name, gradient] : pass.inputs) {
@@ -746,7 +750,7 @@ void ExpectGradientsOfTheDefinition(const Problem& problem, const NamedTensors& 
   }
 }
 
-TEST(Sinkhorn, GradientsAreTheDefinitions) {
+TEST_P(SinkhornBackward, GradientsAreTheDefinitions) {
   const Options common = {{"block", "8"}, {"iterations", "3"}};
   const Options each[] = {
       {},
@@ -758,22 +762,22 @@ TEST(Sinkhorn, GradientsAreTheDefinitions) {
     for (const bool causal : {false, true}) {
       const Problem problem = UnevenProblem(causal);
       const Options all = With(common, options);
-      ExpectGradientsOfTheDefinition(problem, UnevenInputs(problem, all), all);
+      ExpectGradientsOfTheDefinition(problem, UnevenInputs(problem, all), all, GetParam());
       const Options more = With(all, {causal ? std::make_pair("null_key", "true")
                                              : std::make_pair("sorted_blocks", "2")});
-      ExpectGradientsOfTheDefinition(problem, UnevenInputs(problem, more), more);
+      ExpectGradientsOfTheDefinition(problem, UnevenInputs(problem, more), more, GetParam());
     }
   }
 }
 
-TEST(Sinkhorn, AGivenMatrixHasAGradientAndNothingBehindIt) {
+TEST_P(SinkhornBackward, AGivenMatrixHasAGradientAndNothingBehindIt) {
   const Options options = {{"block", "8"}, {"pooled", "queries_and_keys"}};
   for (const bool causal : {false, true}) {
     const Problem problem = UnevenProblem(causal);
     NamedTensors inputs = UnevenInputs(problem, options);
     FillUniform(&(inputs["sort"] = Tensor(DType::kF32, {2, 2, 7, 7})), 3, "sort", 0, 1);
     const NamedTensors g = OutputGradients(problem);
-    const RunAndGradients pass = Backward(problem, inputs, options, g);
+    const RunAndGradients pass = Backward(problem, inputs, options, g, GetParam());
     for (const char* name : {"q", "k", "v", "sort"}) {
       const DirectionalDerivative d =
           DerivativeOf(name, Sinkhorn(), problem, inputs, g, pass, {options});
@@ -784,33 +788,33 @@ TEST(Sinkhorn, AGivenMatrixHasAGradientAndNothingBehindIt) {
 }
 
 // Of 70 blocks more than a panel of 64, and of 70 channels more than a part of 64.
-TEST(Sinkhorn, GradientsOfMoreBlocksAndChannelsThanAreTakenAtOnce) {
+TEST_P(SinkhornBackward, GradientsOfMoreBlocksAndChannelsThanAreTakenAtOnce) {
   const Options options = {{"block", "1"}, {"iterations", "2"}, {"hidden", "3"}};
   for (const bool causal : {false, true}) {
     Problem problem = Problem::SelfAttention(1, 1, 70, 70, causal);
     problem.value_dim = 3;
-    ExpectGradientsOfTheDefinition(problem, Random(problem, options), options);
+    ExpectGradientsOfTheDefinition(problem, Random(problem, options), options, GetParam());
   }
 }
 
 // 100 matrices of 210 x 210 doubles are more than 32 MiB: every other one is stored.
-TEST(Sinkhorn, GradientsOfMoreIterationsThanAreStored) {
+TEST_P(SinkhornBackward, GradientsOfMoreIterationsThanAreStored) {
   const Options options = {{"block", "1"}, {"iterations", "100"}, {"scores", "given"}};
   const Problem problem = Problem::SelfAttention(1, 1, 210, 2, /*causal=*/true);
   const NamedTensors inputs = Random(problem, options), g = OutputGradients(problem);
-  const RunAndGradients pass = Backward(problem, inputs, options, g);
+  const RunAndGradients pass = Backward(problem, inputs, options, g, GetParam());
   const DirectionalDerivative d =
       DerivativeOf("logits", Sinkhorn(), problem, inputs, g, pass, {options});
   EXPECT_NEAR(d.of_layer, d.of_definition, d.bound);
 }
 
 // The first step of an iteration takes any number that is added to a row of scores away.
-TEST(Sinkhorn, TheGradientsOfARowOfScoresSumToZero) {
+TEST_P(SinkhornBackward, TheGradientsOfARowOfScoresSumToZero) {
   const Options options = With(Block(8), {{"gumbel", "true"}});
   for (const bool causal : {false, true}) {
     const Problem problem = UnevenProblem(causal);
-    const RunAndGradients pass =
-        Backward(problem, UnevenInputs(problem, options), options, OutputGradients(problem));
+    const RunAndGradients pass = Backward(problem, UnevenInputs(problem, options), options,
+                                          OutputGradients(problem), GetParam());
     const std::vector<double> gradient = Values(pass.inputs.at("g"));
     for (size_t row = 0; row < gradient.size(); row += 7) {
       double sum = 0, magnitude = 0;
@@ -825,21 +829,23 @@ TEST(Sinkhorn, TheGradientsOfARowOfScoresSumToZero) {
   }
 }
 
-TEST(Sinkhorn, WithoutTokensParametersHaveNoGradient) {
+TEST_P(SinkhornBackward, WithoutTokensParametersHaveNoGradient) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(1, 2, 0, 4, causal);
-    const RunAndGradients pass = Backward(problem, Random(problem), {}, OutputGradients(problem));
+    const RunAndGradients pass =
+        Backward(problem, Random(problem), {}, OutputGradients(problem), GetParam());
     EXPECT_EQ(pass.parameters.size(), 4u);
     for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
   }
 }
 
-TEST(Sinkhorn, GradientsOfEarlyBlocksReachNoLaterToken) {
+TEST_P(SinkhornBackward, GradientsOfEarlyBlocksReachNoLaterToken) {
   const Options options = {{"block", "8"}, {"pooled", "queries_and_keys"}};
   const Problem problem = UnevenProblem(/*causal=*/true);
   NamedTensors g = OutputGradients(problem);
   for (auto& [name, gradient] : g) Fill(Slice(gradient.view(), 2, 24, 26), 0);
-  const RunAndGradients pass = Backward(problem, UnevenInputs(problem, options), options, g);
+  const RunAndGradients pass =
+      Backward(problem, UnevenInputs(problem, options), options, g, GetParam());
   for (const char* name : {"q", "k", "v"}) {
     const ConstTensorView gradient = pass.inputs.at(name).view();
     EXPECT_EQ(MaxAbs(Slice(gradient, 2, 24, 26)), 0);
@@ -847,14 +853,15 @@ TEST(Sinkhorn, GradientsOfEarlyBlocksReachNoLaterToken) {
   }
 }
 
-TEST(Sinkhorn, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
+TEST_P(SinkhornBackward, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
   for (const char* pooled : {"keys", "hidden"}) {
     const Options options = {{"block", "8"}, {"pooled", pooled}};
     for (const bool causal : {false, true}) {
       const Problem problem = UnevenProblem(causal);
       NamedTensors inputs = UnevenInputs(problem, options);
       const NamedTensors g = OutputGradients(problem);
-      const RunAndGradients before = Backward(problem, inputs, options, g, /*threads=*/1);
+      const RunAndGradients before =
+          Backward(problem, inputs, options, g, GetParam(), /*threads=*/1);
       for (const int64_t j : {0, 8, 9, 30, 49}) {
         for (const char* name : {"k", "v"}) {
           EXPECT_EQ(MaxAbs(Slice(Slice(before.inputs.at(name).view(), 0, 1, 1), 2, j, 1)), 0);
@@ -866,7 +873,8 @@ TEST(Sinkhorn, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
         Fill(Slice(Slice(inputs["x"].view(), 0, 1, 1), 1, j, 1),
              std::numeric_limits<float>::quiet_NaN());
       }
-      const RunAndGradients after = Backward(problem, inputs, options, g, /*threads=*/3);
+      const RunAndGradients after =
+          Backward(problem, inputs, options, g, GetParam(), /*threads=*/3);
       for (const auto& [name, gradient] : before.inputs) {
         EXPECT_EQ(MaxDifference(after.inputs.at(name).view(), gradient.view()), 0) << name;
       }

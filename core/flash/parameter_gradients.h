@@ -30,7 +30,8 @@ class ParameterGradients {
   // order; -1 where the address is in no parameter.
   int64_t PlaceOf(const void* element) const;
   double* sums() const { return sums_; }
-  // Returns the sum of an element, on the CPU; null where the address is in no parameter.
+  // Returns the sum of an element, in the device's memory; null where the address is in no
+  // parameter.
   double* Of(const void* element) const {
     const int64_t place = PlaceOf(element);
     return place < 0 ? nullptr : sums_ + place;

@@ -90,7 +90,7 @@ class FlashStep {
   // summed.
   virtual std::vector<std::string> written_gradients() const { return {}; }
   // Returns the bytes that FinishBackward and Backward need, each as the execution's workspace.
-  virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
+  virtual size_t backward_workspace_bytes(Device, int /*threads*/) const { return 0; }
   // Returns the work of a backward pass: by default, what a Run computes again, and the gradients
   // of both operands of its products.
   virtual double backward_flops() const { return 3 * flops(); }

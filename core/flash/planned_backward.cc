@@ -78,8 +78,8 @@ size_t PlannedLayer::kept_bytes() const {
 size_t PlannedLayer::BackwardScratchBytes(int threads) const {
   size_t bytes = 0;
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
-    bytes = std::max(
-        {bytes, step->workspace_bytes(device_, threads), step->backward_workspace_bytes(threads)});
+    bytes = std::max({bytes, step->workspace_bytes(device_, threads),
+                      step->backward_workspace_bytes(device_, threads)});
   }
   for (const Sizes& sizes : sizes_) {
     for (const Problem& part : sizes.parts) {

@@ -8,6 +8,7 @@
 
 #include "core/cpu/kernels.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/flash/flash_technique.h"
@@ -15,6 +16,7 @@
 #include "core/workspace.h"
 #include "positional/shaw/shaw_cpu.h"
 #include "positional/shaw/shaw_cuda.h"
+#include "positional/shaw/shaw_functors.h"
 
 namespace tfb::shaw {
 namespace {
@@ -87,11 +89,10 @@ class SoftmaxOfBins : public FlashStep {
     return absl::OkStatus();
   }
 
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "sums of bins");
-  }
-  size_t backward_workspace_bytes(int threads) const override {
-    return ShawCpuBackwardWorkspaceBytes(sizes_, threads);
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(Device device, int threads) const override {
+    if (device == Device::kCpu) return ShawCpuBackwardWorkspaceBytes(sizes_, threads);
+    return Workspace::Measure([&](Workspace& workspace) { TakeSums(&workspace); });
   }
   absl::Status FinishBackward(const Inputs& tensors, const Inputs& output_gradients,
                               const Outputs& gradients, const ParameterGradients& parameters,
@@ -110,6 +111,7 @@ class SoftmaxOfBins : public FlashStep {
     of.key_table = parameters.Of(parameters_.at("key_positions").raw());
     const auto values = parameters_.find("value_positions");
     if (values != parameters_.end()) of.value_table = parameters.Of(values->second.raw());
+    if (device_ != Device::kCpu) return DifferentiateOnCuda(tensors, of, execution);
     ShawCpuBackward(sizes_, CallOf(tensors), of, execution);
     return absl::OkStatus();
   }
@@ -154,13 +156,13 @@ class SoftmaxOfBins : public FlashStep {
     return CopyFloats(device_, padded.view());
   }
 
-  absl::Status RunOnCuda(const Inputs& inputs, const Outputs& outputs, void* stream) const {
+  // Returns the arguments of the tensors of a Run, without where to write.
+  ShawArguments ArgumentsOf(const Inputs& inputs) const {
     ShawArguments a = {};
     a.sizes = sizes_;
     a.q = ToDeviceView(inputs.Get("q"));
     a.k = ToDeviceView(inputs.Get("k"));
     a.v = ToDeviceView(inputs.Get("v"));
-    a.out = ToDeviceView(outputs.Get("out"));
     const ConstTensorView mask = inputs.Get("key_mask");
     a.key_mask = static_cast<const uint8_t*>(mask.data);
     std::copy_n(mask.strides.data(), 2, a.mask_strides);
@@ -170,11 +172,78 @@ class SoftmaxOfBins : public FlashStep {
     }
     a.key_table = key_table_.data();
     a.value_table = value_table_.data();
+    return a;
+  }
+
+  absl::Status RunOnCuda(const Inputs& inputs, const Outputs& outputs, void* stream) const {
+    ShawArguments a = ArgumentsOf(inputs);
+    a.out = ToDeviceView(outputs.Get("out"));
     const TensorView log_sum_exp = outputs.Get("log_sum_exp");
     a.log_sum_exp = static_cast<float*>(log_sum_exp.mutable_data());
     std::copy_n(log_sum_exp.strides.data(), 3, a.log_sum_exp_strides);
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     return ToStatus(KernelsOn<ShawKernels>(runtime->target()).softmax_of_bins(a, stream));
+  }
+
+  // The scratch of a backward pass on CUDA.
+  struct Sums {
+    float* weights;
+    float* score_gradients;
+    float* of_tables;
+  };
+  Sums TakeSums(Workspace* workspace) const {
+    const int64_t rows = sizes_.rows() * sizes_.bins();
+    const SumOfBins sum = {sizes_, nullptr, {}, nullptr, 0};
+    const int64_t of_channel = sizes_.table_heads * sum.chunks() * sizes_.bins();
+    return {workspace->Take<float>(rows), workspace->Take<float>(rows),
+            workspace->Take<float>(of_channel * std::max(sizes_.head_dim, sizes_.value_dim))};
+  }
+
+  absl::Status DifferentiateOnCuda(const Inputs& inputs, const ShawGradients& of,
+                                   const Execution& execution) const {
+    Workspace workspace(execution.workspace);
+    const Sums sums = TakeSums(&workspace);
+    ShawBackwardArguments a = {};
+    a.forward = ArgumentsOf(inputs);
+    a.out_gradient = ToDeviceView(of.out);
+    a.log_sum_exp_gradient = ToDeviceView(of.log_sum_exp);
+    a.q_gradient = ToDeviceView(of.q);
+    std::copy_n(of.far_rows, 2, a.far_rows);
+    std::copy_n(of.far_log_sum_exp, 2, a.far_log_sum_exp);
+    a.weights = sums.weights;
+    a.score_gradients = sums.score_gradients;
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    TFB_RETURN_IF_ERROR(ToStatus(
+        KernelsOn<ShawKernels>(runtime->target()).differentiate_bins(a, execution.stream)));
+    const Products of_keys = {sums.score_gradients, inputs.Get("q"), of.k, of.key_table,
+                              sizes_.scale};
+    TFB_RETURN_IF_ERROR(AddProducts(of_keys, sums.of_tables, execution));
+    const Products of_values = {sums.weights, of.out, of.v, of.value_table, 1};
+    return AddProducts(of_values, sums.of_tables, execution);
+  }
+
+  // Numbers of queries' bins times rows of queries, which near keys and a table receive.
+  struct Products {
+    const float* numbers;
+    ConstTensorView rows;
+    TensorView near;  // or empty
+    double* table;    // or null
+    float factor;
+  };
+  absl::Status AddProducts(const Products& of, float* sums, const Execution& execution) const {
+    const DeviceView rows = ToDeviceView(of.rows);
+    const int64_t channels = of.rows.dim(3), bins = sizes_.bins();
+    if (!of.near.empty()) {
+      const AddToNearKeys add = {sizes_, of.numbers, rows, ToDeviceView(of.near), of.factor};
+      const int64_t keys = sizes_.batch * (sizes_.query_heads / sizes_.group) * sizes_.kv_tokens;
+      TFB_RETURN_IF_ERROR(ForEachInRows(device_, keys, channels, add, execution));
+    }
+    if (of.table == nullptr) return absl::OkStatus();
+    const SumOfBins sum = {sizes_, of.numbers, rows, sums, channels};
+    TFB_RETURN_IF_ERROR(
+        ForEachInRows(device_, sizes_.table_heads * sum.chunks() * bins, channels, sum, execution));
+    const AddSumsOfBins add = {sums, sum.chunks(), bins, channels, of.factor, of.table};
+    return ForEachInRows(device_, sizes_.table_heads * bins, channels, add, execution);
   }
 
   // Returns the near pairs of a head and batch row.

@@ -1,4 +1,4 @@
-// The CUDA kernel of shaw as C++ sees it. Pointers are to device memory.
+// The CUDA kernels of shaw as C++ sees it. Pointers are to device memory.
 #ifndef TFB_POSITIONAL_SHAW_SHAW_CUDA_H_
 #define TFB_POSITIONAL_SHAW_SHAW_CUDA_H_
 
@@ -27,9 +27,22 @@ struct ShawArguments {
   int64_t log_sum_exp_strides[3];
 };
 
+// The arguments of the first step of a backward pass: see ShawGradients.
+struct ShawBackwardArguments {
+  ShawArguments forward;            // out and log_sum_exp are not used
+  DeviceView out_gradient;          // g
+  DeviceView log_sum_exp_gradient;  // e, f32, or null
+  DeviceView q_gradient;            // f32, added to, or null
+  float* far_rows[2];               // added to
+  float* far_log_sum_exp[2];
+  float* weights;          // written: w [batch][query_heads][query_tokens][bins]
+  float* score_gradients;  // written: ds, of that shape
+};
+
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct ShawKernels {
-  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*softmax_of_bins)(const ShawArguments& arguments, void* stream);
+  const char* (*differentiate_bins)(const ShawBackwardArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::shaw
