@@ -28,6 +28,7 @@ __device__ float WeightOf(const HardBackwardArguments& a, const Task& task, int6
   const DeviceView &g = a.out_gradient, &v = f.v;
   float weight = 0;
   if (g.data != nullptr && chosen >= 0) {
+#pragma unroll 1
     for (int c = TeamMember(); c < f.value_dim; c += kTeam) {
       weight += Load(g, Offset(g, task.batch, task.head, i, c)) *
                 Load(v, Offset(v, task.batch, task.head / f.group, chosen, c));

@@ -255,20 +255,19 @@ void Compressor::Convolve(const Call& call, int64_t head, int64_t first_slot,
 
 // ---- CUDA ----
 
-absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) const {
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+CompressionArguments Compressor::ArgumentsOf(const ConstTensorView& x,
+                                             const ConstTensorView& key_mask) const {
   CompressionArguments a = {};
-  a.x = ToDeviceView(call.x);
-  if (!call.key_mask.empty()) {
-    a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
-    std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);
+  a.x = ToDeviceView(x);
+  if (!key_mask.empty()) {
+    a.key_mask = static_cast<const uint8_t*>(key_mask.data);
+    std::copy_n(key_mask.strides.begin(), 2, a.key_mask_strides);
   }
   if (tables_ != nullptr) {
     a.tables = tables_->Table(0);
     a.batch_stride = table_of_batch_ * tables_->table_floats();
     a.head_stride = table_of_head_ * tables_->table_floats();
   }
-  a.sums = call.memory.sums;
   a.batch = sizes_.batch;
   a.heads = sizes_.heads;
   a.tokens = sizes_.tokens;
@@ -278,6 +277,14 @@ absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) c
   a.chunks = chunks();
   a.channels = sizes_.channels;
   a.row = row();
+  a.is_max = kind_ == Compression::kMax;
+  return a;
+}
+
+absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) const {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  CompressionArguments a = ArgumentsOf(call.x, call.key_mask);
+  a.sums = call.memory.sums;
   const LinformerKernels& kernels = KernelsOn<LinformerKernels>(runtime->target());
   switch (kind_) {
     case Compression::kProduct:
@@ -288,7 +295,6 @@ absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) c
     case Compression::kDepthwiseConvolution:
       return ToStatus(kernels.convolve_depthwise(a, execution.stream));
     default:
-      a.is_max = kind_ == Compression::kMax;
       return ToStatus(kernels.pool(a, execution.stream));
   }
 }

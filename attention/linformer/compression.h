@@ -21,6 +21,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "attention/linformer/linformer_cuda.h"
 #include "core/cuda/device_array.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -83,7 +84,7 @@ class Compressor {
                    const Execution& execution) const;
   double flops() const;
 
-  // The tensors of a backward pass on the CPU. Gradients that are empty are not computed.
+  // The tensors of a backward pass. Gradients that are empty are not computed.
   struct Gradients {
     ConstTensorView slots;  // f32 [batch, heads, slots, channels]: what is given
     TensorView x;           // f32 [batch, heads, tokens, channels], which is added to
@@ -92,9 +93,9 @@ class Compressor {
   };
   size_t backward_workspace_bytes(int threads) const;
   // Adds the gradients of a Run of x. It allocates nothing, and the result does not depend on the
-  // number of threads.
-  void Backward(const ConstTensorView& x, const ConstTensorView& key_mask,
-                const Gradients& gradients, const Execution& execution) const;
+  // number of threads; on CUDA it enqueues on the stream.
+  absl::Status Backward(const ConstTensorView& x, const ConstTensorView& key_mask,
+                        const Gradients& gradients, const Execution& execution) const;
 
  private:
   // Rows of floats.
@@ -123,6 +124,7 @@ class Compressor {
   void AddChunks(const Call& call, int64_t head) const;
   void Pool(const Call& call, int64_t head, int64_t slot, float* scratch) const;
   void Convolve(const Call& call, int64_t head, int64_t first_slot, float* scratch) const;
+  CompressionArguments ArgumentsOf(const ConstTensorView& x, const ConstTensorView& key_mask) const;
   absl::Status RunCuda(const Call& call, const Execution& execution) const;
 
   // compression_backward.cc
@@ -131,6 +133,19 @@ class Compressor {
   struct BackwardCall;
   static constexpr int64_t kBlockTokens = 128;
   static constexpr int64_t kBlockSlots = 64;
+  bool HasMatrices() const {
+    return kind_ == Compression::kProduct || kind_ == Compression::kConvolution;
+  }
+  CompressionGradientArguments ArgumentsOf(const ConstTensorView& x,
+                                           const ConstTensorView& key_mask,
+                                           const Gradients& gradients) const;
+  absl::Status BackwardOfWindows(const CompressionGradientArguments& arguments,
+                                 const Execution& execution) const;
+  absl::Status BackwardOfConvolution(const CompressionGradientArguments& arguments,
+                                     const Execution& execution) const;
+  absl::Status BackwardOfProduct(const CompressionGradientArguments& arguments,
+                                 const Execution& execution) const;
+  void BackwardOfMatrices(const BackwardCall& call, const Execution& execution) const;
   BackwardMemory LayOutBackward(int threads, Workspace& workspace) const;
   void PackGradients(const BackwardCall& call, int64_t head) const;
   static void StoreSums(const BackwardCall& call, const float* sums, int64_t count, int64_t stride,
@@ -143,16 +158,10 @@ class Compressor {
                              const BackwardScratch& scratch) const;
   void GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
                               const BackwardScratch& scratch) const;
-  void GradientOfPooledRows(const BackwardCall& call, int64_t head, int64_t slot,
-                            const BackwardScratch& scratch) const;
-  void GradientOfMaximum(const BackwardCall& call, int64_t head, int64_t slot,
-                         const BackwardScratch& scratch) const;
   void GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,
                                const BackwardScratch& scratch) const;
   void GradientOfConvolution(const BackwardCall& call, int64_t table, int64_t t,
                              const BackwardScratch& scratch) const;
-  void GradientOfDepthwise(const BackwardCall& call, int64_t table, int64_t t,
-                           const BackwardScratch& scratch) const;
 
   Device device_ = Device::kCpu;
   Compression kind_ = Compression::kProduct;

@@ -1,12 +1,18 @@
-// The backward pass of a Compressor on the CPU. Each gradient has one task that owns it: those of
-// rows a task of a block of tokens or slots of a head; those of tables a task of some of their
-// elements, which walks the heads that share the table in their order.
+// The backward pass of a Compressor. Windows are functors on every device; products and full
+// convolutions have matrix products on the CPU, and kernels and functors on CUDA.
+//
+// Each gradient has one task that owns it: those of rows a task of a block of tokens or slots of a
+// head; those of tables a task of some of their elements, which walks the heads that share the table
+// in their order.
 #include <algorithm>
-#include <cmath>
 
 #include "attention/linformer/compression.h"
+#include "attention/linformer/compression_functors.h"
 #include "core/cpu/kernels.h"
+#include "core/cuda/for_each.h"
+#include "core/cuda/runtime.h"
 #include "core/flash/rows.h"
+#include "core/status.h"
 
 namespace tfb::linformer {
 namespace {
@@ -24,7 +30,6 @@ struct Compressor::BackwardScratch {
   float* rows;     // [kBlockTokens][row]
   float* panel;    // [row][kTableTokens]
   float* product;  // [kTableSlots][kTableTokens], [channels][kBlockSlots] or [channels][row]
-  double* sums;    // [channels]
 };
 
 struct Compressor::BackwardMemory {
@@ -35,7 +40,6 @@ struct Compressor::BackwardMemory {
   float* panels;
   float* product;
   int64_t product_floats;
-  double* sums;
 };
 
 struct Compressor::BackwardCall {
@@ -64,63 +68,126 @@ Compressor::BackwardMemory Compressor::LayOutBackward(int threads, Workspace& wo
   memory.rows = workspace.Take<float>(threads * kBlockTokens * row());
   memory.panels = workspace.Take<float>(threads * row() * kTableTokens);
   memory.product = workspace.Take<float>(threads * memory.product_floats);
-  memory.sums = workspace.Take<double>(threads * sizes_.channels);
   return memory;
 }
 
 size_t Compressor::backward_workspace_bytes(int threads) const {
+  if (device_ != Device::kCpu || !HasMatrices()) return 0;
   return Workspace::Measure([&](Workspace& workspace) { LayOutBackward(threads, workspace); });
 }
 
-void Compressor::Backward(const ConstTensorView& x, const ConstTensorView& key_mask,
-                          const Gradients& gradients, const Execution& execution) const {
-  Workspace workspace(execution.workspace);
-  const BackwardMemory memory = LayOutBackward(execution.pool->threads(), workspace);
-  const bool is_plain =
-      x.dtype == DType::kF32 && x.stride(3) == 1 && key_mask.empty() && sizes_.channels == row();
-  const Memory no_slots;
-  const BackwardCall call = {{x, key_mask, no_slots, is_plain}, gradients, memory};
+absl::Status Compressor::Backward(const ConstTensorView& x, const ConstTensorView& key_mask,
+                                  const Gradients& gradients, const Execution& execution) const {
+  if (device_ == Device::kCpu && HasMatrices()) {
+    Workspace workspace(execution.workspace);
+    const BackwardMemory memory = LayOutBackward(execution.pool->threads(), workspace);
+    const bool is_plain =
+        x.dtype == DType::kF32 && x.stride(3) == 1 && key_mask.empty() && sizes_.channels == row();
+    const Memory no_slots;
+    BackwardOfMatrices({{x, key_mask, no_slots, is_plain}, gradients, memory}, execution);
+    return absl::OkStatus();
+  }
+  const CompressionGradientArguments a = ArgumentsOf(x, key_mask, gradients);
+  switch (kind_) {
+    case Compression::kProduct:
+      return BackwardOfProduct(a, execution);
+    case Compression::kConvolution:
+      return BackwardOfConvolution(a, execution);
+    default:
+      return BackwardOfWindows(a, execution);
+  }
+}
+
+// ---- Functors and kernels ----
+
+CompressionGradientArguments Compressor::ArgumentsOf(const ConstTensorView& x,
+                                                     const ConstTensorView& key_mask,
+                                                     const Gradients& gradients) const {
+  CompressionGradientArguments a = {};
+  a.forward = ArgumentsOf(x, key_mask);
+  a.slots = ToDeviceView(gradients.slots);
+  a.x_gradient = ToDeviceView(gradients.x);
+  a.tables_gradient = ToDeviceView(gradients.tables);
+  a.adds_to_tables = gradients.adds_to_tables;
+  a.table_of_batch = table_of_batch_;
+  a.table_of_head = table_of_head_;
+  a.table_count = Tables();
+  return a;
+}
+
+absl::Status Compressor::BackwardOfWindows(const CompressionGradientArguments& a,
+                                           const Execution& execution) const {
+  const int64_t heads = sizes_.batch * sizes_.heads, channels = sizes_.channels;
+  if (a.x_gradient.data != nullptr) {
+    TFB_RETURN_IF_ERROR(kind_ == Compression::kMax
+                            ? ForEachInRows(device_, heads * sizes_.slots, channels,
+                                            GradientOfMaximum{a}, execution)
+                            : ForEachInRows(device_, heads * sizes_.tokens, channels,
+                                            GradientOfWindowRows{a}, execution));
+  }
+  if (a.tables_gradient.data == nullptr) return absl::OkStatus();
+  return ForEachInRows(device_, Tables() * sizes_.window, channels, GradientOfDepthwise{a},
+                       execution);
+}
+
+absl::Status Compressor::BackwardOfConvolution(const CompressionGradientArguments& a,
+                                               const Execution& execution) const {
+  const int64_t channels = sizes_.channels;
+  if (a.x_gradient.data != nullptr) {
+    TFB_RETURN_IF_ERROR(ForEachInRows(device_, sizes_.batch * sizes_.heads * sizes_.tokens,
+                                      channels, linformer::GradientOfConvolvedRows{a}, execution));
+  }
+  if (a.tables_gradient.data == nullptr) return absl::OkStatus();
+  return ForEachInRows(device_, Tables() * sizes_.window * channels, channels,
+                       linformer::GradientOfConvolution{a}, execution);
+}
+
+absl::Status Compressor::BackwardOfProduct(const CompressionGradientArguments& a,
+                                           const Execution& execution) const {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  const LinformerKernels& kernels = KernelsOn<LinformerKernels>(runtime->target());
+  if (a.x_gradient.data != nullptr) {
+    TFB_RETURN_IF_ERROR(ToStatus(kernels.gradient_of_rows(a, execution.stream)));
+  }
+  if (a.tables_gradient.data == nullptr) return absl::OkStatus();
+  return ToStatus(kernels.gradient_of_tables(a, execution.stream));
+}
+
+// ---- Matrix products on the CPU ----
+
+void Compressor::BackwardOfMatrices(const BackwardCall& call, const Execution& execution) const {
+  const BackwardMemory& memory = call.memory;
   const int64_t heads = sizes_.batch * sizes_.heads;
   const auto for_each = [&](int64_t outer, int64_t inner, auto task_of) {
     execution.pool->ParallelFor(outer * inner, [&](int64_t task, int worker) {
       const BackwardScratch scratch = {memory.rows + worker * kBlockTokens * row(),
                                        memory.panels + worker * row() * kTableTokens,
-                                       memory.product + worker * memory.product_floats,
-                                       memory.sums + worker * sizes_.channels};
+                                       memory.product + worker * memory.product_floats};
       task_of(task / inner, task % inner, scratch);
     });
   };
+  const bool is_product = kind_ == Compression::kProduct;
   execution.pool->ParallelFor(heads, [&](int64_t head, int) { PackGradients(call, head); });
-  const int64_t token_blocks = CeilDiv(sizes_.tokens, kBlockTokens);
-  if (!gradients.x.empty()) {
-    if (kind_ == Compression::kProduct) {
-      for_each(token_blocks, heads, [&](int64_t block, int64_t head, const auto& scratch) {
-        GradientOfProductRows(call, head, block * kBlockTokens, scratch);
-      });
-    } else if (kind_ == Compression::kConvolution) {
-      for_each(CeilDiv(sizes_.slots, kBlockSlots), heads,
-               [&](int64_t block, int64_t head, const auto& scratch) {
-                 GradientOfConvolvedRows(call, head, block * kBlockSlots, scratch);
-               });
-    } else {
-      for_each(sizes_.slots, heads, [&](int64_t slot, int64_t head, const auto& scratch) {
-        GradientOfPooledRows(call, head, slot, scratch);
-      });
-    }
+  if (!call.gradients.x.empty() && is_product) {
+    for_each(CeilDiv(sizes_.tokens, kBlockTokens), heads,
+             [&](int64_t block, int64_t head, const auto& scratch) {
+               GradientOfProductRows(call, head, block * kBlockTokens, scratch);
+             });
+  } else if (!call.gradients.x.empty()) {
+    for_each(CeilDiv(sizes_.slots, kBlockSlots), heads,
+             [&](int64_t block, int64_t head, const auto& scratch) {
+               GradientOfConvolvedRows(call, head, block * kBlockSlots, scratch);
+             });
   }
-  if (gradients.tables.empty()) return;
-  if (kind_ == Compression::kProduct) {
+  if (call.gradients.tables.empty()) return;
+  if (is_product) {
     for_each(CeilDiv(sizes_.tokens, kTableTokens), Tables(),
              [&](int64_t block, int64_t table, const auto& scratch) {
                GradientOfProductTable(call, table, block * kTableTokens, scratch);
              });
   } else {
     for_each(sizes_.window, Tables(), [&](int64_t t, int64_t table, const auto& scratch) {
-      if (kind_ == Compression::kConvolution) {
-        GradientOfConvolution(call, table, t, scratch);
-      } else {
-        GradientOfDepthwise(call, table, t, scratch);
-      }
+      GradientOfConvolution(call, table, t, scratch);
     });
   }
 }
@@ -211,50 +278,6 @@ void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table,
   }
 }
 
-// For the mean, the maximum and the depthwise convolution of a window.
-void Compressor::GradientOfPooledRows(const BackwardCall& call, int64_t head, int64_t slot,
-                                      const BackwardScratch& scratch) const {
-  const int64_t begin = slot * sizes_.window;
-  const int64_t count = std::min(sizes_.window, sizes_.tokens - begin);
-  const float* gradient = call.Slots(*this, head) + slot * row();
-  if (kind_ == Compression::kMax) {
-    return GradientOfMaximum(call, head, slot, scratch);
-  }
-  for (int64_t n = 0; n < count; ++n) {
-    const float* kernel =
-        kind_ == Compression::kDepthwiseConvolution ? TableOf(head) + n * row() : nullptr;
-    for (int64_t c = 0; c < sizes_.channels; ++c) {
-      scratch.rows[c] =
-          kernel != nullptr ? kernel[c] * gradient[c] : gradient[c] / static_cast<float>(count);
-    }
-    AddToRow(call, head, begin + n, scratch.rows);
-  }
-}
-
-// The largest row of each channel is the first one, as in a Run, and a NaN where there is one.
-void Compressor::GradientOfMaximum(const BackwardCall& call, int64_t head, int64_t slot,
-                                   const BackwardScratch& scratch) const {
-  const int64_t b = head / sizes_.heads, begin = slot * sizes_.window;
-  const int64_t count = std::min(sizes_.window, sizes_.tokens - begin);
-  const float* gradient = call.Slots(*this, head) + slot * row();
-  float* largest = scratch.product;
-  float* place = scratch.product + row();
-  for (int64_t n = 0; n < count; ++n) {
-    const float* from = TokenRows(call.forward, head, begin + n, 1, 1, scratch.rows).first;
-    for (int64_t c = 0; c < sizes_.channels; ++c) {
-      if (n > 0 && !(from[c] > largest[c]) && !std::isnan(from[c])) continue;
-      largest[c] = from[c];
-      place[c] = static_cast<float>(n);
-    }
-  }
-  const TensorView& x = call.gradients.x;
-  for (int64_t c = 0; c < sizes_.channels; ++c) {
-    const int64_t token = begin + static_cast<int64_t>(place[c]);
-    if (!IsToken(call.forward, b, token)) continue;  // the maximum is the 0 of padding
-    *x.MutableAt<float>(b, head % sizes_.heads, token, c) += gradient[c];
-  }
-}
-
 void Compressor::GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,
                                          const BackwardScratch& scratch) const {
   const int64_t count = std::min(kBlockSlots, sizes_.slots - first_slot);
@@ -292,27 +315,6 @@ void Compressor::GradientOfConvolution(const BackwardCall& call, int64_t table, 
     StoreSums(call, scratch.product + in * row(), channels, tables.stride(1),
               tables.MutableAt<float>(table, 0, in, t));
   }
-}
-
-// Adds the gradient of the kernels' elements t.
-void Compressor::GradientOfDepthwise(const BackwardCall& call, int64_t table, int64_t t,
-                                     const BackwardScratch& scratch) const {
-  const int64_t channels = sizes_.channels;
-  std::fill_n(scratch.sums, channels, 0.0);
-  ForEachHeadOf(table, [&](int64_t head) {
-    const float* gradient = call.Slots(*this, head);
-    for (int64_t slot = 0; slot < sizes_.slots; ++slot, gradient += row()) {
-      const float* from =
-          TokenRows(call.forward, head, slot * sizes_.window + t, 1, 1, scratch.rows).first;
-      for (int64_t c = 0; c < channels; ++c) {
-        scratch.sums[c] += static_cast<double>(gradient[c]) * static_cast<double>(from[c]);
-      }
-    }
-  });
-  std::copy_n(scratch.sums, channels, scratch.product);
-  const TensorView& tables = call.gradients.tables;
-  StoreSums(call, scratch.product, channels, tables.stride(1),
-            tables.MutableAt<float>(table, 0, t));
 }
 
 }  // namespace tfb::linformer

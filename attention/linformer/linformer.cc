@@ -199,9 +199,7 @@ class Compress : public FlashStep {
     return values_.Run(tensors.Get("v"), key_mask, value_memory_, execution);
   }
 
-  absl::Status CheckBackward(Device device) const override {
-    return OnCpuAlone(device, "compressed keys");
-  }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
   std::vector<std::string> written_gradients() const override {
     std::vector<std::string> names;
     if (plan_.has_e) names.push_back("e");
@@ -216,16 +214,16 @@ class Compress : public FlashStep {
                         const ParameterGradients& of_parameters,
                         const Execution& execution) override {
     const ConstTensorView key_mask = tensors.Get("key_mask");
-    keys_.Backward(tensors.Get("k"), key_mask,
-                   {gradients.Get("key_slots"), gradients.Get("k"), of_parameters.Output("e"),
-                    /*adds_to_tables=*/false},
-                   execution);
-    values_.Backward(tensors.Get("v"), key_mask,
-                     {gradients.Get("value_slots"), gradients.Get("v"),
-                      of_parameters.Output(plan_.has_f ? "f" : "e"),
-                      /*adds_to_tables=*/!plan_.has_f},
-                     execution);
-    return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(
+        keys_.Backward(tensors.Get("k"), key_mask,
+                       {gradients.Get("key_slots"), gradients.Get("k"), of_parameters.Output("e"),
+                        /*adds_to_tables=*/false},
+                       execution));
+    return values_.Backward(
+        tensors.Get("v"), key_mask,
+        {gradients.Get("value_slots"), gradients.Get("v"),
+         of_parameters.Output(plan_.has_f ? "f" : "e"), /*adds_to_tables=*/!plan_.has_f},
+        execution);
   }
 
   double flops() const override { return keys_.flops() + values_.flops(); }

@@ -1,4 +1,6 @@
+#include "attention/linformer/compression_functors.h"
 #include "attention/linformer/linformer_cuda.h"
+#include "core/cuda/for_each.cuh"
 #include "core/cuda/register_tile.cuh"
 #include "core/cuda/warp.cuh"
 
@@ -7,11 +9,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ bool IsToken(const CompressionArguments& a, int64_t b, int64_t token) {
-  return token < a.tokens &&
-         (a.key_mask == nullptr ||
-          a.key_mask[b * a.key_mask_strides[0] + token * a.key_mask_strides[1]] != 0);
-}
 __device__ float Load(const CompressionArguments& a, int64_t b, int64_t h, int64_t token,
                       int64_t channel) {
   return tfb::Load(a.x, Offset(a.x, b, h, token, channel));
@@ -23,124 +20,243 @@ __device__ float* SlotRow(const CompressionArguments& a, int64_t b, int64_t h, i
 __device__ int64_t ChunkFloats(const CompressionArguments& a) {
   return a.batch * a.heads * a.slot_count * a.row;
 }
-__device__ const float* TableOf(const CompressionArguments& a, int64_t b, int64_t h) {
-  return a.tables + b * a.batch_stride + h * a.head_stride;
-}
-
-// ---- The product with E ----
+// ---- Products with E, and their gradients ----
 //
-// A block makes 64 slots x 64 channels of one chunk of tokens, each of its threads 8 x 4 of them in
-// registers. Tiles of 16 tokens are double-buffered: the next are loaded to registers while these
-// are multiplied.
-//   shared memory: 2 x 16 x (64 + 64) x 4 B = 16 KiB
+// A block makes 64 x 64 sums, each of its 128 threads 8 x 4 of them in registers. Tiles of 16 terms
+// are double-buffered: the next are loaded to registers while these are multiplied.
+//   shared memory: 2 x 16 x (68 + 68) x 4 B = 17 KiB
 
 constexpr int kTile = 64;
 constexpr int kDepth = 16;
 constexpr int kMultiplyThreads = 128;
-constexpr int kThreadSlots = 8;
-constexpr int kThreadChannels = 4;
-constexpr int kLoads = kTile * kDepth / kMultiplyThreads;  // loads of a thread for each matrix
-static_assert(kTile / kThreadSlots * (kTile / kThreadChannels) == kMultiplyThreads, "a tile");
+constexpr int kThreadRows = 8;
+constexpr int kThreadColumns = 4;
+constexpr int kLoads = kTile * kDepth / kMultiplyThreads;  // loads of a thread for each operand
+static_assert(kTile / kThreadRows * (kTile / kThreadColumns) == kMultiplyThreads, "a tile");
 
 struct alignas(16) Tiles {
-  float e[kDepth][kTile];
-  float x[kDepth][kTile];
+  float left[kDepth][kTile + 4];  // the padding spreads the writes of transposed operands
+  float right[kDepth][kTile + 4];
 };
 
-// Loads tokens of E and x: a thread loads the slot and the channel of its column, for every second
-// token.
-class TileLoader {
- public:
-  // Loads the tokens up to `end`, for head h of batch row b.
-  __device__ TileLoader(const CompressionArguments& a, int64_t b, int64_t h, int64_t first_slot,
-                        int64_t first_channel, int64_t end)
-      : a_(a),
-        table_(TableOf(a, b, h)),
-        b_(b),
-        h_(h),
-        slot_(first_slot + threadIdx.x % kTile),
-        channel_(first_channel + threadIdx.x % kTile),
-        end_(end) {}
+__device__ int ThreadRow() {
+  return static_cast<int>(threadIdx.x) / (kTile / kThreadColumns) * kThreadRows;
+}
+__device__ int ThreadColumn() {
+  return static_cast<int>(threadIdx.x) % (kTile / kThreadColumns) * kThreadColumns;
+}
 
-  // Loads zeros where there is no token, slot or channel.
-  __device__ void Fetch(int64_t first) {
-#pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      const int64_t token = first + Depth(n);
-      const bool is_token = token < end_ && IsToken(a_, b_, token);
-      e_[n] = is_token && slot_ < a_.slot_count ? table_[token * a_.slot_count + slot_] : 0.0f;
-      x_[n] = is_token && channel_ < a_.channels ? Load(a_, b_, h_, token, channel_) : 0.0f;
-    }
+// Which number of a tile the thread loads as its nth, so that neighbouring threads load neighbours
+// in memory: those of one term, or, where an operand's terms lie side by side, the terms of one row.
+template <bool kTermsAreNeighbours>
+struct Slot {
+  __device__ explicit Slot(int n) {
+    constexpr int kSide = kTermsAreNeighbours ? kDepth : kTile;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int near = thread % kSide, far = thread / kSide + n * (kMultiplyThreads / kSide);
+    term = kTermsAreNeighbours ? near : far;
+    place = kTermsAreNeighbours ? far : near;
   }
-  __device__ void Put(Tiles* tiles) const {
-#pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      tiles->e[Depth(n)][threadIdx.x % kTile] = e_[n];
-      tiles->x[Depth(n)][threadIdx.x % kTile] = x_[n];
-    }
-  }
-
- private:
-  __device__ static int Depth(int n) {
-    return static_cast<int>(threadIdx.x) / kTile + n * (kMultiplyThreads / kTile);
-  }
-
-  const CompressionArguments& a_;
-  const float* table_;
-  int64_t b_;
-  int64_t h_;
-  int64_t slot_;
-  int64_t channel_;
-  int64_t end_;
-  float e_[kLoads];
-  float x_[kLoads];
+  int term;
+  int place;
 };
 
-__global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArguments a) {
-  __shared__ Tiles tiles[2];
-  const int64_t channel_tiles = CeilDiv(a.channels, kTile);
-  const int64_t slot_tiles = CeilDiv(a.slot_count, kTile);
-  int64_t block = blockIdx.x;
-  const int64_t first_channel = block % channel_tiles * kTile;
-  block /= channel_tiles;
-  const int64_t first_slot = block % slot_tiles * kTile;
-  block /= slot_tiles;
-  const int64_t head = block % (a.batch * a.heads), chunk = block / (a.batch * a.heads);
-  const int64_t b = head / a.heads, h = head % a.heads;
-  const int64_t begin = chunk * a.chunk_tokens;
-  const int64_t end = min(begin + a.chunk_tokens, a.tokens);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int thread_slot = thread / (kTile / kThreadChannels) * kThreadSlots;
-  const int thread_channel = thread % (kTile / kThreadChannels) * kThreadChannels;
-
-  float sums[kThreadSlots][kThreadChannels] = {};
-  TileLoader loader(a, b, h, first_slot, first_channel, end);
-  loader.Fetch(begin);
-  loader.Put(&tiles[0]);
+// sums[r][c] += sum over terms `begin` to end - 1 of Left(term, r) Right(term, c), in their order,
+// for a product that has these functions of the block's rows and columns, 0 where there is none,
+// and says of both whether their terms lie side by side.
+template <class Product>
+__device__ void AddProducts(const Product& product, int64_t begin, int64_t end, Tiles (&tiles)[2],
+                            float (&sums)[kThreadRows][kThreadColumns]) {
+  using LeftSlot = Slot<Product::kLeftTermsAreNeighbours>;
+  using RightSlot = Slot<Product::kRightTermsAreNeighbours>;
+  float left[kLoads], right[kLoads];
+  const auto fetch = [&](int64_t first) {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const LeftSlot l(n);
+      left[n] = first + l.term < end ? product.Left(first + l.term, l.place) : 0.0f;
+      const RightSlot r(n);
+      right[n] = first + r.term < end ? product.Right(first + r.term, r.place) : 0.0f;
+    }
+  };
+  const auto put = [&](Tiles* to) {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const LeftSlot l(n);
+      to->left[l.term][l.place] = left[n];
+      const RightSlot r(n);
+      to->right[r.term][r.place] = right[n];
+    }
+  };
+  fetch(begin);
+  __syncthreads();  // the tiles of a product before have been read
+  put(&tiles[0]);
   int current = 0;
   for (int64_t first = begin; first < end; first += kDepth, current ^= 1) {
     __syncthreads();  // these tiles have arrived, and the others have been read
     const bool more = first + kDepth < end;
-    if (more) loader.Fetch(first + kDepth);
-    AddProduct<8>({&tiles[current].e[0][thread_slot], kTile},
-                  {&tiles[current].x[0][thread_channel], kTile}, kDepth, sums);
-    if (more) loader.Put(&tiles[current ^ 1]);
+    if (more) fetch(first + kDepth);
+    AddProduct<8>({&tiles[current].left[0][ThreadRow()], kTile + 4},
+                  {&tiles[current].right[0][ThreadColumn()], kTile + 4}, kDepth, sums);
+    if (more) put(&tiles[current ^ 1]);
   }
-  for (int s = 0; s < kThreadSlots; ++s) {
-    const int64_t slot = first_slot + thread_slot + s;
-    if (slot >= a.slot_count) break;
-    float* to = SlotRow(a, b, h, slot) + chunk * ChunkFloats(a);
-    for (int c = 0; c < kThreadChannels; ++c) {
-      const int64_t channel = first_channel + thread_channel + c;
-      if (channel < a.channels) to[channel] = sums[s][c];
+}
+
+// A block's place: which tile of rows and of columns, and of which matrix.
+struct TilePlace {
+  int64_t first_row;
+  int64_t first_column;
+  int64_t matrix;
+};
+__device__ TilePlace TileOfBlock(int64_t rows, int64_t columns) {
+  const int64_t column_tiles = CeilDiv(columns, kTile), row_tiles = CeilDiv(rows, kTile);
+  const int64_t block = blockIdx.x;
+  return {block / column_tiles % row_tiles * kTile, block % column_tiles * kTile,
+          block / column_tiles / row_tiles};
+}
+
+// Calls store(row, column, sum) with the thread's sums that are inside the matrix.
+template <class Store>
+__device__ void ForEachSum(const TilePlace& place, int64_t rows, int64_t columns,
+                           const float (&sums)[kThreadRows][kThreadColumns], const Store& store) {
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    const int64_t row = place.first_row + ThreadRow() + r;
+    if (row >= rows) break;
+#pragma unroll
+    for (int c = 0; c < kThreadColumns; ++c) {
+      const int64_t column = place.first_column + ThreadColumn() + c;
+      if (column < columns) store(row, column, sums[r][c]);
     }
   }
 }
 
+// Slots x channels, of a head: terms are tokens.
+struct SlotProduct {
+  static constexpr bool kLeftTermsAreNeighbours = false;
+  static constexpr bool kRightTermsAreNeighbours = false;
+  const CompressionArguments& a;
+  const TilePlace& place;
+  int64_t b;
+  int64_t h;
+
+  __device__ float Left(int64_t token, int row) const {
+    const int64_t slot = place.first_row + row;
+    if (slot >= a.slot_count || !IsToken(a, b, token)) return 0;
+    return TableOf(a, b, h)[token * a.slot_count + slot];
+  }
+  __device__ float Right(int64_t token, int column) const {
+    const int64_t channel = place.first_column + column;
+    return channel < a.channels && IsToken(a, b, token) ? Load(a, b, h, token, channel) : 0;
+  }
+};
+
+__global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArguments a) {
+  __shared__ Tiles tiles[2];
+  const TilePlace place = TileOfBlock(a.slot_count, a.channels);
+  const int64_t head = place.matrix % (a.batch * a.heads);
+  const int64_t chunk = place.matrix / (a.batch * a.heads);
+  const int64_t b = head / a.heads, h = head % a.heads, begin = chunk * a.chunk_tokens;
+  float sums[kThreadRows][kThreadColumns] = {};
+  AddProducts(SlotProduct{a, place, b, h}, begin, min(begin + a.chunk_tokens, a.tokens), tiles,
+              sums);
+  ForEachSum(place, a.slot_count, a.channels, sums, [&](int64_t slot, int64_t channel, float sum) {
+    SlotRow(a, b, h, slot)[chunk * ChunkFloats(a) + channel] = sum;
+  });
+}
+
+// Tokens x channels, of a head, dx = E^T dx': terms are slots.
+struct RowGradientProduct {
+  static constexpr bool kLeftTermsAreNeighbours = true;
+  static constexpr bool kRightTermsAreNeighbours = false;
+  const CompressionGradientArguments& a;
+  const TilePlace& place;
+  int64_t b;
+  int64_t h;
+
+  __device__ float Left(int64_t slot, int row) const {
+    const int64_t token = place.first_row + row;
+    if (token >= a.forward.tokens) return 0;
+    return TableOf(a.forward, b, h)[token * a.forward.slot_count + slot];
+  }
+  __device__ float Right(int64_t slot, int column) const {
+    const int64_t channel = place.first_column + column;
+    return channel < a.forward.channels ? tfb::Load(a.slots, Offset(a.slots, b, h, slot, channel))
+                                        : 0;
+  }
+};
+
+__global__ void __launch_bounds__(kMultiplyThreads) GradientOfRows(CompressionGradientArguments a) {
+  __shared__ Tiles tiles[2];
+  const CompressionArguments& f = a.forward;
+  const TilePlace place = TileOfBlock(f.tokens, f.channels);
+  const int64_t b = place.matrix / f.heads, h = place.matrix % f.heads;
+  float sums[kThreadRows][kThreadColumns] = {};
+  AddProducts(RowGradientProduct{a, place, b, h}, 0, f.slot_count, tiles, sums);
+  ForEachSum(place, f.tokens, f.channels, sums, [&](int64_t token, int64_t channel, float sum) {
+    if (!IsToken(f, b, token)) return;
+    const int64_t to = Offset(a.x_gradient, b, h, token, channel);
+    Store(a.x_gradient, to, tfb::Load(a.x_gradient, to) + sum);
+  });
+}
+
+// Slots x tokens, of a head, dE = dx' x^T: terms are channels.
+struct TableGradientProduct {
+  static constexpr bool kLeftTermsAreNeighbours = true;
+  static constexpr bool kRightTermsAreNeighbours = true;
+  const CompressionGradientArguments& a;
+  const TilePlace& place;
+  int64_t b;
+  int64_t h;
+
+  __device__ float Left(int64_t channel, int row) const {
+    const int64_t slot = place.first_row + row;
+    return slot < a.forward.slot_count ? tfb::Load(a.slots, Offset(a.slots, b, h, slot, channel))
+                                       : 0;
+  }
+  __device__ float Right(int64_t channel, int column) const {
+    const int64_t token = place.first_column + column;
+    return IsToken(a.forward, b, token) ? Load(a.forward, b, h, token, channel) : 0;
+  }
+};
+
+// A block adds up the heads that share the table, in their order.
+__global__ void __launch_bounds__(kMultiplyThreads)
+    GradientOfTables(CompressionGradientArguments a) {
+  __shared__ Tiles tiles[2];
+  const CompressionArguments& f = a.forward;
+  const TilePlace place = TileOfBlock(f.slot_count, f.tokens);
+  float sums[kThreadRows][kThreadColumns] = {};
+  for (int64_t head = 0; head < f.batch * f.heads; ++head) {
+    const int64_t b = head / f.heads, h = head % f.heads;
+    if (a.TableIndex(b, h) != place.matrix) continue;
+    AddProducts(TableGradientProduct{a, place, b, h}, 0, f.channels, tiles, sums);
+  }
+  ForEachSum(place, f.slot_count, f.tokens, sums, [&](int64_t slot, int64_t token, float sum) {
+    const int64_t to = Offset(a.tables_gradient, place.matrix, slot, token);
+    Store(a.tables_gradient, to, (a.adds_to_tables ? tfb::Load(a.tables_gradient, to) : 0) + sum);
+  });
+}
+
+template <class Arguments>
+const char* LaunchTiles(const char* name, void (*kernel)(Arguments), int64_t rows, int64_t columns,
+                        int64_t matrices, void* stream, const Arguments& a) {
+  const int64_t blocks = CeilDiv(rows, kTile) * CeilDiv(columns, kTile) * matrices;
+  return Launch(name, kernel, {blocks, kMultiplyThreads}, stream, a);
+}
 const char* LaunchMultiply(const CompressionArguments& a, void* stream) {
-  const int64_t blocks =
-      CeilDiv(a.channels, kTile) * CeilDiv(a.slot_count, kTile) * a.batch * a.heads * a.chunks;
-  return Launch("Multiply", &Multiply, {blocks, kMultiplyThreads}, stream, a);
+  return LaunchTiles("Multiply", &Multiply, a.slot_count, a.channels, a.batch * a.heads * a.chunks,
+                     stream, a);
+}
+const char* LaunchGradientOfRows(const CompressionGradientArguments& a, void* stream) {
+  const CompressionArguments& f = a.forward;
+  return LaunchTiles("GradientOfRows", &GradientOfRows, f.tokens, f.channels, f.batch * f.heads,
+                     stream, a);
+}
+const char* LaunchGradientOfTables(const CompressionGradientArguments& a, void* stream) {
+  const CompressionArguments& f = a.forward;
+  return LaunchTiles("GradientOfTables", &GradientOfTables, f.slot_count, f.tokens, a.table_count,
+                     stream, a);
 }
 
 // ---- A thread for each element of the slots ----
@@ -236,7 +352,13 @@ const char* LaunchConvolveDepthwise(const CompressionArguments& a, void* stream)
 
 }  // namespace
 
-TFB_KERNEL_TABLE(LinformerKernels, {&LaunchMultiply, &LaunchAddChunks, &LaunchPool, &LaunchConvolve,
-                                    &LaunchConvolveDepthwise});
+TFB_KERNEL_TABLE(LinformerKernels,
+                 {&LaunchMultiply, &LaunchAddChunks, &LaunchPool, &LaunchConvolve,
+                  &LaunchConvolveDepthwise, &LaunchGradientOfRows, &LaunchGradientOfTables});
+TFB_FOR_EACH_IN_ROWS(GradientOfWindowRows);
+TFB_FOR_EACH_IN_ROWS(GradientOfMaximum);
+TFB_FOR_EACH_IN_ROWS(GradientOfDepthwise);
+TFB_FOR_EACH_IN_ROWS(GradientOfConvolvedRows);
+TFB_FOR_EACH_IN_ROWS(GradientOfConvolution);
 
 }  // namespace tfb::linformer

@@ -754,17 +754,21 @@ NamedTensors OutputGradients(const Problem& p) {
   return gradients;
 }
 RunAndGradients Backward(const Problem& problem, const NamedTensors& inputs, const Options& options,
-                         const NamedTensors& output_gradients, int threads = 2,
+                         const NamedTensors& output_gradients, Device device, int threads = 2,
                          const NamedTensors* parameters = nullptr) {
   return BackwardOfTechnique(Linformer(), problem, ViewsOf(inputs), output_gradients,
-                             {options, kCpu, 1, parameters, threads})
+                             {options, device, 1, parameters, threads})
       .value();
 }
 
-void ExpectGradientsOfTheDefinition(const Problem& problem, const Options& options,
+class LinformerBackward : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(Devices, LinformerBackward, testing::ValuesIn(TestedDevices()),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
+void ExpectGradientsOfTheDefinition(const Problem& problem, const Options& options, Device device,
                                     const NamedTensors* parameters = nullptr) {
   const NamedTensors inputs = UnevenInputs(problem), g = OutputGradients(problem);
-  const RunAndGradients pass = Backward(problem, inputs, options, g, 2, parameters);
+  const RunAndGradients pass = Backward(problem, inputs, options, g, device, 2, parameters);
   RunRequest request{options};
   request.parameters = parameters;
   std::vector<std::string> names = {"q", "k", "v"};
@@ -778,34 +782,36 @@ void ExpectGradientsOfTheDefinition(const Problem& problem, const Options& optio
 }
 
 // Two blocks of 128 tokens; windows of 2, the 75 slots of which are two blocks of 64.
-TEST(Linformer, GradientsAreTheDefinitionsUnderEverySharing) {
+TEST_P(LinformerBackward, GradientsAreTheDefinitionsUnderEverySharing) {
   for (const char* projection :
        {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
     for (const char* sharing : {"none", "headwise", "key_value", "layerwise"}) {
       ExpectGradientsOfTheDefinition(
-          UnevenProblem(149), {{"k", "75"}, {"projection", projection}, {"sharing", sharing}});
+          UnevenProblem(149), {{"k", "75"}, {"projection", projection}, {"sharing", sharing}},
+          GetParam());
     }
     ExpectGradientsOfTheDefinition(UnevenProblem(70, /*value_dim=*/7),
-                                   {{"k", "16"}, {"projection", projection}});
+                                   {{"k", "16"}, {"projection", projection}}, GetParam());
   }
 }
 
-TEST(Linformer, GradientsOfMoreSlotsThanAreTakenAtOnce) {
-  ExpectGradientsOfTheDefinition(UnevenProblem(20), {{"k", "300"}, {"sharing", "key_value"}});
+TEST_P(LinformerBackward, GradientsOfMoreSlotsThanAreTakenAtOnce) {
+  ExpectGradientsOfTheDefinition(UnevenProblem(20), {{"k", "300"}, {"sharing", "key_value"}},
+                                 GetParam());
 }
 
 // The fit is of another sequence, whose matrix counts as a constant.
-TEST(Linformer, AFittedMatrixHasAGradientAndTheFitNone) {
+TEST_P(LinformerBackward, AFittedMatrixHasAGradientAndTheFitNone) {
   const Problem problem = UnevenProblem(30);
   for (const char* sharing : {"none", "headwise"}) {
     const Options options = {{"k", "12"}, {"projection", "fit"}, {"sharing", sharing}};
     const auto layer = Linformer().Create(problem, options, kCpu, 1).value();
     RunLayer(*layer, ViewsOf(Random(problem, /*seed=*/3))).value();
-    ExpectGradientsOfTheDefinition(problem, options, &layer->parameters());
+    ExpectGradientsOfTheDefinition(problem, options, GetParam(), &layer->parameters());
   }
 }
 
-TEST(Linformer, AMaximumsGradientIsTheFirstLargestRowsOrThatOfPaddingNobodys) {
+TEST_P(LinformerBackward, AMaximumsGradientIsTheFirstLargestRowsOrThatOfPaddingNobodys) {
   Problem problem = Problem::SelfAttention(1, 1, 6, 1);
   problem.query_tokens = 1;
   NamedTensors inputs = Random(problem);
@@ -817,18 +823,19 @@ TEST(Linformer, AMaximumsGradientIsTheFirstLargestRowsOrThatOfPaddingNobodys) {
   Fill(inputs["q"].view(), 0);  // both slots weigh 1/2
   NamedTensors g = OutputGradients(problem);
   Fill(g["out"].view(), 6);
-  const RunAndGradients pass = Backward(problem, inputs, {{"k", "2"}, {"projection", "max"}}, g);
+  const RunAndGradients pass =
+      Backward(problem, inputs, {{"k", "2"}, {"projection", "max"}}, g, GetParam());
   EXPECT_THAT(pass.inputs.at("v").span<float>(), ElementsAre(0, 3, 0, 0, 0, 0));
 }
 
-TEST(Linformer, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
+TEST_P(LinformerBackward, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
   const Problem problem = UnevenProblem(149);
   const NamedTensors g = OutputGradients(problem);
   for (const char* projection :
        {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
     NamedTensors inputs = UnevenInputs(problem);
     const Options options = {{"k", "75"}, {"projection", projection}, {"sharing", "key_value"}};
-    const RunAndGradients before = Backward(problem, inputs, options, g, /*threads=*/1);
+    const RunAndGradients before = Backward(problem, inputs, options, g, GetParam(), /*threads=*/1);
     for (const int64_t j : kPadding) {
       for (const char* name : {"k", "v"}) {
         EXPECT_EQ(MaxAbs(Slice(Slice(before.inputs.at(name).view(), 0, 1, 1), 2, j, 1)), 0);
@@ -836,7 +843,7 @@ TEST(Linformer, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) 
              std::numeric_limits<float>::quiet_NaN());
       }
     }
-    const RunAndGradients after = Backward(problem, inputs, options, g, /*threads=*/3);
+    const RunAndGradients after = Backward(problem, inputs, options, g, GetParam(), /*threads=*/3);
     for (const auto& [name, gradient] : before.inputs) {
       EXPECT_EQ(MaxDifference(after.inputs.at(name).view(), gradient.view()), 0) << name;
     }
@@ -847,13 +854,13 @@ TEST(Linformer, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) 
   }
 }
 
-TEST(Linformer, WithoutTokensQueriesHaveNoGradient) {
+TEST_P(LinformerBackward, WithoutTokensQueriesHaveNoGradient) {
   Problem problem = Problem::SelfAttention(1, 1, 3, 4);
   problem.kv_tokens = 0;
   for (const char* projection :
        {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
-    const RunAndGradients pass =
-        Backward(problem, Random(problem), {{"projection", projection}}, OutputGradients(problem));
+    const RunAndGradients pass = Backward(problem, Random(problem), {{"projection", projection}},
+                                          OutputGradients(problem), GetParam());
     EXPECT_EQ(MaxAbs(pass.inputs.at("q").view()), 0);
     for (const auto& [name, gradient] : pass.parameters) EXPECT_EQ(MaxAbs(gradient.view()), 0);
   }

@@ -15,11 +15,11 @@ constexpr int kShare = 8;  // channels of a lane, for 256 at most
 class QueryRow {
  protected:
   __device__ QueryRow(const ShawArguments& a, int64_t b, int64_t h, int64_t i)
-      : a_(a), lane_(Lane()), b_(b), h_(h), i_(i) {
+      : a_(a), lane_(Lane()), b_(b), h_(h), i_(i), kv_head_(h / a.sizes.group) {
     const int64_t table = h % a.sizes.table_heads * a.sizes.bins();
     key_table_ = a.key_table + table * a.sizes.head_dim;
     if (a.value_table != nullptr) value_table_ = a.value_table + table * a.sizes.value_row;
-    LoadChannels(a.q, h, i, a.sizes.head_dim, query_);
+    LoadChannels(a.q, a.sizes.head_dim, query_);
   }
 
   __device__ int64_t Channel(int n) const { return lane_ + n * kWarp; }
@@ -28,13 +28,15 @@ class QueryRow {
   __device__ int64_t Row() const {
     return (b_ * a_.sizes.query_heads + h_) * a_.sizes.query_tokens + i_;
   }
-  __device__ float Load(const DeviceView& view, int64_t head, int64_t token, int n) const {
-    return tfb::Load(view, Offset(view, b_, head, token, Channel(n)));
+  // Loads the lane's nth channel of the row at an offset.
+  __device__ float Load(const DeviceView& view, int64_t row, int n) const {
+    return tfb::Load(view, row + Channel(n) * view.strides[3]);
   }
-  __device__ void LoadChannels(const DeviceView& view, int64_t head, int64_t token,
-                               int64_t channels, float (&to)[kShare]) const {
+  __device__ void LoadChannels(const DeviceView& view, int64_t channels,
+                               float (&to)[kShare]) const {
+    const int64_t row = Offset(view, b_, h_, i_);
 #pragma unroll
-    for (int n = 0; n < kShare; ++n) to[n] = Has(n, channels) ? Load(view, head, token, n) : 0;
+    for (int n = 0; n < kShare; ++n) to[n] = Has(n, channels) ? Load(view, row, n) : 0;
   }
   __device__ float Key(int64_t bin, int n) const {
     return key_table_[bin * a_.sizes.head_dim + Channel(n)];
@@ -52,6 +54,7 @@ class QueryRow {
   int64_t b_;
   int64_t h_;
   int64_t i_;
+  int64_t kv_head_;
   const float* key_table_;
   const float* value_table_ = nullptr;
   float query_[kShare];
@@ -97,10 +100,11 @@ class Query : public QueryRow {
 
   __device__ void Store() const {
     const float inverse = sum_ == 0 ? 0 : 1 / sum_;
+    const int64_t to = Offset(a_.out, b_, h_, i_);
 #pragma unroll
     for (int n = 0; n < kShare; ++n) {
       if (!Has(n, a_.sizes.value_dim)) break;
-      tfb::Store(a_.out, Offset(a_.out, b_, h_, i_, Channel(n)), output_[n] * inverse);
+      tfb::Store(a_.out, to + Channel(n) * a_.out.strides[3], output_[n] * inverse);
     }
     if (a_.log_sum_exp == nullptr || lane_ > 0) return;
     const int64_t* strides = a_.log_sum_exp_strides;
@@ -122,15 +126,15 @@ class Query : public QueryRow {
   // Adds `count` keys from `first` on, whose bins begin with `bin`.
   __device__ void AddNearKeys(int64_t first, int count, int64_t bin) {
     const ShawSizes& s = a_.sizes;
-    const int64_t head = h_ / s.group;
     float scores[kWarp] = {};
 #pragma unroll
     for (int j = 0; j < kWarp; ++j) {
       if (j >= count) break;
+      const int64_t from = Offset(a_.k, b_, kv_head_, first + j);
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
         if (!Has(n, s.head_dim)) break;
-        scores[j] += query_[n] * (Load(a_.k, head, first + j, n) + Key(bin + j, n));
+        scores[j] += query_[n] * (Load(a_.k, from, n) + Key(bin + j, n));
       }
     }
     float logit = s.scale * SumsOfWarp(scores);
@@ -144,10 +148,11 @@ class Query : public QueryRow {
     for (int j = 0; j < count; ++j) {
       const float of_key = __shfl_sync(kAllLanes, weight, j);
       if ((seen >> j & 1) == 0) continue;
+      const int64_t from = Offset(a_.v, b_, kv_head_, first + j);
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
         if (!Has(n, s.value_dim)) break;
-        output_[n] += of_key * (Load(a_.v, head, first + j, n) + Value(bin + j, n));
+        output_[n] += of_key * (Load(a_.v, from, n) + Value(bin + j, n));
       }
     }
   }
@@ -165,7 +170,7 @@ class QueryGradients : public QueryRow {
         of_(of),
         weights_(of.weights + Row() * a_.sizes.bins()),
         score_gradients_(of.score_gradients + Row() * a_.sizes.bins()) {
-    LoadChannels(of.out_gradient, h, i, a_.sizes.value_dim, gradient_);
+    LoadChannels(of.out_gradient, a_.sizes.value_dim, gradient_);
     const DeviceView& e = of.log_sum_exp_gradient;
     if (e.data != nullptr) of_log_sum_exp_ = tfb::Load(e, Offset(e, b, h, i));
   }
@@ -206,19 +211,20 @@ class QueryGradients : public QueryRow {
     return a_.sizes.far_parts == 2 && bin == a_.sizes.bins() - 1 ? 1 : -1;
   }
 
-  // Sums element(bin, n) over the channels of 32 bins: a lane returns the sum of bin first + lane, 0
+  // Sums of_bin(bin)(n) over the channels of 32 bins: a lane returns the sum of bin first + lane, 0
   // for one without keys.
-  template <class Element>
-  __device__ float SumOfBin(int64_t first, int64_t channels, const Element& element) const {
+  template <class OfBin>
+  __device__ float SumOfBin(int64_t first, int64_t channels, const OfBin& of_bin) const {
     float own = 0;
 #pragma unroll 1
     for (int j = 0; j < kWarp && first + j < a_.sizes.bins(); ++j) {
       if (NearKey(first + j) < 0 && FarPart(first + j) < 0) continue;
+      const auto of_channel = of_bin(first + j);
       float sum = 0;
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
         if (!Has(n, channels)) break;
-        sum += element(first + j, n);
+        sum += of_channel(n);
       }
       sum = SumOfWarp(sum);
       if (lane_ == j) own = sum;
@@ -229,12 +235,12 @@ class QueryGradients : public QueryRow {
   // Returns the logit of bin first + lane: -inf for one without keys.
   __device__ float Logit(int64_t first) const {
     const ShawSizes& s = a_.sizes;
-    const int64_t head = h_ / s.group;
-    const float logit =
-        s.scale * SumOfBin(first, s.head_dim, [&](int64_t bin, int n) {
-          const int64_t key = NearKey(bin);
-          return query_[n] * (Key(bin, n) + (key < 0 ? 0 : Load(a_.k, head, key, n)));
-        });
+    const float logit = s.scale * SumOfBin(first, s.head_dim, [&](int64_t bin) {
+                          const int64_t key = NearKey(bin), row = Offset(a_.k, b_, kv_head_, key);
+                          return [this, bin, key, row](int n) {
+                            return query_[n] * (Key(bin, n) + (key < 0 ? 0 : Load(a_.k, row, n)));
+                          };
+                        });
     const int64_t bin = first + lane_, key = bin < s.bins() ? NearKey(bin) : -1;
     if (key >= 0) return IsToken(key) ? logit : -INFINITY;
     if (bin >= s.bins() || FarPart(bin) < 0) return -INFINITY;
@@ -244,14 +250,14 @@ class QueryGradients : public QueryRow {
   // Returns g . (o + P^V) of bin first + lane.
   __device__ float Product(int64_t first) const {
     const ShawSizes& s = a_.sizes;
-    const int64_t head = h_ / s.group, row = Row();
-    return SumOfBin(first, s.value_dim, [&](int64_t bin, int n) {
-      const int64_t key = NearKey(bin);
+    return SumOfBin(first, s.value_dim, [&](int64_t bin) {
+      const int64_t key = NearKey(bin), row = Offset(a_.v, b_, kv_head_, key);
       const int part = FarPart(bin);
-      const float row_of_bin = key >= 0    ? Load(a_.v, head, key, n)
-                               : part >= 0 ? a_.far_rows[part][row * s.value_dim + Channel(n)]
-                                           : 0;
-      return gradient_[n] * (row_of_bin + Value(bin, n));
+      const float* far = part < 0 ? nullptr : a_.far_rows[part] + Row() * s.value_dim;
+      return [this, bin, key, row, far](int n) {
+        const float own = key >= 0 ? Load(a_.v, row, n) : far[Channel(n)];
+        return gradient_[n] * (own + Value(bin, n));
+      };
     });
   }
 
@@ -296,11 +302,11 @@ class QueryGradients : public QueryRow {
     for (int j = 0; j < kWarp; ++j) {
       const float of_bin = __shfl_sync(kAllLanes, ds, j);
       if (of_bin == 0) continue;  // a key that is hidden may be NaN
-      const int64_t key = NearKey(first + j), head = h_ / s.group;
+      const int64_t key = NearKey(first + j), row = Offset(a_.k, b_, kv_head_, key);
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
         if (!Has(n, s.head_dim)) break;
-        of_query_[n] += of_bin * (Key(first + j, n) + (key < 0 ? 0 : Load(a_.k, head, key, n)));
+        of_query_[n] += of_bin * (Key(first + j, n) + (key < 0 ? 0 : Load(a_.k, row, n)));
       }
     }
     for (int part = 0; part < s.far_parts; ++part) {
@@ -309,10 +315,11 @@ class QueryGradients : public QueryRow {
       const float of_bin = __shfl_sync(kAllLanes, weight, static_cast<int>(lane));
       if (of_bin == 0) continue;
       if (lane_ == lane) of_.far_log_sum_exp[part][Row()] += ds;
+      float* const to = of_.far_rows[part] + Row() * s.value_dim;
 #pragma unroll
       for (int n = 0; n < kShare; ++n) {
         if (!Has(n, s.value_dim)) break;
-        of_.far_rows[part][Row() * s.value_dim + Channel(n)] += of_bin * gradient_[n];
+        to[Channel(n)] += of_bin * gradient_[n];
       }
     }
   }
@@ -348,7 +355,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) SoftmaxOfBins(ShawArguments a) 
   query.Store();
 }
 
-__global__ void __launch_bounds__(kWarps* kWarp) DifferentiateBins(ShawBackwardArguments a) {
+// With the registers that three blocks leave each other it spills none.
+__global__ void __launch_bounds__(kWarps* kWarp, 3) DifferentiateBins(ShawBackwardArguments a) {
   if (WarpOfGrid() >= a.forward.sizes.rows()) return;
   const Place place = PlaceOf(a.forward.sizes, WarpOfGrid());
   QueryGradients(a, place.b, place.h, place.i).Run();
