@@ -275,6 +275,14 @@ TEST_P(Flash, FewQueriesOfGroupedHeadsReadTheirKeysOnce) {
   }
 }
 
+// The band's edges lie within the keys of the second and the third warp of a tile.
+TEST_P(Flash, FewQueriesSeeTheirBand) {
+  const BandPattern band(20, 170);
+  for (const int64_t queries : {1, 5}) {
+    Harness(GetParam(), Make(queries, 200, 64, 64), &band).ExpectMatchesLoops();
+  }
+}
+
 TEST_P(Flash, NansInHiddenValuesDoNotReachFewQueries) {
   const BandPattern band(-20, 0);
   Harness harness(GetParam(), Make(3, 90, 64, 64), &band);
@@ -602,27 +610,28 @@ TEST_P(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
 
 TEST_P(Flash, TokenOrdersGatherAndScatter) {
   // Reversed queries over every third key give the same as attention over those keys with the
-  // result reversed.
+  // result reversed. Few queries are decoding's.
   const int64_t tokens = 100, keys = 34;
-  Problem problem = Make(tokens, keys, 16, 16);
-  Harness harness(GetParam(), problem);
-  Tensor k(DType::kF32, {2, 2, tokens, 16}), v(DType::kF32, {2, 2, tokens, 16});
-  FillNormal(&k, 9, "k");
-  FillNormal(&v, 9, "v");
-  std::vector<int32_t> query_order(tokens), key_order(keys);
-  for (int64_t n = 0; n < tokens; ++n) query_order[n] = static_cast<int32_t>(tokens - 1 - n);
-  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
-  harness.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
-  harness.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
-  harness.ExpectMatchesLoops();
-  const Tensor expected = harness.out().Clone();
-  Fill(harness.out().view(), NAN);
-  harness.call.k = k.view();
-  harness.call.v = v.view();
-  harness.call.query_order = {query_order.data(), 0, 0, 1};
-  harness.call.key_order = {key_order.data(), 0, 0, 1};
-  harness.Run();
-  EXPECT_LE(MaxDifference(expected.view(), harness.out().view()), 1e-6);
+  for (const int64_t queries : {tokens, int64_t{6}}) {
+    Harness harness(GetParam(), Make(queries, keys, 16, 16));
+    Tensor k(DType::kF32, {2, 2, tokens, 16}), v(DType::kF32, {2, 2, tokens, 16});
+    FillNormal(&k, 9, "k");
+    FillNormal(&v, 9, "v");
+    std::vector<int32_t> query_order(queries), key_order(keys);
+    for (int64_t n = 0; n < queries; ++n) query_order[n] = static_cast<int32_t>(queries - 1 - n);
+    for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
+    harness.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
+    harness.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
+    harness.ExpectMatchesLoops();
+    const Tensor expected = harness.out().Clone();
+    Fill(harness.out().view(), NAN);
+    harness.call.k = k.view();
+    harness.call.v = v.view();
+    harness.call.query_order = {query_order.data(), 0, 0, 1};
+    harness.call.key_order = {key_order.data(), 0, 0, 1};
+    harness.Run();
+    EXPECT_LE(MaxDifference(expected.view(), harness.out().view()), 1e-6) << queries;
+  }
 }
 
 // The test uses every rule that reads offsets, a soft span and a mask: rows keep their places. The
