@@ -14,15 +14,16 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/for_each.h"
 #include "core/definition.h"
+#include "core/layers/activation_rows.h"
 #include "core/layers/attention/projected_attention.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/layer_definitions.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/matmul.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/workspace.h"
-#include "core/zeros.h"
 
 namespace tfb::decision_transformer {
 namespace {
@@ -153,24 +154,18 @@ class DecisionTransformerLayer : public Layer {
 
   std::map<std::string, double> statistics() const override { return gpt_->statistics(); }
 
-  // ---- The backward pass, on the CPU. It embeds the inputs again, and keeps what the GPT keeps. ----
+  // ---- The backward pass. It embeds the inputs again, and keeps what the GPT keeps. ----
 
-  absl::Status CheckBackward() const override {
-    if (device_ != Device::kCpu) {
-      return absl::UnimplementedError(
-          "the backward pass of embeddings and heads is on the CPU alone");
-    }
-    return gpt_->CheckBackward();
-  }
+  absl::Status CheckBackward() const override { return gpt_->CheckBackward(); }
   size_t kept_bytes() const override { return gpt_->kept_bytes(); }
   size_t backward_workspace_bytes(int threads) const override {
     const int64_t width = problem().model_dim(), batch = problem().batch;
-    size_t largest = std::max(
-        {workspace_bytes(threads), gpt_->backward_workspace_bytes(threads),
-         LayerNorm::backward_workspace_bytes(batch * problem().query_tokens, width, threads)});
+    size_t largest = std::max({workspace_bytes(threads), gpt_->backward_workspace_bytes(threads),
+                               LayerNorm::backward_workspace_bytes(
+                                   device_, batch * problem().query_tokens, width, threads)});
     const auto product = [&](int64_t count, int64_t in, int64_t out) {
       largest = std::max({largest, MatMulWorkspaceBytes(device_, batch * count, out, in, threads),
-                          MatMulGradientWorkspaceBytes(batch * count, in, out, threads)});
+                          MatMulGradientWorkspaceBytes(device_, batch * count, in, out, threads)});
     };
     for (const Modality& m : modalities_) product(m.count, m.channels, width);
     for (const Head& head : heads_) product(head.count, width, head.channels);
@@ -267,15 +262,15 @@ class DecisionTransformerLayer : public Layer {
 
   absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
     for (const auto& [name, gradient] : call.parameter_gradients) {
-      if (!gradient.empty()) SetToZero(gradient, execution.pool);
+      if (!gradient.empty()) TFB_RETURN_IF_ERROR(ClearTensor(device_, gradient, execution));
     }
     Workspace workspace(execution.workspace);
     const BackwardScratch scratch = LayOutBackward(workspace);
     Execution rest = {execution.pool, workspace.Rest(), execution.stream};
     if (scratch.hidden.num_elements() == 0) return absl::OkStatus();
+    // An empty one stands for zeros.
     TFB_RETURN_IF_ERROR(
-        CopyAllRows(device_, OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out")),
-                    scratch.hidden, rest));
+        CopyTensor(device_, call.output_gradients.Get("out"), scratch.hidden, rest));
     for (size_t n = 0; n < heads_.size(); ++n) {
       TFB_RETURN_IF_ERROR(HeadBackward(n, call, scratch, rest));
     }
@@ -339,6 +334,7 @@ class DecisionTransformerLayer : public Layer {
     TensorView of_x;     // gradient of the GPT's input, in that dtype
     TensorView tokens;   // gradient of the tokens, f32
     float* predictions;  // of one head, then their gradients
+    TokenChain chain;    // on CUDA
   };
   BackwardScratch LayOutBackward(Workspace& workspace) const {
     const Problem& p = problem();
@@ -359,6 +355,9 @@ class DecisionTransformerLayer : public Layer {
       largest = std::max(largest, p.batch * head.count * head.channels);
     }
     scratch.predictions = workspace.Take<float>(largest);
+    const int64_t links = device_ == Device::kCpu ? 0 : p.batch * p.query_tokens;
+    scratch.chain.next = workspace.Take<int32_t>(links);
+    scratch.chain.is_first = workspace.Take<int32_t>(links);
     return scratch;
   }
 
@@ -369,16 +368,14 @@ class DecisionTransformerLayer : public Layer {
     ConstTensorView du = call.output_gradients.Get(head.output);
     if (du.empty() || du.num_elements() == 0) return absl::OkStatus();
     const ConstTensorView h = OfModality(call.outputs.Get("out"), head.from, head.count);
-    if (head.activation == Activation::kTanh) {  // whose derivative is 1 - y^2
-      const TensorView y(scratch.predictions, DType::kF32, du.shape());
-      TFB_RETURN_IF_ERROR(MatMul(head_matrices_[n], {h, {}, y, head.activation}, execution));
-      ForEachOffset(du, y, [&](int64_t from, int64_t at) {
-        const float tanh = scratch.predictions[at];
-        scratch.predictions[at] = static_cast<float>(du.Get(from)) * (1 - tanh * tanh);
-      });
-      du = y;
+    if (head.activation != Activation::kNone) {
+      const TensorView u(scratch.predictions, DType::kF32, du.shape());
+      TFB_RETURN_IF_ERROR(MatMul(head_matrices_[n], {h, {}, u}, execution));
+      TFB_RETURN_IF_ERROR(MultiplyByDerivative(device_, head.activation, u, du, u, execution));
+      du = u;
     }
-    TFB_RETURN_IF_ERROR(MatMulGradient({h, du, call.parameter_gradients.Get(names_of_heads_[n].w),
+    TFB_RETURN_IF_ERROR(MatMulGradient(device_,
+                                       {h, du, call.parameter_gradients.Get(names_of_heads_[n].w),
                                         call.parameter_gradients.Get(names_of_heads_[n].b)},
                                        execution));
     const TensorView dh = OfModality(scratch.hidden, head.from, head.count);
@@ -405,6 +402,7 @@ class DecisionTransformerLayer : public Layer {
       if (modality.count == 0) continue;
       const TensorView of_tokens = OfModality(scratch.tokens, m, modality.count);
       TFB_RETURN_IF_ERROR(MatMulGradient(
+          device_,
           {call.inputs.Get(modality.input), of_tokens, gradients.Get(names_of_embeddings_[m].w),
            gradients.Get(names_of_embeddings_[m].b)},
           execution));
@@ -412,28 +410,35 @@ class DecisionTransformerLayer : public Layer {
       if (of_values.empty()) continue;
       TFB_RETURN_IF_ERROR(MatMul(embeddings_transposed_[m], {of_tokens, {}, of_values}, execution));
     }
-    AddToTimesteps(call.inputs.Get("timesteps"), scratch.tokens, gradients.Get("embed.timestep"),
-                   execution.pool);
-    return absl::OkStatus();
+    return AddToTimesteps(call.inputs.Get("timesteps"), scratch, gradients.Get("embed.timestep"),
+                          execution);
   }
 
-  // Adds the tokens' gradients to the rows of their timesteps, in the order of the tokens: a task
-  // has some of the channels.
-  void AddToTimesteps(const ConstTensorView& timesteps, const TensorView& of_tokens,
-                      const TensorView& table, ThreadPool* pool) const {
+  // Adds the tokens' gradients to the rows of their timesteps, in the order of the tokens. On the CPU a
+  // task has some of the channels.
+  absl::Status AddToTimesteps(const ConstTensorView& timesteps, const BackwardScratch& scratch,
+                              const TensorView& table, const Execution& execution) const {
     constexpr int64_t kChannelsOfTask = 16;
-    if (table.empty()) return;
-    const int64_t tokens = of_tokens.dim(1);
-    pool->ParallelForRanges(
+    if (table.empty()) return absl::OkStatus();
+    const TensorView& of_tokens = scratch.tokens;
+    const RowsOfTimesteps rows = TableRowsOf(timesteps);
+    const int64_t tokens = of_tokens.dim(0) * of_tokens.dim(1);
+    if (device_ != Device::kCpu) {
+      TFB_RETURN_IF_ERROR(
+          ForEach(device_, tokens, LinkTokens{rows, tokens, scratch.chain}, execution));
+      const AddChains add = {rows, scratch.chain, TensorRows(of_tokens).view(),
+                             TensorRows(table).view()};
+      return ForEachInRows(device_, tokens, of_tokens.dim(2), add, execution);
+    }
+    execution.pool->ParallelForRanges(
         of_tokens.dim(2), kChannelsOfTask, [&](int64_t begin, int64_t end, int) {
-          for (int64_t row = 0; row < of_tokens.dim(0) * tokens; ++row) {
-            const int64_t b = row / tokens, t = row % tokens;
-            const int64_t timestep = std::clamp<int64_t>(*timesteps.At<int32_t>(b, t / kModalities),
-                                                         0, options_.max_timestep - 1);
-            const float* from = of_tokens.At<float>(b, t);
-            for (int64_t c = begin; c < end; ++c) *table.MutableAt<float>(timestep, c) += from[c];
+          for (int64_t row = 0; row < tokens; ++row) {
+            const float* from = of_tokens.At<float>() + row * of_tokens.dim(2);
+            float* to = table.MutableAt<float>(rows.Of(row));
+            for (int64_t c = begin; c < end; ++c) to[c * table.stride(1)] += from[c];
           }
         });
+    return absl::OkStatus();
   }
 
   // Embeds the inputs.
@@ -459,17 +464,18 @@ class DecisionTransformerLayer : public Layer {
     return absl::OkStatus();
   }
 
+  RowsOfTimesteps TableRowsOf(const ConstTensorView& timesteps) const {
+    return {static_cast<const int32_t*>(timesteps.data),
+            {timesteps.stride(0), timesteps.stride(1)},
+            options_.max_timestep,
+            problem().query_tokens};
+  }
+
   absl::Status EmbedTimesteps(const ConstTensorView& timesteps, const TensorView& tokens,
                               const Execution& execution) const {
-    EmbeddingOfTimesteps embedding = {};
-    embedding.timesteps = timesteps.At<int32_t>();
-    embedding.strides[0] = timesteps.stride(0);
-    embedding.strides[1] = timesteps.stride(1);
-    embedding.table = timesteps_.data();
-    embedding.table_rows = options_.max_timestep;
-    embedding.tokens = tokens.MutableAt<float>();
-    embedding.tokens_of_batch = tokens.dim(1);
-    embedding.channels = tokens.dim(2);
+    const EmbeddingOfTimesteps embedding = {TableRowsOf(timesteps), timesteps_.data(),
+                                            static_cast<float*>(tokens.mutable_data()),
+                                            tokens.dim(2)};
     return ForEachInRows(device_, tokens.dim(0) * tokens.dim(1), tokens.dim(2), embedding,
                          execution);
   }

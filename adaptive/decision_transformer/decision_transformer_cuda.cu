@@ -4,5 +4,7 @@
 namespace tfb::decision_transformer {
 
 TFB_FOR_EACH_IN_ROWS(EmbeddingOfTimesteps);
+TFB_FOR_EACH(LinkTokens);
+TFB_FOR_EACH_IN_ROWS(AddChains);
 
 }  // namespace tfb::decision_transformer

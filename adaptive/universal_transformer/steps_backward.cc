@@ -119,7 +119,7 @@ size_t StepsBackward::workspace_bytes(int threads) const {
   return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); }) +
          std::max({FlashWorkspaceBytes(problem_, /*relative_keys=*/false, threads),
                    FlashBackwardWorkspaceBytes(problem_, /*relative_keys=*/false, threads),
-                   LayerNorm::backward_workspace_bytes(s.rows, s.width, threads),
+                   LayerNorm::backward_workspace_bytes(Device::kCpu, s.rows, s.width, threads),
                    LayerNorm::workspace_bytes(Device::kCpu, s.width, threads),
                    product(s.width, s.query_width), product(s.width, s.keys_values()),
                    product(s.width, s.key_width), product(s.width, s.value_width),

@@ -9,6 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_definitions.h"
 #include "core/layers/layer_norm.h"
@@ -231,7 +232,6 @@ class EncoderDecoderLayer : public Layer {
   }
 
   absl::Status CheckBackward() const override {
-    TFB_RETURN_IF_ERROR(OnCpuAlone(device_, "blocks"));
     for (const Stack& stack : stacks_) {
       for (const Block& block : stack.blocks) {
         for (const Attention& one : block.attention) {
@@ -253,10 +253,10 @@ class EncoderDecoderLayer : public Layer {
   size_t backward_workspace_bytes(int threads) const override {
     const int64_t width = problem().model_dim();
     const int64_t rows = problem().batch * std::max(problem().query_tokens, problem().kv_tokens);
-    size_t largest =
-        std::max({FeedForward::backward_workspace_bytes(rows, feed_forward_sizes(), threads),
-                  LayerNorm::backward_workspace_bytes(rows, width, threads),
-                  LayerNorm::workspace_bytes(device_, width, threads)});
+    size_t largest = std::max(
+        {FeedForward::backward_workspace_bytes(device_, rows, feed_forward_sizes(), threads),
+         LayerNorm::backward_workspace_bytes(device_, rows, width, threads),
+         LayerNorm::workspace_bytes(device_, width, threads)});
     if (options_.recompute) {
       largest = std::max(
           largest, FeedForward::workspace_bytes(device_, rows, feed_forward_sizes(), threads));
@@ -346,19 +346,14 @@ class EncoderDecoderLayer : public Layer {
     const BackwardScratch scratch = LayOutBackward(workspace);
     Execution rest = execution;
     rest.workspace = workspace.Rest();
-    const auto clear = [](const TensorView& view) {
-      std::fill_n(view.MutableAt<float>(), view.num_elements(), 0.0f);
-    };
     const auto copy = [&](const ConstTensorView& from, const TensorView& to) {
       return AddScaled(device_, 1, from, 0, from, to, rest);
     };
     const ConstTensorView dout = call.output_gradients.Get("out");
-    if (!scratch.memory.empty()) clear(scratch.memory);
-    if (dout.empty()) {
-      clear(scratch.x);
-    } else {
-      TFB_RETURN_IF_ERROR(copy(dout, scratch.x));
+    if (!scratch.memory.empty()) {
+      TFB_RETURN_IF_ERROR(ClearTensor(device_, scratch.memory, rest));
     }
+    TFB_RETURN_IF_ERROR(CopyTensor(device_, dout, scratch.x, rest));
     for (size_t n = stacks_.size(); n-- > 0;) {
       Stack& stack = stacks_[n];
       const bool on_memory = stack.place.on_memory;

@@ -45,6 +45,9 @@ class FlashBackwardCuda {
                                                   const BlockSchedule& schedule,
                                                   const ScoreRule& rule);
 
+  // Runs the forward pass of problems of f32 with this schedule and rule.
+  const FlashCuda& forward() const { return flash_; }
+
   // Returns the device memory that a call needs. It is linear in the tokens.
   static size_t WorkspaceBytes(const Problem& problem, const ScoreSums& sums);
 

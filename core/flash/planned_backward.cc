@@ -46,15 +46,6 @@ absl::Status PlannedLayer::CheckBackward() const {
   return absl::OkStatus();
 }
 
-absl::Status PlannedLayer::Clear(absl::Span<std::byte> memory, const Execution& execution) const {
-  if (device_ == Device::kCpu) {
-    SetToZero(memory, execution.pool);
-    return absl::OkStatus();
-  }
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-  return runtime->Fill(memory.data(), 0, memory.size(), execution.stream);
-}
-
 absl::Status PlannedLayer::Clear(const TensorView& view, const Execution& execution) const {
   if (device_ != Device::kCpu) return ClearTensor(device_, view, execution);
   SetToZero(view, execution.pool);
@@ -279,9 +270,9 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
   parameter_gradients_.SetOutputs(&call.parameter_gradients);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(
-      Clear(execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
-            execution));
+  TFB_RETURN_IF_ERROR(ClearBytes(
+      device_, execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
+      rest));
   for (const auto& [name, gradient] : call.input_gradients) {
     if (!gradient.empty()) TFB_RETURN_IF_ERROR(Clear(gradient, execution));
   }

@@ -173,7 +173,6 @@ class PlannedLayer : public Layer {
   ScoreRule RuleOf(const FlashRows& rows, const FlashPart& part) const;
   // Sets a tensor to 0 on the layer's device.
   absl::Status Clear(const TensorView& view, const Execution& execution) const;
-  absl::Status Clear(absl::Span<std::byte> memory, const Execution& execution) const;
   // Returns the share of an input's rows that a Run reads.
   double ShareRead(const TensorSpec& input) const;
 

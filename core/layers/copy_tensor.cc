@@ -4,6 +4,8 @@
 
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/status.h"
+#include "core/zeros.h"
 
 namespace tfb {
 
@@ -26,6 +28,15 @@ absl::Status CopyTensor(Device device, const ConstTensorView& from, const Tensor
 
 absl::Status ClearTensor(Device device, const TensorView& to, const Execution& execution) {
   return CopyTensor(device, {}, to, execution);
+}
+
+absl::Status ClearBytes(Device device, absl::Span<std::byte> memory, const Execution& execution) {
+  if (device == Device::kCpu) {
+    SetToZero(memory, execution.pool);
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  return runtime->Fill(memory.data(), 0, memory.size(), execution.stream);
 }
 
 absl::Status AddTensor(Device device, const ConstTensorView& from, const TensorView& to,

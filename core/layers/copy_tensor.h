@@ -2,9 +2,11 @@
 #ifndef TFB_CORE_LAYERS_COPY_TENSOR_H_
 #define TFB_CORE_LAYERS_COPY_TENSOR_H_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "core/layers/tensor_rows.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -26,12 +28,15 @@ class TensorRows {
   int64_t columns_ = 0;
 };
 
-// Copies a tensor of any floating dtype to one of the same shape. It allocates nothing; on CUDA it
-// enqueues on the stream.
+// Copies a tensor of any floating dtype to one of the same shape; an empty one stands for zeros. It
+// allocates nothing; on CUDA it enqueues on the stream.
 absl::Status CopyTensor(Device device, const ConstTensorView& from, const TensorView& to,
                         const Execution& execution);
 // Sets a tensor to 0, likewise.
 absl::Status ClearTensor(Device device, const TensorView& to, const Execution& execution);
+
+// Sets memory of the device to 0, likewise.
+absl::Status ClearBytes(Device device, absl::Span<std::byte> memory, const Execution& execution);
 
 // Adds a tensor to one of the same shape, likewise.
 absl::Status AddTensor(Device device, const ConstTensorView& from, const TensorView& to,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/layers/activation_rows.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/layers/rows_of.h"
 #include "core/status.h"
@@ -14,14 +15,6 @@ TensorView WithChannels(const ConstTensorView& like, int64_t channels, float* da
   Shape shape = like.shape();
   shape.back() = channels;
   return TensorView(data, DType::kF32, shape);
-}
-
-// Calls body(first, count) for pieces of `size` contiguous floats.
-template <class Body>
-void ForPieces(int64_t size, const Execution& execution, const Body& body) {
-  constexpr int64_t kPiece = 4096;  // 16 KiB, half of L1
-  execution.pool->ParallelForRanges(
-      size, kPiece, [&](int64_t begin, int64_t end, int) { body(begin, end - begin); });
 }
 
 }  // namespace
@@ -65,20 +58,17 @@ size_t FeedForward::kept_bytes(int64_t rows, const Sizes& sizes, Activation outp
       [=](Workspace& workspace) { LayOutKept(rows, sizes, output, workspace); });
 }
 
-size_t FeedForward::backward_workspace_bytes(int64_t rows, const Sizes& sizes, int threads,
-                                             Activation output) {
+size_t FeedForward::backward_workspace_bytes(Device device, int64_t rows, const Sizes& sizes,
+                                             int threads, Activation output) {
   // The buffers have the sizes of what is kept: h and then dz, and du.
   return kept_bytes(rows, sizes, output) +
-         std::max({MatMulWorkspaceBytes(Device::kCpu, rows, sizes.out, sizes.inner, threads),
-                   MatMulWorkspaceBytes(Device::kCpu, rows, sizes.inner, sizes.in, threads),
-                   MatMulGradientWorkspaceBytes(rows, sizes.in, sizes.inner, threads),
-                   MatMulGradientWorkspaceBytes(rows, sizes.inner, sizes.out, threads)});
+         std::max({MatMulWorkspaceBytes(device, rows, sizes.out, sizes.inner, threads),
+                   MatMulWorkspaceBytes(device, rows, sizes.inner, sizes.in, threads),
+                   MatMulGradientWorkspaceBytes(device, rows, sizes.in, sizes.inner, threads),
+                   MatMulGradientWorkspaceBytes(device, rows, sizes.inner, sizes.out, threads)});
 }
 
 absl::Status FeedForward::SetUpBackward(const ConstTensorView& w1, const ConstTensorView& w2) {
-  if (first_.device() != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of feed-forward is on the CPU alone");
-  }
   TFB_ASSIGN_OR_RETURN(first_transposed_, PackedMatrix::CreateTransposed(first_.device(), {w1}));
   TFB_ASSIGN_OR_RETURN(second_transposed_, PackedMatrix::CreateTransposed(first_.device(), {w2}));
   return absl::OkStatus();
@@ -86,7 +76,7 @@ absl::Status FeedForward::SetUpBackward(const ConstTensorView& w1, const ConstTe
 
 absl::Status FeedForward::Backward(const BackwardCall& call, const Execution& execution) const {
   const int64_t rows = RowsOf<ConstTensorView>(call.x).rows();
-  const int64_t inner_size = rows * first_.out();
+  const Device device = first_.device();
   Workspace memory(execution.kept), workspace(execution.workspace);
   const Kept kept = LayOutKept(rows, sizes(), output_, memory);
   const Kept buffers = LayOutKept(rows, sizes(), output_, workspace);
@@ -95,31 +85,19 @@ absl::Status FeedForward::Backward(const BackwardCall& call, const Execution& ex
 
   ConstTensorView du = call.dy;
   if (kept.u != nullptr) {
-    const int64_t channels = second_.out();
-    const RowsOf<ConstTensorView> dy(call.dy);
-    constexpr int64_t kRowsOfTask = 16;
-    execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
-      for (int64_t row = begin; row < end; ++row) {
-        float* const of_row = buffers.u + row * channels;
-        dy.Load(row, 0, channels, of_row);
-        MultiplyByDerivative(output_, channels, kept.u + row * channels, of_row);
-      }
-    });
-    du = WithChannels(call.dy, channels, buffers.u);
+    const TensorView of_sum = WithChannels(call.dy, second_.out(), buffers.u);
+    TFB_RETURN_IF_ERROR(MultiplyByDerivative(
+        device, output_, WithChannels(call.dy, second_.out(), kept.u), call.dy, of_sum, rest));
+    du = of_sum;
   }
+  const TensorView z = WithChannels(call.x, first_.out(), kept.z);
   const TensorView inner = WithChannels(call.x, first_.out(), buffers.z);
-  if (!call.w2.empty()) {
-    ForPieces(inner_size, execution, [&](int64_t first, int64_t count) {
-      std::copy_n(kept.z + first, count, buffers.z + first);
-      Activate(activation_, count, buffers.z + first);
-    });
-  }
-  TFB_RETURN_IF_ERROR(MatMulGradient({inner, du, call.w2, call.b2, call.accumulate}, rest));
+  if (!call.w2.empty()) TFB_RETURN_IF_ERROR(Activate(device, activation_, z, inner, rest));
+  TFB_RETURN_IF_ERROR(MatMulGradient(device, {inner, du, call.w2, call.b2, call.accumulate}, rest));
   TFB_RETURN_IF_ERROR(MatMul(second_transposed_, {du, {}, inner}, rest));
-  ForPieces(inner_size, execution, [&](int64_t first, int64_t count) {
-    MultiplyByDerivative(activation_, count, kept.z + first, buffers.z + first);
-  });
-  TFB_RETURN_IF_ERROR(MatMulGradient({call.x, inner, call.w1, call.b1, call.accumulate}, rest));
+  TFB_RETURN_IF_ERROR(MultiplyByDerivative(device, activation_, z, inner, inner, rest));
+  TFB_RETURN_IF_ERROR(
+      MatMulGradient(device, {call.x, inner, call.w1, call.b1, call.accumulate}, rest));
   if (call.dx.empty()) return absl::OkStatus();
   return MatMul(first_transposed_, {inner, call.added, call.dx}, rest);
 }

@@ -47,18 +47,17 @@ class FeedForward {
   // products' scratch.
   static size_t workspace_bytes(Device device, int64_t rows, const Sizes& sizes, int threads);
   // Computes y. Views are as in MatMulCall. It allocates nothing. Where execution.kept is not
-  // empty, it has kept_bytes() bytes and receives what Backward needs; this is for the CPU.
+  // empty, it has kept_bytes() bytes and receives what Backward needs.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
                    const Execution& execution, const RowList& rows = {}) const;
   size_t bytes() const { return first_.bytes() + second_.bytes(); }
 
-  // ---- The backward pass, on the CPU ----
+  // ---- The backward pass ----
 
   static size_t kept_bytes(int64_t rows, const Sizes& sizes, Activation output = Activation::kNone);
-  static size_t backward_workspace_bytes(int64_t rows, const Sizes& sizes, int threads,
-                                         Activation output = Activation::kNone);
-  // Takes W1 and W2 once more, in host memory, and packs their transposes. Returns Unimplemented on
-  // another device than the CPU.
+  static size_t backward_workspace_bytes(Device device, int64_t rows, const Sizes& sizes,
+                                         int threads, Activation output = Activation::kNone);
+  // Takes W1 and W2 once more, in host memory, and packs their transposes.
   absl::Status SetUpBackward(const ConstTensorView& w1, const ConstTensorView& w2);
   struct BackwardCall {
     ConstTensorView x;          // as Run read it
@@ -68,7 +67,8 @@ class FeedForward {
     TensorView w1, b1, w2, b2;  // the parameters' gradients, f32, or empty
     bool accumulate = false;    // adds to what those hold
   };
-  // Computes the gradients from execution.kept as a Run on x filled it. It allocates nothing.
+  // Computes the gradients from execution.kept as a Run on x filled it. It allocates nothing; on CUDA
+  // it enqueues on the stream.
   absl::Status Backward(const BackwardCall& call, const Execution& execution) const;
 
  private:

@@ -5,8 +5,8 @@
 
 #include "Eigen/Core"
 #include "absl/strings/str_cat.h"
-#include "core/cuda/runtime.h"
-#include "core/layers/layers_cuda.h"
+#include "core/cuda/for_each.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/layers/rows_of.h"
 #include "core/status.h"
@@ -43,140 +43,69 @@ Tensor BiasOf(const ConstTensorView& b_g, int64_t parts, int64_t place, double s
   return bias;
 }
 
-// Channels of a row that a pass does at a time: five such arrays are 1.25 KiB.
-constexpr int64_t kChannels = 64;
-using Values = Eigen::Array<float, kChannels, 1>;
-
-void ApplyStep(GateStep step, const Values& a, const Values& b, const Values& x, const Values& y,
-               Values* out) {
-  const Values open = a.logistic();
-  switch (step) {
-    case GateStep::kReset:
-      *out = open * x;
-      return;
-    case GateStep::kInput:
-      *out = open * x + y;
-      return;
-    case GateStep::kOutput:
-      *out = x + open * y;
-      return;
-    case GateStep::kHighway:
-      *out = open * x + (1 - open) * y;
-      return;
-    case GateStep::kSigmoidTanh:
-      *out = x + open * b.tanh();
-      return;
-    case GateStep::kGru:
-      *out = (1 - open) * x + open * b.tanh();
-      return;
-  }
-}
-
-void PassCpu(GateStep step, const ConstTensorView& a, const ConstTensorView& b,
-             const ConstTensorView& x, const ConstTensorView& y, const TensorView& out,
-             const Execution& execution) {
-  constexpr int64_t kRowsOfTask = 16;
-  const RowsOf<TensorView> to(out);
-  const int64_t rows = to.rows(), channels = to.channels();
-  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
-    Values of_a = Values::Zero(), of_b = of_a, of_x = of_a, of_y = of_a, result = of_a;
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t first = 0; first < channels; first += kChannels) {
-        const int64_t count = std::min(kChannels, channels - first);
-        const auto load = [&](const ConstTensorView& view, Values* values) {
-          if (!view.empty()) {
-            RowsOf<ConstTensorView>(view).Load(row, first, count, values->data());
-          }
-        };
-        load(a, &of_a);
-        load(b, &of_b);
-        load(x, &of_x);
-        load(y, &of_y);
-        ApplyStep(step, of_a, of_b, of_x, of_y, &result);
-        to.Store(row, first, count, result.data());
-      }
-    }
-  });
-}
-
-// ---- The backward pass ----
-
-// What a kind's first step computes of a piece of a row: gradients of the sums a and c, and what of
-// dx and dy does not come through them.
-struct Differentials {
-  Values da = Values::Zero(), dc = da, dx = da, dy = da;
-};
-
-// `a` and `c` are what s and tanh were applied to; of a gru, a is a_z.
-void Differentiate(GateKind kind, const Values& a, const Values& c, const Values& x,
-                   const Values& y, const Values& dout, Differentials* of) {
-  const Values open = a.logistic();
-  const Values slope = open * (1 - open);
-  switch (kind) {
-    case GateKind::kInput:
-      of->da = dout * x * slope;
-      of->dx = dout * open;
-      of->dy = dout;
-      return;
-    case GateKind::kOutput:
-      of->da = dout * y * slope;
-      of->dx = dout;
-      of->dy = dout * open;
-      return;
-    case GateKind::kHighway:
-      of->da = dout * (x - y) * slope;
-      of->dx = dout * open;
-      of->dy = dout * (1 - open);
-      return;
-    case GateKind::kSigmoidTanh: {
-      const Values t = c.tanh();
-      of->da = dout * t * slope;
-      of->dc = dout * open * (1 - t * t);
-      of->dx = dout;
-      return;
-    }
-    case GateKind::kGru: {
-      const Values t = c.tanh();
-      of->da = dout * (t - x) * slope;
-      of->dc = dout * open * (1 - t * t);
-      of->dx = dout * (1 - open);
-      return;
-    }
-  }
-}
-
-// Calls body(row, first, count) for pieces of all rows of a view; the calls of a row are in order.
-template <class Body>
-void ForPieces(const ConstTensorView& like, const Execution& execution, const Body& body) {
-  constexpr int64_t kRowsOfTask = 16;
-  const int64_t rows = RowsOf<ConstTensorView>(like).rows();
-  const int64_t channels = RowsOf<ConstTensorView>(like).channels();
-  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t first = 0; first < channels; first += kChannels) {
-        body(row, first, std::min(kChannels, channels - first));
-      }
-    }
-  });
-}
-
-// Loads a piece; 0 where the view is empty.
-Values LoadPiece(const ConstTensorView& view, int64_t row, int64_t first, int64_t count) {
-  Values values = Values::Zero();
-  if (!view.empty()) RowsOf<ConstTensorView>(view).Load(row, first, count, values.data());
-  return values;
-}
-void StorePiece(const Values& values, int64_t row, int64_t first, int64_t count,
-                const TensorView& view) {
-  if (!view.empty()) RowsOf<TensorView>(view).Store(row, first, count, values.data());
-}
-
 // Returns the part of the sums of a kind that a step of its gate calls a, or c.
 TensorView PartOf(const TensorView& sums, int64_t channels, int64_t part, int64_t count = 1) {
   return Slice(sums, sums.rank - 1, part * channels, count * channels);
 }
 
 }  // namespace
+
+// ---- The steps of pieces of rows in host memory ----
+
+namespace {
+
+constexpr int kChannels = 64;  // at a time: nine such arrays are 2.25 KiB
+using Values = Eigen::Array<float, Eigen::Dynamic, 1, 0, kChannels, 1>;  // on the stack
+
+// Calls body(load, store) for up to kChannels channels at a time; they load and store those.
+template <class Body>
+void ForValues(int count, const Body& body) {
+  for (int first = 0; first < count; first += kChannels) {
+    const int n = std::min(kChannels, count - first);
+    const auto load = [=](const float* from) -> Values {
+      return Eigen::Map<const Eigen::ArrayXf>(from + first, n);
+    };
+    const auto store = [=](const Values& values, float* to) {
+      Eigen::Map<Eigen::ArrayXf>(to + first, values.size()) = values;
+    };
+    body(load, store);
+  }
+}
+
+}  // namespace
+
+void PassGatePiece(GateStep step, int count, const GateInputs& in, float* out) {
+  ForValues(count, [&](const auto& load, const auto& store) {
+    const Values open = load(in.a).logistic(), x = load(in.x), y = load(in.y);
+    const Values t = HasTanh(step) ? Values(load(in.c).tanh()) : Values();
+    store(Gated(step, open, t, x, y), out);
+  });
+}
+
+void DifferentiateGatePiece(GateKind kind, int count, const GateInputs& in,
+                            const GateDifferentials<float*>& out) {
+  ForValues(count, [&](const auto& load, const auto& store) {
+    const Values open = load(in.a).logistic(), x = load(in.x), y = load(in.y);
+    const Values t = HasTanh(kind) ? Values(load(in.c).tanh()) : Values();
+    GateDifferentials<Values> of;
+    DifferentiateGate(kind, open, t, x, y, load(in.dout), &of);
+    store(of.da, out.da);
+    store(of.dc, out.dc);
+    store(of.dx, out.dx);
+    store(of.dy, out.dy);
+  });
+}
+
+void DifferentiateResetPiece(int count, const GateInputs& in,
+                             const ResetDifferentials<float*>& out) {
+  ForValues(count, [&](const auto& load, const auto& store) {
+    ResetDifferentials<Values> of;
+    DifferentiateReset(Values(load(in.a).logistic()), load(in.x), load(in.dout), &of);
+    store(of.da, out.da);
+    store(of.reset, out.reset);
+    store(of.more, out.more);
+  });
+}
 
 absl::StatusOr<Gate> Gate::Create(Device device, GateKind kind, const Parameters& p) {
   Gate gate;
@@ -277,24 +206,17 @@ absl::Status Gate::RunGru(const ConstTensorView& x, const ConstTensorView& y,
   return Pass(GateStep::kGru, of_z, of_g, x, {}, out, execution);
 }
 
-absl::Status Gate::Pass(GateStep step, const ConstTensorView& a, const ConstTensorView& b,
+absl::Status Gate::Pass(GateStep step, const ConstTensorView& a, const ConstTensorView& c,
                         const ConstTensorView& x, const ConstTensorView& y, const TensorView& out,
                         const Execution& execution) const {
-  if (first_.device() == Device::kCpu) {
-    PassCpu(step, a, b, x, y, out, execution);
-    return absl::OkStatus();
-  }
-  GateArguments arguments = {};
-  arguments.a = ToDeviceRows(a);
-  arguments.b = ToDeviceRows(b);
-  arguments.x = ToDeviceRows(x);
-  arguments.y = ToDeviceRows(y);
-  arguments.out = ToDeviceRows(out);
-  arguments.rows = RowsOf<TensorView>(out).rows();
-  arguments.channels = RowsOf<TensorView>(out).channels();
-  arguments.step = step;
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(first_.device()));
-  return ToStatus(KernelsOn<GateKernels>(runtime->target()).pass(arguments, execution.stream));
+  const TensorRows rows(out);
+  const GatePass pass = {step,
+                         TensorRows(a).view(),
+                         TensorRows(c).view(),
+                         TensorRows(x).view(),
+                         TensorRows(y).view(),
+                         rows.view()};
+  return ForEachInRows(first_.device(), rows.rows(), rows.columns(), pass, execution);
 }
 
 // ---- The backward pass ----
@@ -318,20 +240,17 @@ Gate::BackwardScratch Gate::LayOutBackward(GateKind kind, int64_t rows, int64_t 
   return scratch;
 }
 
-size_t Gate::backward_workspace_bytes(GateKind kind, int64_t rows, int64_t channels, int threads) {
+size_t Gate::backward_workspace_bytes(Device device, GateKind kind, int64_t rows, int64_t channels,
+                                      int threads) {
   return Workspace::Measure(
              [&](Workspace& workspace) { LayOutBackward(kind, rows, channels, workspace); }) +
-         std::max(
-             MatMulWorkspaceBytes(Device::kCpu, rows, Sums(kind) * channels, channels, threads),
-             MatMulGradientWorkspaceBytes(rows, channels, channels, threads));
+         std::max(MatMulWorkspaceBytes(device, rows, Sums(kind) * channels, channels, threads),
+                  MatMulGradientWorkspaceBytes(device, rows, channels, channels, threads));
 }
 
 absl::Status Gate::SetUpBackward(const Parameters& p) {
-  if (first_.device() != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of gates is on the CPU alone");
-  }
-  const auto pack = [](const std::vector<ConstTensorView>& matrices) {
-    return PackedMatrix::CreateTransposed(Device::kCpu, matrices);
+  const auto pack = [device = first_.device()](const std::vector<ConstTensorView>& matrices) {
+    return PackedMatrix::CreateTransposed(device, matrices);
   };
   if (kind_ == GateKind::kGru) {
     TFB_ASSIGN_OR_RETURN(first_transposed_, pack({p.w_r, p.w_z, p.w_g}));
@@ -375,24 +294,22 @@ absl::Status Gate::Backward(const BackwardCall& call, const Execution& execution
   const TensorView a = PartOf(kept, channels, is_gru ? 1 : 0);
   const TensorView da = PartOf(sums, channels, is_gru ? 1 : 0);
   TensorView c, dc;
-  if (is_gru || is_sigmoid_tanh) {
+  if (HasTanh(kind_)) {
     c = PartOf(kept, channels, is_gru ? 2 : 1);
     dc = PartOf(sums, channels, is_gru ? 2 : 1);
   }
-  ForPieces(x, rest, [&](int64_t row, int64_t first, int64_t count) {
-    const auto load = [&](const ConstTensorView& view) {
-      return LoadPiece(view, row, first, count);
-    };
-    Differentials of;
-    Differentiate(kind_, load(a), load(c), load(x), load(call.y), load(call.dout), &of);
-    const auto store = [&](const Values& values, const TensorView& view) {
-      StorePiece(values, row, first, count, view);
-    };
-    store(of.da, da);
-    store(of.dc, dc);
-    store(of.dx, is_sigmoid_tanh ? call.dx : of_x);
-    if (!is_gru && !is_sigmoid_tanh) store(of.dy, call.dy);
-  });
+  const bool has_tanh = HasTanh(kind_);
+  const GateGradient step = {kind_,
+                             TensorRows(a).view(),
+                             TensorRows(c).view(),
+                             TensorRows(x).view(),
+                             TensorRows(call.y).view(),
+                             TensorRows(call.dout).view(),
+                             TensorRows(da).view(),
+                             TensorRows(dc).view(),
+                             TensorRows(is_sigmoid_tanh ? call.dx : of_x).view(),
+                             TensorRows(has_tanh ? TensorView() : call.dy).view()};
+  TFB_RETURN_IF_ERROR(ForEachInRows(first_.device(), rows, channels, step, rest));
   if (is_gru) {
     TFB_RETURN_IF_ERROR(
         ResetBackward(call, kept, sums, {reset, of_x, like_x(scratch.of_reset, 1)}, rest));
@@ -403,7 +320,7 @@ absl::Status Gate::Backward(const BackwardCall& call, const Execution& execution
     TFB_RETURN_IF_ERROR(
         MatMul(is_gru ? second_transposed_ : first_transposed_, {of_product, of_x, call.dx}, rest));
   }
-  if ((is_gru || is_sigmoid_tanh) && !call.dy.empty()) {
+  if (has_tanh && !call.dy.empty()) {
     return MatMul(first_transposed_, {sums, {}, call.dy}, rest);
   }
   return absl::OkStatus();
@@ -416,17 +333,14 @@ absl::Status Gate::ResetBackward(const BackwardCall& call, const TensorView& kep
   const TensorView a_r = PartOf(kept, channels, 0), da_r = PartOf(sums, channels, 0);
   TFB_RETURN_IF_ERROR(
       MatMul(third_transposed_, {PartOf(sums, channels, 2), {}, views.of_reset}, execution));
-  ForPieces(call.x, execution, [&](int64_t row, int64_t first, int64_t count) {
-    const auto load = [&](const ConstTensorView& view) {
-      return LoadPiece(view, row, first, count);
-    };
-    const Values r = load(a_r).logistic(), x = load(call.x), dm = load(views.of_reset);
-    const Values of_sum = dm * x * r * (1 - r), reset = r * x, of_x = load(views.of_x) + dm * r;
-    StorePiece(of_sum, row, first, count, da_r);
-    StorePiece(reset, row, first, count, views.reset);
-    StorePiece(of_x, row, first, count, views.of_x);
-  });
-  return absl::OkStatus();
+  const TensorRows rows(call.x);
+  const ResetGradient step = {TensorRows(a_r).view(),
+                              rows.view(),
+                              TensorRows(views.of_reset).view(),
+                              TensorRows(da_r).view(),
+                              TensorRows(views.reset).view(),
+                              TensorRows(views.of_x).view()};
+  return ForEachInRows(first_.device(), rows.rows(), rows.columns(), step, execution);
 }
 
 absl::Status Gate::ParametersBackward(const BackwardCall& call, const TensorView& sums,
@@ -435,7 +349,8 @@ absl::Status Gate::ParametersBackward(const BackwardCall& call, const TensorView
   // Adds x^T d to a matrix's gradient, and to a bias's the sum of d, the gradient of a sum.
   const auto add = [&](const ConstTensorView& x, int64_t part, const TensorView& matrix,
                        const TensorView& bias, float sign = 1) {
-    return MatMulGradient({x, PartOf(sums, first_.in(), part), matrix, bias, call.accumulate, sign},
+    return MatMulGradient(first_.device(),
+                          {x, PartOf(sums, first_.in(), part), matrix, bias, call.accumulate, sign},
                           execution);
   };
   switch (kind_) {

@@ -41,7 +41,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/layers/gate_kernels.h"
+#include "core/layers/gate_functors.h"
 #include "core/layers/matmul.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -49,8 +49,6 @@
 #include "core/workspace.h"
 
 namespace tfb {
-
-enum class GateKind : uint8_t { kInput, kOutput, kHighway, kSigmoidTanh, kGru };
 
 class Gate {
  public:
@@ -68,18 +66,17 @@ class Gate {
   // Computes the gate. Tensors are [batch, tokens, channels] or [rows, channels], of any floating
   // dtype and strides; `out` may be x or y. It allocates nothing; on CUDA it enqueues on the
   // stream. Where execution.kept is not empty, it has kept_bytes() bytes and receives what Backward
-  // needs; this is for the CPU.
+  // needs.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& y, const TensorView& out,
                    const Execution& execution) const;
   size_t bytes() const { return first_.bytes() + second_.bytes() + third_.bytes(); }
 
-  // ---- The backward pass, on the CPU ----
+  // ---- The backward pass ----
 
   static size_t kept_bytes(GateKind kind, int64_t rows, int64_t channels);
-  static size_t backward_workspace_bytes(GateKind kind, int64_t rows, int64_t channels,
-                                         int threads);
-  // Takes the matrices once more, in host memory, and packs their transposes. Returns Unimplemented
-  // on another device than the CPU.
+  static size_t backward_workspace_bytes(Device device, GateKind kind, int64_t rows,
+                                         int64_t channels, int threads);
+  // Takes the matrices once more, in host memory, and packs their transposes.
   absl::Status SetUpBackward(const Parameters& parameters);
   // The parameters' gradients, f32, or empty. Those that the kind does not use are not written.
   struct ParameterGradients {
@@ -92,14 +89,15 @@ class Gate {
     ParameterGradients parameters = {};
     bool accumulate = false;  // adds to what the parameters' gradients hold
   };
-  // Computes the gradients from execution.kept as a Run on x and y filled it. It allocates nothing.
+  // Computes the gradients from execution.kept as a Run on x and y filled it. It allocates nothing; on
+  // CUDA it enqueues on the stream.
   absl::Status Backward(const BackwardCall& call, const Execution& execution) const;
 
  private:
   absl::Status RunGru(const ConstTensorView& x, const ConstTensorView& y, const TensorView& sums,
                       const TensorView& reset, const TensorView& out,
                       const Execution& execution) const;
-  absl::Status Pass(GateStep step, const ConstTensorView& a, const ConstTensorView& b,
+  absl::Status Pass(GateStep step, const ConstTensorView& a, const ConstTensorView& c,
                     const ConstTensorView& x, const ConstTensorView& y, const TensorView& out,
                     const Execution& execution) const;
   // The sums before the gate's functions, and r * x.

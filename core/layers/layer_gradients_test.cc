@@ -24,6 +24,8 @@
 
 #include "core/allocations.h"
 #include "core/layers/activation.h"
+#include "core/layers/activation_rows.h"
+#include "core/layers/device_testing.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
@@ -185,43 +187,11 @@ void ExpectGradients(const Formula& f, const Matrices& at, const Matrix& g,
   }
 }
 
-// Threads, a workspace and memory to keep of exactly the sizes, filled with NaN, between guards.
-class Machine {
- public:
-  Machine(int threads, size_t bytes, size_t kept_bytes = 0)
-      : pool_(threads), workspace_(Guarded(bytes)), kept_(Guarded(kept_bytes)) {
-    execution_.pool = &pool_;
-    execution_.workspace = Inside(workspace_, bytes);
-    execution_.kept = Inside(kept_, kept_bytes);
-  }
-  const Execution& execution() const { return execution_; }
-  Execution WithoutKept() const {
-    Execution execution = execution_;
-    execution.kept = {};
-    return execution;
-  }
-  bool guards_intact() const { return AreNan(workspace_) && AreNan(kept_); }
-
- private:
-  static constexpr int64_t kGuard = 16;  // floats, 64 bytes
-  static Tensor Guarded(size_t bytes) {
-    return Nan(DType::kF32, {static_cast<int64_t>(bytes / 4) + 2 * kGuard});
-  }
-  static absl::Span<std::byte> Inside(Tensor& memory, size_t bytes) {
-    return absl::MakeSpan(static_cast<std::byte*>(memory.raw()) + 4 * kGuard, bytes);
-  }
-  static bool AreNan(const Tensor& memory) {
-    const absl::Span<const float> floats = memory.span<float>();
-    for (int64_t i = 0; i < kGuard; ++i) {
-      if (!std::isnan(floats[i]) || !std::isnan(floats[floats.size() - 1 - i])) return false;
-    }
-    return true;
-  }
-  ThreadPool pool_;
-  Tensor workspace_;
-  Tensor kept_;
-  Execution execution_;
-};
+class ActivationGradientOn : public OnEveryDevice {};
+class LayerNormGradientOn : public OnEveryDevice {};
+class LogSoftmaxGradientOn : public OnEveryDevice {};
+class FeedForwardGradientOn : public OnEveryDevice {};
+class GateGradientOn : public ::testing::TestWithParam<Device> {};
 
 // Runs `compute` with 1, 2 and 3 threads, which fills tensors, and expects the same bits.
 void ExpectTheSameBits(const std::function<std::vector<Tensor>(int threads)>& compute) {
@@ -239,7 +209,21 @@ void ExpectTheSameBits(const std::function<std::vector<Tensor>(int threads)>& co
 
 // ---- Activations ----
 
-TEST(ActivationGradient, IsThatOfCentralDifferencesOverItsWholeRange) {
+// Computes d activation'(x) in place of d.
+void DifferentiateOn(Device device, Activation activation, std::vector<float> x,
+                     std::vector<float>* d) {
+  const Shape shape = {1, static_cast<int64_t>(x.size())};
+  const Machine machine(device, 2, 0);
+  Placed placed(device);
+  const TensorView of_d = placed.Out(TensorView(d->data(), DType::kF32, shape));
+  EXPECT_EQ(MultiplyByDerivative(device, activation,
+                                 placed.In(ConstTensorView(x.data(), DType::kF32, shape)), of_d,
+                                 of_d, machine.execution()),
+            absl::OkStatus());
+  placed.Back();
+}
+
+TEST_P(ActivationGradientOn, IsThatOfCentralDifferencesOverItsWholeRange) {
   for (const Activation activation : kActivations) {
     std::vector<float> x, d;
     for (double value = -30; value <= 30; value += 0.0137) {
@@ -247,7 +231,7 @@ TEST(ActivationGradient, IsThatOfCentralDifferencesOverItsWholeRange) {
       d.push_back(static_cast<float>(1 + std::cos(value)));
     }
     std::vector<float> gradient = d;
-    MultiplyByDerivative(activation, static_cast<int64_t>(x.size()), x.data(), gradient.data());
+    DifferentiateOn(device(), activation, x, &gradient);
     for (size_t n = 0; n < x.size(); ++n) {
       const double h = 1e-5 * std::max(1.0, std::abs(double{x[n]}));
       if (activation == Activation::kRelu && std::abs(x[n]) < h) continue;
@@ -260,12 +244,11 @@ TEST(ActivationGradient, IsThatOfCentralDifferencesOverItsWholeRange) {
   }
 }
 
-TEST(ActivationGradient, FarOutItIsThatOfTheIdentityOrZeroAndNanStays) {
+TEST_P(ActivationGradientOn, FarOutItIsThatOfTheIdentityOrZeroAndNanStays) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (const Activation activation : kActivations) {
-    const float x[] = {1e3f, -1e3f, 1e13f, -1e13f, 0.0f, nan};
-    float d[] = {2, 2, 2, 2, 2, 2};
-    MultiplyByDerivative(activation, 6, x, d);
+    std::vector<float> d = {2, 2, 2, 2, 2, 2};
+    DifferentiateOn(device(), activation, {1e3f, -1e3f, 1e13f, -1e13f, 0.0f, nan}, &d);
     const bool is_none = activation == Activation::kNone, is_tanh = activation == Activation::kTanh;
     for (const int n : {0, 2}) {
       EXPECT_EQ(d[n], is_tanh ? 0 : 2) << Name(activation);
@@ -274,10 +257,12 @@ TEST(ActivationGradient, FarOutItIsThatOfTheIdentityOrZeroAndNanStays) {
     EXPECT_EQ(d[4], activation == Activation::kRelu ? 0 : is_none || is_tanh ? 2 : 1);
     EXPECT_EQ(std::isnan(d[5]), !is_none) << Name(activation);
   }
-  const float zero = 0;
-  float d = nan;
-  MultiplyByDerivative(Activation::kRelu, 1, &zero, &d);
-  EXPECT_EQ(d, 0);
+  std::vector<float> d = {nan};
+  DifferentiateOn(device(), Activation::kRelu, {0}, &d);
+  EXPECT_EQ(d[0], 0);
+  d = {0};
+  DifferentiateOn(device(), Activation::kGelu, {nan}, &d);
+  EXPECT_EQ(d[0], 0);
 }
 
 // ---- Products ----
@@ -294,7 +279,7 @@ ProductGradients GradientsOfProduct(const ConstTensorView& x, const Tensor& weig
                              Nan(DType::kF32, {out})};
   const PackedMatrix transposed =
       PackedMatrix::CreateTransposed(Device::kCpu, {weights.view()}).value();
-  const Machine machine(threads,
+  const Machine machine(Device::kCpu, threads,
                         std::max(MatMulWorkspaceBytes(Device::kCpu, rows, out, in, threads),
                                  MatMulGradientWorkspaceBytes(rows, in, out, threads)));
   EXPECT_EQ(MatMul(transposed, {dy, {}, result.dx.view()}, machine.execution()), absl::OkStatus());
@@ -376,7 +361,7 @@ TEST(MatMulGradient, AccumulatesIntoStridedViewsWithTheSignOfTheBias) {
     Fill(bias.view(), 1);
     const TensorView to = Transpose(weights.view(), 0, 1);
     const TensorView to_bias(bias.raw(), DType::kF32, Shape{30}, Shape{2});
-    const Machine machine(2, MatMulGradientWorkspaceBytes(rows, 20, 30, 2));
+    const Machine machine(Device::kCpu, 2, MatMulGradientWorkspaceBytes(rows, 20, 30, 2));
     for (int n = 0; n < 2; ++n) {
       ASSERT_OK(MatMulGradient({x.view(), dy.view(), to, to_bias, /*accumulate=*/true, -1},
                                machine.execution()));
@@ -412,7 +397,7 @@ TEST(MatMulGradient, WithoutRowsItIsZeroAndWithoutInputsOnlyTheBiasHasOne) {
 TEST(MatMulGradient, ShapesThatDoNotFitAreAnError) {
   const Tensor x(DType::kF32, {4, 5}), dy(DType::kF32, {4, 6}), short_dy(DType::kF32, {3, 6});
   Tensor weights(DType::kF32, {5, 6}), swapped(DType::kF32, {6, 5}), half(DType::kF16, {5, 6});
-  const Machine machine(1, MatMulGradientWorkspaceBytes(4, 5, 6, 1));
+  const Machine machine(Device::kCpu, 1, MatMulGradientWorkspaceBytes(4, 5, 6, 1));
   for (const MatMulGradientCall& call :
        std::vector<MatMulGradientCall>{{x.view(), short_dy.view(), weights.view(), {}},
                                        {x.view(), dy.view(), swapped.view(), {}},
@@ -427,7 +412,7 @@ TEST(PackedMatrix, TheTransposeOfMatricesSideBySideMultipliesByAllOfThem) {
       PackedMatrix::CreateTransposed(Device::kCpu, {a.view(), b.view()}).value();
   const Tensor dy = Random(DType::kF32, {3, 95}, "dy");
   Tensor dx = Nan(DType::kF32, {3, 70});
-  const Machine machine(1, MatMulWorkspaceBytes(Device::kCpu, 3, 95, 70, 1));
+  const Machine machine(Device::kCpu, 1, MatMulWorkspaceBytes(Device::kCpu, 3, 95, 70, 1));
   ASSERT_OK(MatMul(transposed, {dy.view(), {}, dx.view()}, machine.execution()));
   for (int64_t r = 0; r < 3; ++r) {
     for (int64_t k = 0; k < 70; ++k) {
@@ -479,7 +464,7 @@ Matrix NormOf(const Matrix& x, const Matrix& gamma, const Matrix& beta, double e
   return y;
 }
 
-TEST(LayerNormGradient, IsThatOfCentralDifferencesForEveryDtypeAndStride) {
+TEST_P(LayerNormGradientOn, IsThatOfCentralDifferencesForEveryDtypeAndStride) {
   struct Case {
     int64_t batch, tokens, channels;
     DType dtype;
@@ -497,13 +482,16 @@ TEST(LayerNormGradient, IsThatOfCentralDifferencesForEveryDtypeAndStride) {
     const Tensor added = Random(c.dtype, {c.batch, c.tokens, c.channels}, "added");
     const ConstTensorView x = Transpose(x_memory.view(), 0, 1);
     const ConstTensorView dy = Transpose(dy_memory.view(), 1, 2);
-    const LayerNorm norm = LayerNorm::Create(Device::kCpu, gamma.view(), beta.view()).value();
+    const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), beta.view()).value();
     const int64_t rows = c.batch * c.tokens;
-    const Machine machine(2, LayerNorm::backward_workspace_bytes(rows, c.channels, 2));
+    const Machine machine(device(), 2,
+                          LayerNorm::backward_workspace_bytes(device(), rows, c.channels, 2));
     Tensor dx = Nan(c.dtype, x.shape());
     Tensor dgamma = Nan(DType::kF32, {c.channels}), dbeta = Nan(DType::kF32, {c.channels});
-    ASSERT_OK(norm.Backward({x, dy, added.view(), dx.view(), dgamma.view(), dbeta.view()},
-                            machine.execution()));
+    ASSERT_OK(norm.Backward(
+        {In(x), In(dy), In(added.view()), Out(dx.view()), Out(dgamma.view()), Out(dbeta.view())},
+        machine.execution()));
+    Back();
     EXPECT_TRUE(machine.guards_intact());
     // L has the summand <added, x>, which adds itself to dx.
     const Matrix of_added(added.view());
@@ -542,22 +530,32 @@ TEST(LayerNormGradient, IsThatOfCentralDifferencesForEveryDtypeAndStride) {
   }
 }
 
-TEST(LayerNormGradient, ItsBitsDoNotDependOnThreadsAndItAccumulates) {
+TEST_P(LayerNormGradientOn, ItsBitsDoNotDependOnThreadsAndItAccumulates) {
   const Tensor x = Random(DType::kF32, {300, 40}, "x"), dy = Random(DType::kF32, {300, 40}, "dy");
   const Tensor gamma = Random(DType::kF32, {40}, "gamma");
-  const LayerNorm norm = LayerNorm::Create(Device::kCpu, gamma.view(), gamma.view()).value();
+  const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), gamma.view()).value();
   ExpectTheSameBits([&](int threads) {
-    const Machine machine(threads, LayerNorm::backward_workspace_bytes(300, 40, threads));
+    const Machine machine(device(), threads,
+                          LayerNorm::backward_workspace_bytes(device(), 300, 40, threads));
     std::vector<Tensor> all;
     all.push_back(dy.Clone());  // dx in place of dy
     for (int n = 0; n < 2; ++n) all.push_back(Nan(DType::kF32, {40}));
-    LayerNorm::BackwardCall call = {x.view(), dy.view(), {}, {}, all[1].view(), all[2].view()};
-    EXPECT_EQ(norm.Backward(call, machine.execution()), absl::OkStatus());
+    const auto differentiate = [&](bool accumulate, bool in_place) {
+      const TensorView of_dy = Out(all[0].view());
+      EXPECT_EQ(norm.Backward({In(x.view()),
+                               of_dy,
+                               {},
+                               in_place ? of_dy : TensorView(),
+                               Out(all[1].view()),
+                               Out(all[2].view()),
+                               accumulate},
+                              machine.execution()),
+                absl::OkStatus());
+      Back();
+    };
+    differentiate(/*accumulate=*/false, /*in_place=*/false);
     const Tensor once = all[1].Clone();
-    call.dy = all[0].view();
-    call.dx = all[0].view();
-    call.accumulate = true;
-    EXPECT_EQ(norm.Backward(call, machine.execution()), absl::OkStatus());
+    differentiate(/*accumulate=*/true, /*in_place=*/true);
     // 64 groups are added one after the other to what is there.
     for (int64_t c = 0; c < 40; ++c) {
       const double of = once.view().Get(c);
@@ -567,33 +565,84 @@ TEST(LayerNormGradient, ItsBitsDoNotDependOnThreadsAndItAccumulates) {
   });
 }
 
-TEST(LayerNormGradient, ShapesThatDoNotFitAreAnErrorAndNoRowsHaveNoGradient) {
+TEST_P(LayerNormGradientOn, ShapesThatDoNotFitAreAnErrorAndNoRowsHaveNoGradient) {
   const Tensor gamma = Random(DType::kF32, {4}, "gamma");
-  const LayerNorm norm = LayerNorm::Create(Device::kCpu, gamma.view(), gamma.view()).value();
-  const Machine machine(1, LayerNorm::backward_workspace_bytes(3, 4, 1));
+  const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), gamma.view()).value();
+  const Machine machine(device(), 1, LayerNorm::backward_workspace_bytes(device(), 3, 4, 1));
   const Tensor x(DType::kF32, {3, 4}), other(DType::kF32, {3, 5}), empty(DType::kF32, {0, 4});
   EXPECT_EQ(norm.Backward({x.view(), other.view(), {}, {}, {}, {}}, machine.execution()).code(),
             absl::StatusCode::kInternal);
   EXPECT_EQ(norm.Backward({other.view(), other.view(), {}, {}, {}, {}}, machine.execution()).code(),
             absl::StatusCode::kInternal);
   Tensor dgamma = Nan(DType::kF32, {4});
-  const ConstTensorView gamma_rows(gamma.raw(), DType::kF32, Shape{3, 4}, Shape{0, 1});
-  ASSERT_OK(
-      norm.Backward({empty.view(), empty.view(), {}, {}, dgamma.view(), {}}, machine.execution()));
+  ASSERT_OK(norm.Backward({In(empty.view()), In(empty.view()), {}, {}, Out(dgamma.view()), {}},
+                          machine.execution()));
+  Back();
   EXPECT_EQ(Norm(dgamma.view()), 0);
+}
+
+TEST_P(LayerNormGradientOn, NanOfARowWithoutAGradientReachesNothing) {
+  const int64_t rows = 40, channels = 70;
+  const Tensor gamma = Random(DType::kF32, {channels}, "gamma");
+  const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), gamma.view()).value();
+  const Tensor added = Random(DType::kF32, {rows, channels}, "added");
+  Tensor dy = Random(DType::kF32, {rows, channels}, "dy");
+  Fill(Slice(dy.view(), 0, 17, 1), 0);
+  const auto differentiate = [&](const Tensor& x) {
+    const Machine machine(device(), 1,
+                          LayerNorm::backward_workspace_bytes(device(), rows, channels, 1));
+    std::vector<Tensor> all;
+    all.push_back(Nan(DType::kF32, {rows, channels}));
+    for (int n = 0; n < 2; ++n) all.push_back(Nan(DType::kF32, {channels}));
+    EXPECT_EQ(norm.Backward({In(x.view()), In(dy.view()), In(added.view()), Out(all[0].view()),
+                             Out(all[1].view()), Out(all[2].view())},
+                            machine.execution()),
+              absl::OkStatus());
+    Back();
+    return all;
+  };
+  Tensor x = Random(DType::kF32, {rows, channels}, "x");
+  const std::vector<Tensor> expected = differentiate(x);
+  Fill(Slice(x.view(), 0, 17, 1), kNan);
+  const std::vector<Tensor> hidden = differentiate(x);
+  for (size_t n = 0; n < expected.size(); ++n) {
+    EXPECT_EQ(Norm(Matrix(hidden[n].view()) - Matrix(expected[n].view())), 0) << n;
+  }
+  EXPECT_EQ(Norm(Matrix(Slice(hidden[0].view(), 0, 17, 1)) - Matrix(Slice(added.view(), 0, 17, 1))),
+            0);
+  *dy.view().MutableAt<float>(17, 69) = 1;
+  EXPECT_TRUE(std::isnan(differentiate(x)[1].view().Get(69)));
+}
+
+// 1025 rows are 61 groups of 17, and 1024 are 64 of 16.
+TEST_P(LayerNormGradientOn, TheWorkspaceOfSomeRowsIsEnoughForFewer) {
+  for (const int64_t rows : {1024, 1009}) {
+    const Tensor x = Random(DType::kF32, {rows, 1}, "x"), one = Random(DType::kF32, {1}, "one");
+    const LayerNorm norm = LayerNorm::Create(device(), one.view(), one.view()).value();
+    const Machine machine(device(), 1, LayerNorm::backward_workspace_bytes(device(), 1025, 1, 1));
+    Tensor dbeta = Nan(DType::kF32, {1});
+    ASSERT_OK(norm.Backward({In(x.view()), In(x.view()), {}, {}, {}, Out(dbeta.view())},
+                            machine.execution()));
+    Back();
+    EXPECT_TRUE(machine.guards_intact());
+    double sum = 0;
+    for (int64_t r = 0; r < rows; ++r) sum += x.view().Get(r);
+    EXPECT_NEAR(dbeta.view().Get(0), sum, (64 + 17) * kU * static_cast<double>(rows));
+  }
 }
 
 // ---- Log softmax ----
 
-TEST(LogSoftmaxGradient, IsThatOfCentralDifferencesForInputOrOutput) {
+TEST_P(LogSoftmaxGradientOn, IsThatOfCentralDifferencesForInputOrOutput) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     const int64_t rows = 33, channels = 50;
     const Tensor x_memory = Random(dtype, {channels, rows}, "x", 3);
     const ConstTensorView x = Transpose(x_memory.view(), 0, 1);
     const Tensor dy = Random(DType::kF32, {rows, channels}, "dy");
-    const Machine machine(2, LogSoftmaxWorkspaceBytes(Device::kCpu, channels, 2));
+    const Machine machine(device(), 2, LogSoftmaxWorkspaceBytes(device(), channels, 2));
     Tensor y(DType::kF32, {rows, channels});
-    ASSERT_OK(LogSoftmax(Device::kCpu, x, y.view(), machine.execution()));
+    ASSERT_OK(LogSoftmax(device(), In(x), Out(y.view()), machine.execution()));
+    Back();
     const Formula f = [](const Matrices& at) {
       Matrix result = at.at("x");
       for (int64_t r = 0; r < result.rows; ++r) {
@@ -605,7 +654,9 @@ TEST(LogSoftmaxGradient, IsThatOfCentralDifferencesForInputOrOutput) {
     };
     for (const ConstTensorView& of : {x, ConstTensorView(y.view())}) {
       Tensor dx = dy.Clone();
-      ASSERT_OK(LogSoftmaxBackward(Device::kCpu, of, dx.view(), dx.view(), machine.execution()));
+      const TensorView in_place = Out(dx.view());
+      ASSERT_OK(LogSoftmaxBackward(device(), In(of), in_place, in_place, machine.execution()));
+      Back();
       // A row's weights are good to (channels + 8) u, and the logits that they are of to u max|y| <
       // 32 u; they multiply a sum of at most sqrt(channels) |dy|.
       ExpectGradients(
@@ -618,7 +669,7 @@ TEST(LogSoftmaxGradient, IsThatOfCentralDifferencesForInputOrOutput) {
 
 // ---- Feed-forward ----
 
-TEST(FeedForwardGradient, IsThatOfCentralDifferencesForEveryActivation) {
+TEST_P(FeedForwardGradientOn, IsThatOfCentralDifferencesForEveryActivation) {
   const int64_t batch = 2, tokens = 15, in = 20, inner = 70, out = 12, rows = batch * tokens;
   const FeedForward::Sizes sizes = {in, inner, out};
   const double deviation = 1 / std::sqrt(20.0);
@@ -629,8 +680,8 @@ TEST(FeedForwardGradient, IsThatOfCentralDifferencesForEveryActivation) {
     for (const Activation output : {Activation::kNone, Activation::kRelu}) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         SCOPED_TRACE(Name(activation));
-        const auto pack = [](const Tensor& w, const Tensor& b) {
-          return PackedMatrix::Create(Device::kCpu, w.view(), b.view()).value();
+        const auto pack = [this](const Tensor& w, const Tensor& b) {
+          return PackedMatrix::Create(device(), w.view(), b.view()).value();
         };
         FeedForward layer(pack(w1, b1), pack(w2, b2), activation, output);
         ASSERT_OK(layer.SetUpBackward(w1.view(), w2.view()));
@@ -642,16 +693,25 @@ TEST(FeedForwardGradient, IsThatOfCentralDifferencesForEveryActivation) {
         Tensor dw1 = Nan(DType::kF32, w1.shape()), db1 = Nan(DType::kF32, b1.shape());
         Tensor dw2 = Nan(DType::kF32, w2.shape()), db2 = Nan(DType::kF32, b2.shape());
         const Machine machine(
-            2,
-            std::max(FeedForward::workspace_bytes(Device::kCpu, rows, sizes, 2),
-                     FeedForward::backward_workspace_bytes(rows, sizes, 2, output)),
+            device(), 2,
+            std::max(FeedForward::workspace_bytes(device(), rows, sizes, 2),
+                     FeedForward::backward_workspace_bytes(device(), rows, sizes, 2, output)),
             FeedForward::kept_bytes(rows, sizes, output));
-        ASSERT_OK(layer.Run(x.view(), residual.view(), without_kept.view(), machine.WithoutKept()));
-        ASSERT_OK(layer.Run(x.view(), residual.view(), y.view(), machine.execution()));
+        ASSERT_OK(layer.Run(In(x.view()), In(residual.view()), Out(without_kept.view()),
+                            machine.WithoutKept()));
+        ASSERT_OK(layer.Run(In(x.view()), In(residual.view()), Out(y.view()), machine.execution()));
+        Back();
         EXPECT_EQ(Norm(Matrix(y.view()) - Matrix(without_kept.view())), 0);
-        ASSERT_OK(layer.Backward(
-            {x.view(), dy.view(), {}, dx.view(), dw1.view(), db1.view(), dw2.view(), db2.view()},
-            machine.execution()));
+        ASSERT_OK(layer.Backward({In(x.view()),
+                                  In(dy.view()),
+                                  {},
+                                  Out(dx.view()),
+                                  Out(dw1.view()),
+                                  Out(db1.view()),
+                                  Out(dw2.view()),
+                                  Out(db2.view())},
+                                 machine.execution()));
+        Back();
         EXPECT_TRUE(machine.guards_intact());
         const Formula f = [=](const Matrices& at) {
           const auto apply = [](Activation of) { return [of](double z) { return Exact(of, z); }; };
@@ -751,20 +811,26 @@ constexpr GateKind kGates[] = {GateKind::kInput, GateKind::kOutput, GateKind::kH
 
 // Runs a gate and its backward pass, the gradients of the parameters being sums of `times` equal
 // ones; returns dx, dy and the parameters' gradients by their names.
-std::map<std::string, Tensor> GateGradients(GateKind kind, const GateCase& c, const Tensor& x,
-                                            const Tensor& y, const Tensor& dout, int threads) {
-  Gate gate = Gate::Create(Device::kCpu, kind, c.views()).value();
+std::map<std::string, Tensor> GateGradients(Device device, GateKind kind, const GateCase& c,
+                                            const Tensor& x, const Tensor& y, const Tensor& dout,
+                                            int threads) {
+  Gate gate = Gate::Create(device, kind, c.views()).value();
   EXPECT_EQ(gate.SetUpBackward(c.views()), absl::OkStatus());
   const int64_t rows = x.dim(0) * x.dim(1);
   const Machine machine(
-      threads,
-      std::max(Gate::workspace_bytes(Device::kCpu, kind, rows, kGateChannels, threads),
-               Gate::backward_workspace_bytes(kind, rows, kGateChannels, threads)),
+      device, threads,
+      std::max(Gate::workspace_bytes(device, kind, rows, kGateChannels, threads),
+               Gate::backward_workspace_bytes(device, kind, rows, kGateChannels, threads)),
       Gate::kept_bytes(kind, rows, kGateChannels));
   Tensor out = Nan(x.dtype(), x.shape()), without_kept = Nan(x.dtype(), x.shape());
-  EXPECT_EQ(gate.Run(x.view(), y.view(), without_kept.view(), machine.WithoutKept()),
-            absl::OkStatus());
-  EXPECT_EQ(gate.Run(x.view(), y.view(), out.view(), machine.execution()), absl::OkStatus());
+  Placed placed(device);
+  const auto run = [&](const TensorView& to, const Execution& execution) {
+    EXPECT_EQ(gate.Run(placed.In(x.view()), placed.In(y.view()), placed.Out(to), execution),
+              absl::OkStatus());
+    placed.Back();
+  };
+  run(without_kept.view(), machine.WithoutKept());
+  run(out.view(), machine.execution());
   EXPECT_EQ(Norm(Matrix(out.view()) - Matrix(without_kept.view())), 0);
   std::map<std::string, Tensor> gradients;
   gradients["x"] = dout.Clone();  // in place of dout
@@ -772,20 +838,22 @@ std::map<std::string, Tensor> GateGradients(GateKind kind, const GateCase& c, co
   for (const auto& [name, parameter] : c.parameters) {
     gradients[name] = Nan(DType::kF32, parameter.shape());
   }
-  const auto to = [&](const char* name) { return gradients.at(name).view(); };
-  const Gate::BackwardCall call = {x.view(),
-                                   y.view(),
-                                   to("x"),
-                                   to("x"),
+  const auto to = [&](const char* name) { return placed.Out(gradients.at(name).view()); };
+  const TensorView in_place = to("x");
+  const Gate::BackwardCall call = {placed.In(x.view()),
+                                   placed.In(y.view()),
+                                   in_place,
+                                   in_place,
                                    to("y"),
                                    {to("w_r"), to("w_z"), to("w_g"), to("u_r"), to("u_z"),
                                     to("u_g"), to("b_g"), to("b_r"), to("b_z"), to("b_h")}};
   EXPECT_EQ(gate.Backward(call, machine.execution()), absl::OkStatus());
+  placed.Back();
   EXPECT_TRUE(machine.guards_intact());
   return gradients;
 }
 
-TEST(GateGradient, IsThatOfCentralDifferencesForEveryKind) {
+TEST_P(GateGradientOn, IsThatOfCentralDifferencesForEveryKind) {
   const GateCase c;
   for (const GateKind kind : kGates) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
@@ -793,7 +861,7 @@ TEST(GateGradient, IsThatOfCentralDifferencesForEveryKind) {
       const Tensor x = Random(dtype, {3, kGateRows / 3, kGateChannels}, "x");
       const Tensor y = Random(dtype, {3, kGateRows / 3, kGateChannels}, "y");
       const Tensor dout = Random(dtype, {3, kGateRows / 3, kGateChannels}, "dout");
-      const auto gradients = GateGradients(kind, c, x, y, dout, 2);
+      const auto gradients = GateGradients(GetParam(), kind, c, x, y, dout, 2);
       Matrices at = {{"x", Matrix(x.view())}, {"y", Matrix(y.view())}};
       for (const auto& [name, parameter] : c.parameters) {
         at.emplace(name, Matrix(parameter.view()));
@@ -818,13 +886,14 @@ TEST(GateGradient, IsThatOfCentralDifferencesForEveryKind) {
   }
 }
 
-TEST(GateGradient, ItsBitsDoNotDependOnThreads) {
+TEST_P(GateGradientOn, ItsBitsDoNotDependOnThreads) {
   const GateCase c;
   for (const GateKind kind : kGates) {
     ExpectTheSameBits([&](int threads) {
-      auto gradients = GateGradients(kind, c, Random(DType::kF32, {1, 300, kGateChannels}, "x"),
-                                     Random(DType::kF32, {1, 300, kGateChannels}, "y"),
-                                     Random(DType::kF32, {1, 300, kGateChannels}, "dout"), threads);
+      auto gradients =
+          GateGradients(GetParam(), kind, c, Random(DType::kF32, {1, 300, kGateChannels}, "x"),
+                        Random(DType::kF32, {1, 300, kGateChannels}, "y"),
+                        Random(DType::kF32, {1, 300, kGateChannels}, "dout"), threads);
       std::vector<Tensor> all;
       for (const char* name : {"x", "y"}) all.push_back(std::move(gradients.at(name)));
       for (const char* name : GateParameters(kind)) all.push_back(std::move(gradients.at(name)));
@@ -833,9 +902,9 @@ TEST(GateGradient, ItsBitsDoNotDependOnThreads) {
   }
 }
 
-TEST(GateGradient, NoRowsHaveNoGradient) {
+TEST_P(GateGradientOn, NoRowsHaveNoGradient) {
   const auto gradients = GateGradients(
-      GateKind::kGru, GateCase(), Tensor(DType::kF32, {0, 1, kGateChannels}),
+      GetParam(), GateKind::kGru, GateCase(), Tensor(DType::kF32, {0, 1, kGateChannels}),
       Tensor(DType::kF32, {0, 1, kGateChannels}), Tensor(DType::kF32, {0, 1, kGateChannels}), 1);
   EXPECT_EQ(Norm(gradients.at("u_g").view()), 0);
 }
@@ -859,7 +928,7 @@ TEST(LookUpGradient, IsThatOfCentralDifferencesWithRowsThatAreNamedTwiceAndNone)
       return y;
     };
     Tensor y = Nan(dtype, {2, 4, channels});
-    const Machine machine(2, LookUpGradientWorkspaceBytes(8, rows));
+    const Machine machine(Device::kCpu, 2, LookUpGradientWorkspaceBytes(8, rows));
     ASSERT_OK(LookUp(table.view(), indices, y.view(), machine.execution()));
     EXPECT_LE(Norm(Matrix(y.view()) - take(Matrix(table.view()))),
               UnitRoundoff(dtype) * Norm(table.view()));
@@ -882,7 +951,7 @@ TEST(LookUpGradient, ItsBitsDoNotDependOnThreadsAndWhatDoesNotFitIsAnError) {
   std::vector<int32_t> indices;
   for (int32_t n = 0; n < 500; ++n) indices.push_back(n * n % 29);
   ExpectTheSameBits([&](int threads) {
-    const Machine machine(threads, LookUpGradientWorkspaceBytes(500, 29));
+    const Machine machine(Device::kCpu, threads, LookUpGradientWorkspaceBytes(500, 29));
     std::vector<Tensor> all;
     all.push_back(Nan(DType::kF32, {29, 33}));
     EXPECT_EQ(LookUpGradient(dy.view(), indices, all[0].view(), false, machine.execution()),
@@ -890,7 +959,7 @@ TEST(LookUpGradient, ItsBitsDoNotDependOnThreadsAndWhatDoesNotFitIsAnError) {
     return all;
   });
   Tensor table(DType::kF32, {28, 33});
-  const Machine machine(1, LookUpGradientWorkspaceBytes(500, 29));
+  const Machine machine(Device::kCpu, 1, LookUpGradientWorkspaceBytes(500, 29));
   EXPECT_EQ(LookUpGradient(dy.view(), indices, table.view(), false, machine.execution()).code(),
             absl::StatusCode::kInvalidArgument);
   indices.pop_back();
@@ -914,13 +983,14 @@ TEST(LayerGradients, CallsAllocateNothing) {
   const LayerNorm norm = LayerNorm::Create(Device::kCpu, c.of("b_g"), c.of("b_g")).value();
   const FeedForward::Sizes sizes = {channels, channels, channels};
   const Machine machine(
-      2,
-      std::max({FeedForward::workspace_bytes(Device::kCpu, rows, sizes, 2),
-                FeedForward::backward_workspace_bytes(rows, sizes, 2, Activation::kRelu),
-                Gate::workspace_bytes(Device::kCpu, GateKind::kGru, rows, channels, 2),
-                Gate::backward_workspace_bytes(GateKind::kGru, rows, channels, 2),
-                LayerNorm::backward_workspace_bytes(rows, channels, 2),
-                LogSoftmaxWorkspaceBytes(Device::kCpu, channels, 2)}),
+      Device::kCpu, 2,
+      std::max(
+          {FeedForward::workspace_bytes(Device::kCpu, rows, sizes, 2),
+           FeedForward::backward_workspace_bytes(Device::kCpu, rows, sizes, 2, Activation::kRelu),
+           Gate::workspace_bytes(Device::kCpu, GateKind::kGru, rows, channels, 2),
+           Gate::backward_workspace_bytes(Device::kCpu, GateKind::kGru, rows, channels, 2),
+           LayerNorm::backward_workspace_bytes(Device::kCpu, rows, channels, 2),
+           LogSoftmaxWorkspaceBytes(Device::kCpu, channels, 2)}),
       std::max(FeedForward::kept_bytes(rows, sizes, Activation::kRelu),
                Gate::kept_bytes(GateKind::kGru, rows, channels)));
   Tensor y(DType::kF32, {rows, channels}), dx(DType::kF32, {rows, channels});
@@ -944,6 +1014,12 @@ TEST(LayerGradients, CallsAllocateNothing) {
   EXPECT_EQ(AllocationCount() - before, 0);
   EXPECT_TRUE(ok);
 }
+
+INSTANTIATE_TEST_SUITE_P(, ActivationGradientOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, LayerNormGradientOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, LogSoftmaxGradientOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, FeedForwardGradientOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, GateGradientOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
 
 }  // namespace
 }  // namespace tfb

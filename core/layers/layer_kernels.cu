@@ -1,27 +1,10 @@
 #include "core/cuda/register_tile.cuh"
+#include "core/layers/activation_functors.h"
 #include "core/layers/layer_kernels.h"
 #include "core/layers/layer_rows.cuh"
 
 namespace tfb {
 namespace {
-
-// Computes the formulas of activation.h. NaN gives NaN in all of them.
-__device__ float Activated(Activation activation, float x) {
-  switch (activation) {
-    case Activation::kRelu:
-      return x < 0 ? 0 : x;
-    case Activation::kGelu:
-      return x * (0.5f + 0.5f * erff(x * 0.70710678f));  // 1 / sqrt(2)
-    case Activation::kGeluTanh:
-      return x * (0.5f + 0.5f * tanhf(0.79788456f * (x + 0.044715f * x * x * x)));  // sqrt(2 / pi)
-    case Activation::kGeluSigmoid:
-      return x / (1 + expf(-1.702f * x));
-    case Activation::kTanh:
-      return tanhf(x);
-    default:
-      return x;
-  }
-}
 
 // ---- The product ----
 //
@@ -175,12 +158,15 @@ __global__ void __launch_bounds__(kMultiplyThreads)
     const int64_t row = RowOfList(a.list, first_row + thread_row + r);
     const int64_t y_offset = RowOffset(a.y, row);
     const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
+    const bool keeps = a.pre_activation.data != nullptr;
+    const int64_t kept_offset = keeps ? RowOffset(a.pre_activation, row) : 0;
 #pragma unroll
     for (int c = 0; c < kThreadColumns; ++c) {
       const int64_t column = first_column + thread_column + c;
       if (column >= a.out) break;
       const float bias = a.bias == nullptr ? 0.0f : a.bias[column];
-      float value = Activated(a.activation, sums[r][c] + bias);
+      if (keeps) Store(a.pre_activation, kept_offset, column, sums[r][c] + bias);
+      float value = ActivationOf(a.activation, sums[r][c] + bias);
       if (a.residual.data != nullptr) value += Load(a.residual, residual_offset, column);
       Store(a.y, y_offset, column, value);
     }
@@ -207,9 +193,13 @@ __global__ void __launch_bounds__(kRowThreads) Finish(FinishArguments a) {
   if (row >= a.rows) return;
   const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
   const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
+  const bool keeps = a.pre_activation.data != nullptr;
+  const int64_t kept_offset = keeps ? RowOffset(a.pre_activation, row) : 0;
   for (int64_t c = part.begin + Lane(); c < part.end; c += kWarp) {
     const float bias = a.bias == nullptr ? 0.0f : a.bias[c];
-    float value = Activated(a.activation, a.scale * Load(a.x, x_offset, c) + bias);
+    const float sum = a.scale * Load(a.x, x_offset, c) + bias;
+    if (keeps) Store(a.pre_activation, kept_offset, c, sum);
+    float value = ActivationOf(a.activation, sum);
     if (a.residual.data != nullptr) value += Load(a.residual, residual_offset, c);
     Store(a.y, y_offset, c, value);
   }
@@ -219,33 +209,8 @@ const char* LaunchFinish(const FinishArguments& a, void* stream) {
   return LaunchWarps("Finish", &Finish, RowParts(a.rows, a.channels), stream, a);
 }
 
-__global__ void __launch_bounds__(kRowThreads) NormalizeRows(LayerNormArguments a) {
-  const int64_t row = RowOfWarp(a.list, a.rows);
-  if (row < 0) return;
-  const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
-  const double channels = static_cast<double>(a.channels);
-  double sum = 0;
-  for (int64_t c = Lane(); c < a.channels; c += kWarp) sum += Load(a.x, x_offset, c);
-  const double mean = SumOfWarp(sum) / channels;
-  double squares = 0;
-  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
-    const double difference = Load(a.x, x_offset, c) - mean;
-    squares += difference * difference;
-  }
-  const double variance = SumOfWarp(squares) / channels;
-  const float scale = static_cast<float>(1 / sqrt(variance + a.epsilon));
-  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
-    const float centred = static_cast<float>(Load(a.x, x_offset, c) - mean);
-    Store(a.y, y_offset, c, a.gamma[c] * (centred * scale) + a.beta[c]);
-  }
-}
-
-const char* LaunchLayerNorm(const LayerNormArguments& a, void* stream) {
-  return LaunchWarps("NormalizeRows", &NormalizeRows, a.rows, stream, a);
-}
-
 }  // namespace
 
-TFB_KERNEL_TABLE(LayerKernels, {&LaunchMultiply, &LaunchFinish, &LaunchLayerNorm});
+TFB_KERNEL_TABLE(LayerKernels, {&LaunchMultiply, &LaunchFinish});
 
 }  // namespace tfb

@@ -29,9 +29,10 @@ struct MatMulArguments {
   DeviceRows x;          // [rows, in]
   const float* weights;  // W [in, out], rows `weight_stride` floats apart
   int64_t weight_stride;
-  const float* bias;    // b [out], or null
-  DeviceRows residual;  // [rows, out], or none
-  DeviceRows y;         // [rows, out]; may be the residual
+  const float* bias;          // b [out], or null
+  DeviceRows residual;        // [rows, out], or none
+  DeviceRows y;               // [rows, out]; may be the residual
+  DeviceRows pre_activation;  // receives x W + b; or none
   int64_t rows;
   int64_t in;
   int64_t out;
@@ -44,31 +45,19 @@ struct MatMulArguments {
 struct FinishArguments {
   DeviceRows x;  // [rows, channels]
   float scale;
-  const float* bias;    // [channels], or null
-  DeviceRows residual;  // or none
-  DeviceRows y;         // may be x, or the residual
+  const float* bias;          // [channels], or null
+  DeviceRows residual;        // or none
+  DeviceRows y;               // may be x, or the residual
+  DeviceRows pre_activation;  // receives scale x + b; or none, or x
   int64_t rows;
   int64_t channels;
   Activation activation;
-};
-
-// The arguments of LayerNorm; y may be x.
-struct LayerNormArguments {
-  DeviceRows x;  // [rows, channels]
-  const float* gamma;
-  const float* beta;
-  DeviceRows y;
-  int64_t rows;
-  int64_t channels;
-  double epsilon;
-  RowList list;
 };
 
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct LayerKernels {
   const char* (*multiply)(const MatMulArguments& arguments, void* stream);
   const char* (*finish)(const FinishArguments& arguments, void* stream);
-  const char* (*layer_norm)(const LayerNormArguments& arguments, void* stream);
 };
 
 }  // namespace tfb

@@ -2,10 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/layers/copy_tensor.h"
+#include "core/layers/layer_norm_kernels.h"
 #include "core/layers/layers_cuda.h"
+#include "core/layers/matmul_gradient_kernels.h"
 #include "core/layers/rows_of.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -62,6 +67,10 @@ void NormalizeRow(const float* gamma, const float* beta, double epsilon, int64_t
 struct RowGroups {
   explicit RowGroups(int64_t rows)
       : size(std::max<int64_t>((rows + 63) / 64, kRowsOfTask)), count((rows + size - 1) / size) {}
+  // Returns the largest number of groups that up to `rows` rows have.
+  static int64_t MostOf(int64_t rows) {
+    return std::min<int64_t>((rows + kRowsOfTask - 1) / kRowsOfTask, 64);
+  }
   int64_t size;
   int64_t count;
 };
@@ -73,6 +82,17 @@ struct RowScratch {
 
 RowScratch LayOutRow(int64_t channels, Workspace& workspace) {
   return {workspace.Take<float>(channels), workspace.Take<float>(channels)};
+}
+
+// On CUDA.
+struct DeviceScratch {
+  RowStatistics* statistics;  // [rows]
+  float* sums;                // [groups][2][channels]
+};
+
+DeviceScratch LayOutOnDevice(int64_t rows, int64_t channels, Workspace& workspace) {
+  return {workspace.Take<RowStatistics>(rows),
+          workspace.Take<float>(RowGroups::MostOf(rows) * 2 * channels)};
 }
 
 // Adds a row's part of dgamma and dbeta to sums[channels] and to what follows it, and turns dy into
@@ -163,18 +183,20 @@ absl::Status LayerNorm::RunCpu(const ConstTensorView& x, const TensorView& y,
   return absl::OkStatus();
 }
 
-size_t LayerNorm::backward_workspace_bytes(int64_t rows, int64_t channels, int threads) {
+size_t LayerNorm::backward_workspace_bytes(Device device, int64_t rows, int64_t channels,
+                                           int threads) {
+  if (device != Device::kCpu) {
+    return Workspace::Measure(
+        [=](Workspace& workspace) { LayOutOnDevice(rows, channels, workspace); });
+  }
   const size_t of_rows =
       Workspace::Measure([=](Workspace& workspace) { LayOutRow(channels, workspace); });
   return threads * of_rows + Workspace::Measure([=](Workspace& workspace) {
-           workspace.Take<float>(RowGroups(rows).count * 2 * channels);
+           workspace.Take<float>(RowGroups::MostOf(rows) * 2 * channels);
          });
 }
 
 absl::Status LayerNorm::Backward(const BackwardCall& call, const Execution& execution) const {
-  if (device() != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of layer norm is on the CPU alone");
-  }
   const Shape shape = call.x.shape(), of_parameters = {gamma_.size()};
   const auto fits = [](const ConstTensorView& view, const Shape& like) {
     return view.empty() || view.shape() == like;
@@ -186,6 +208,12 @@ absl::Status LayerNorm::Backward(const BackwardCall& call, const Execution& exec
                                             " channels do not fit x ", ShapeString(shape),
                                             " and dy ", ShapeString(call.dy.shape())));
   }
+  if (device() != Device::kCpu) return BackwardCuda(call, execution);
+  BackwardCpu(call, execution);
+  return absl::OkStatus();
+}
+
+void LayerNorm::BackwardCpu(const BackwardCall& call, const Execution& execution) const {
   const RowsOf<ConstTensorView> x_rows(call.x), dy_rows(call.dy);
   const int64_t rows = x_rows.rows(), channels = gamma_.size();
   const RowGroups groups(rows);
@@ -222,7 +250,6 @@ absl::Status LayerNorm::Backward(const BackwardCall& call, const Execution& exec
         add(sums, call.gamma);
         add(sums + channels, call.beta);
       });
-  return absl::OkStatus();
 }
 
 absl::Status LayerNorm::RunCuda(const ConstTensorView& x, const TensorView& y,
@@ -235,10 +262,49 @@ absl::Status LayerNorm::RunCuda(const ConstTensorView& x, const TensorView& y,
   arguments.y = ToDeviceRows(y);
   arguments.rows = RowsOf<ConstTensorView>(x).rows();
   arguments.channels = RowsOf<ConstTensorView>(x).channels();
+  arguments.share = 1 / static_cast<double>(arguments.channels);
   arguments.epsilon = epsilon_;
   arguments.list = rows;
   return ToStatus(
-      KernelsOn<LayerKernels>(runtime->target()).layer_norm(arguments, execution.stream));
+      KernelsOn<LayerNormKernels>(runtime->target()).normalize(arguments, execution.stream));
+}
+
+absl::Status LayerNorm::BackwardCuda(const BackwardCall& call, const Execution& execution) const {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+  const auto& kernels = KernelsOn<LayerNormKernels>(runtime->target());
+  LayerNormGradientArguments a = {};
+  a.x = ToDeviceRows(call.x);
+  a.dy = ToDeviceRows(call.dy);
+  a.added = ToDeviceRows(call.added);
+  a.dx = ToDeviceRows(call.dx);
+  a.gamma = gamma_.data();
+  a.rows = RowsOf<ConstTensorView>(call.x).rows();
+  a.channels = gamma_.size();
+  a.share = 1 / static_cast<double>(a.channels);
+  a.epsilon = epsilon_;
+  Workspace workspace(execution.workspace);
+  const DeviceScratch scratch = LayOutOnDevice(a.rows, a.channels, workspace);
+  a.statistics = scratch.statistics;
+  TFB_RETURN_IF_ERROR(ToStatus(kernels.measure(a, execution.stream)));
+  if (!call.gamma.empty() || !call.beta.empty()) {
+    const RowGroups groups(a.rows);
+    const SumsOfNorm sums = {TensorRows(call.x).view(),
+                             TensorRows(call.dy).view(),
+                             a.statistics,
+                             scratch.sums,
+                             a.rows,
+                             groups.size,
+                             a.channels};
+    TFB_RETURN_IF_ERROR(ForEachInRows(device(), groups.count, a.channels, sums, execution));
+    // dgamma is the one row of a matrix, and dbeta a bias.
+    DeviceView gamma = ToDeviceView(call.gamma);
+    std::swap(gamma.strides[0], gamma.strides[1]);
+    const SumOfChunks sum = {scratch.sums,    groups.count,   1,
+                             a.channels,      gamma,          ToDeviceView(call.beta),
+                             call.accumulate, /*bias_sign=*/1};
+    TFB_RETURN_IF_ERROR(ForEachInRows(device(), 2, a.channels, sum, execution));
+  }
+  return call.dx.empty() ? absl::OkStatus() : ToStatus(kernels.differentiate(a, execution.stream));
 }
 
 }  // namespace tfb

@@ -61,11 +61,12 @@ class LayerNorm {
     TensorView beta;   // dbeta, f32 [channels], or empty
     bool accumulate = false;  // adds to what dgamma and dbeta hold
   };
-  // Returns the scratch of a Backward of up to `rows` rows: on the CPU two rows for each thread and
-  // the sums of up to 64 groups of rows.
-  static size_t backward_workspace_bytes(int64_t rows, int64_t channels, int threads);
-  // Computes the gradients, on the CPU. Views are as in Run. It allocates nothing. Returns Internal
-  // where the shapes do not fit, and Unimplemented on another device.
+  // Returns the scratch of a Backward of up to `rows` rows: the sums of up to 64 groups of rows, and
+  // on the CPU two rows for each thread, on CUDA the statistics of each row.
+  static size_t backward_workspace_bytes(Device device, int64_t rows, int64_t channels,
+                                         int threads);
+  // Computes the gradients. Views are as in Run. It allocates nothing; on CUDA it enqueues on the
+  // stream. Returns Internal where the shapes do not fit.
   absl::Status Backward(const BackwardCall& call, const Execution& execution) const;
 
   Device device() const { return gamma_.device(); }
@@ -76,6 +77,8 @@ class LayerNorm {
                       const Execution& execution) const;
   absl::Status RunCuda(const ConstTensorView& x, const TensorView& y, const Execution& execution,
                        const RowList& rows) const;
+  void BackwardCpu(const BackwardCall& call, const Execution& execution) const;
+  absl::Status BackwardCuda(const BackwardCall& call, const Execution& execution) const;
 
   DeviceArray<float> gamma_;
   DeviceArray<float> beta_;

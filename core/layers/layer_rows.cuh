@@ -8,8 +8,19 @@
 namespace tfb {
 namespace {  // internal linkage, as in kernel.cuh
 
+// The indices of a row, which tensors of one shape share.
+struct RowIndices {
+  int64_t batch;
+  int64_t token;
+};
+__device__ inline RowIndices IndicesOf(const DeviceRows& rows, int64_t row) {
+  return {row / rows.tokens, row % rows.tokens};
+}
+__device__ inline int64_t RowOffset(const DeviceRows& rows, const RowIndices& row) {
+  return row.batch * rows.batch_stride + row.token * rows.token_stride;
+}
 __device__ inline int64_t RowOffset(const DeviceRows& rows, int64_t row) {
-  return row / rows.tokens * rows.batch_stride + row % rows.tokens * rows.token_stride;
+  return RowOffset(rows, IndicesOf(rows, row));
 }
 __device__ inline float Load(const DeviceRows& rows, int64_t row_offset, int64_t channel) {
   return LoadElement(rows.data, rows.element, row_offset + channel * rows.channel_stride);

@@ -104,7 +104,7 @@ DeviceRows ToDeviceRows(const ConstTensorView& view) {
 
 absl::Status FinishCuda(Device device, float scale, const ConstTensorView& x, const float* bias,
                         Activation activation, const ConstTensorView& residual, const TensorView& y,
-                        const Execution& execution) {
+                        const Execution& execution, const TensorView& pre_activation) {
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   FinishArguments arguments = {};
   arguments.x = ToDeviceRows(x);
@@ -112,6 +112,7 @@ absl::Status FinishCuda(Device device, float scale, const ConstTensorView& x, co
   arguments.bias = bias;
   arguments.residual = ToDeviceRows(residual);
   arguments.y = ToDeviceRows(y);
+  arguments.pre_activation = ToDeviceRows(pre_activation);
   arguments.rows = RowsOf<TensorView>(y).rows();
   arguments.channels = RowsOf<TensorView>(y).channels();
   arguments.activation = activation;
@@ -128,6 +129,7 @@ absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& ca
   arguments.bias = BiasOf(matrix, call);
   arguments.residual = ToDeviceRows(call.residual);
   arguments.y = ToDeviceRows(call.y);
+  arguments.pre_activation = ToDeviceRows(call.pre_activation);
   arguments.rows = RowsOf<TensorView>(call.y).rows();
   arguments.in = matrix.in();
   arguments.out = RowsOf<TensorView>(call.y).channels();
@@ -173,11 +175,11 @@ absl::Status MultiplyWithLibrary(const ProductLibrary& library, const PackedMatr
                           ? MultiplySplit(library, matrix, call, sixteen_bit_x, stride, y, scratch,
                                           execution.stream)
                           : MultiplyFloats(library, matrix, call, x, y, scratch, execution.stream));
-  const bool done =
-      product.data == call.y.data && bias == nullptr && call.activation == Activation::kNone;
+  const bool done = product.data == call.y.data && bias == nullptr &&
+                    call.activation == Activation::kNone && call.pre_activation.empty();
   if (done) return absl::OkStatus();
   return FinishCuda(matrix.device(), 1, product, bias, call.activation, call.residual, call.y,
-                    execution);
+                    execution, call.pre_activation);
 }
 
 size_t LibraryWorkspaceBytes(size_t scratch_bytes, int64_t rows, int64_t in, int64_t out) {

@@ -42,10 +42,11 @@ size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t
 absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,
                         const Execution& execution);
 
-// y = activation(scale x + bias) + residual. `bias` [channels] and `residual` may be missing.
+// y = activation(scale x + bias) + residual. `bias` [channels] and `residual` may be missing. Writes
+// scale x + bias to `pre_activation`, unless that is empty.
 absl::Status FinishCuda(Device device, float scale, const ConstTensorView& x, const float* bias,
                         Activation activation, const ConstTensorView& residual, const TensorView& y,
-                        const Execution& execution);
+                        const Execution& execution, const TensorView& pre_activation = {});
 
 }  // namespace tfb
 

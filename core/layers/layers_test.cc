@@ -20,6 +20,7 @@
 #include "core/cuda/runtime.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/layers/activation.h"
+#include "core/layers/device_testing.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
@@ -48,65 +49,9 @@ Tensor Random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) 
   return tensor;
 }
 
-// Threads and a workspace of exactly `bytes` on a device. In host memory the workspace is filled
-// with NaN and lies between two guards. The simulator checks bounds and unwritten reads itself.
-class Machine {
- public:
-  Machine(Device device, int threads, size_t bytes)
-      : pool_(threads), memory_(DType::kF32, {Floats(bytes) + 32}) {
-    Fill(memory_.view(), kNan);
-    execution_.pool = &pool_;
-    std::byte* begin = static_cast<std::byte*>(memory_.raw()) + kGuardBytes;
-    if (device != Device::kCpu) {
-      device_memory_ = CudaRuntime::For(device).value()->Allocate(bytes).value();
-      begin = device_memory_.As<std::byte>();
-    }
-    execution_.workspace = absl::MakeSpan(begin, bytes);
-  }
-  const Execution& execution() const { return execution_; }
-  bool guards_intact() const {
-    const absl::Span<const float> floats = memory_.span<float>();
-    for (int64_t i = 0; i < 16; ++i) {
-      if (!std::isnan(floats[i]) || !std::isnan(floats[floats.size() - 1 - i])) return false;
-    }
-    return true;
-  }
-
- private:
-  static constexpr size_t kGuardBytes = 64;
-  static int64_t Floats(size_t bytes) { return static_cast<int64_t>(bytes / sizeof(float)); }
-  ThreadPool pool_;
-  Tensor memory_;
-  DeviceBuffer device_memory_;
-  Execution execution_;
-};
-
 // Runs every test on every device that is present.
-class LayersOn : public ::testing::TestWithParam<Device> {
+class LayersOn : public OnEveryDevice {
  protected:
-  void SetUp() override {
-    if (device() == Device::kCpu) return;
-    const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device());
-    ASSERT_TRUE(runtime.ok()) << runtime.status();
-    mirror_.emplace(*runtime);
-  }
-  Device device() const { return GetParam(); }
-
-  // Returns a host tensor's copy on the device; on the CPU the tensor itself.
-  ConstTensorView In(const ConstTensorView& view) {
-    return mirror_.has_value() ? mirror_->Copy(view).value() : view;
-  }
-  // Returns the copy on the device of a tensor that is written.
-  TensorView Out(const TensorView& view) {
-    return mirror_.has_value() ? mirror_->CopyForWriting(view).value() : view;
-  }
-  // Copies the written tensors to the host, and frees all copies.
-  void Back() {
-    if (!mirror_.has_value()) return;
-    ASSERT_OK(mirror_->CopyBack());
-    mirror_.emplace(CudaRuntime::For(device()).value());
-  }
-
   PackedMatrix Pack(const ConstTensorView& weights, const ConstTensorView& bias = {}) const {
     return PackedMatrix::Create(device(), weights, bias).value();
   }
@@ -114,9 +59,6 @@ class LayersOn : public ::testing::TestWithParam<Device> {
     return Machine(device(), threads,
                    MatMulWorkspaceBytes(device(), rows, matrix.in(), matrix.out(), threads));
   }
-
- private:
-  std::optional<DeviceMirror> mirror_;  // none on the CPU
 };
 class MatMulOn : public LayersOn {};
 class LayerNormOn : public LayersOn {};
@@ -1109,9 +1051,6 @@ TEST_P(GateOn, ShapesThatDoNotFitAreAnError) {
             "gate of x [2, 4] and y [1, 2, 4] does not give [2, 4]");
 }
 
-std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
-  return std::string(Name(info.param));
-}
 INSTANTIATE_TEST_SUITE_P(, MatMulOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, LayerNormOn, ::testing::ValuesIn(TestedDevices()), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, LogSoftmaxOn, ::testing::ValuesIn(TestedDevices()), DeviceName);

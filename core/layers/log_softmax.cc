@@ -103,6 +103,20 @@ absl::Status LogSoftmaxCuda(Device device, const ConstTensorView& x, const Tenso
       KernelsOn<LogSoftmaxKernels>(runtime->target()).log_softmax(arguments, execution.stream));
 }
 
+absl::Status LogSoftmaxBackwardCuda(Device device, const ConstTensorView& x,
+                                    const ConstTensorView& dy, const TensorView& dx,
+                                    const Execution& execution) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  LogSoftmaxGradientArguments arguments = {};
+  arguments.x = ToDeviceRows(x);
+  arguments.dy = ToDeviceRows(dy);
+  arguments.dx = ToDeviceRows(dx);
+  arguments.rows = RowsOf<TensorView>(dx).rows();
+  arguments.channels = RowsOf<TensorView>(dx).channels();
+  return ToStatus(
+      KernelsOn<LogSoftmaxKernels>(runtime->target()).differentiate(arguments, execution.stream));
+}
+
 }  // namespace
 
 size_t LogSoftmaxWorkspaceBytes(Device device, int64_t channels, int threads) {
@@ -125,14 +139,12 @@ absl::Status LogSoftmax(Device device, const ConstTensorView& x, const TensorVie
 
 absl::Status LogSoftmaxBackward(Device device, const ConstTensorView& x, const ConstTensorView& dy,
                                 const TensorView& dx, const Execution& execution) {
-  if (device != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of log softmax is on the CPU alone");
-  }
   if (x.shape() != dx.shape() || dy.shape() != dx.shape() || x.rank < 2 || x.rank > 3) {
     return absl::InternalError(absl::StrCat("log softmax of x ", ShapeString(x.shape()), " and dy ",
                                             ShapeString(dy.shape()), " do not give dx ",
                                             ShapeString(dx.shape())));
   }
+  if (device != Device::kCpu) return LogSoftmaxBackwardCuda(device, x, dy, dx, execution);
   LogSoftmaxBackwardCpu(x, dy, dx, execution);
   return absl::OkStatus();
 }

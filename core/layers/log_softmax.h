@@ -30,7 +30,7 @@ absl::Status LogSoftmax(Device device, const ConstTensorView& x, const TensorVie
 
 // Computes dx in fp32, of x's shape, which may be dy. x is what LogSoftmax read or wrote: the log
 // softmax of y is y. It allocates nothing and needs LogSoftmaxWorkspaceBytes. It returns Internal
-// where the shapes do not fit, and Unimplemented on another device than the CPU.
+// where the shapes do not fit.
 absl::Status LogSoftmaxBackward(Device device, const ConstTensorView& x, const ConstTensorView& dy,
                                 const TensorView& dx, const Execution& execution);
 

@@ -6,18 +6,28 @@ namespace {
 
 // A warp has a row: lane l has its channels l, l + 32, ..., which no other lane reads or writes.
 
+// Returns a row's maximum and the sum of its exponentials relative to it, to all lanes.
+struct RowSum {
+  float max;
+  float sum;
+};
+__device__ RowSum SumOfRow(const DeviceRows& x, int64_t offset, int64_t channels) {
+  float max = -INFINITY;
+  for (int64_t c = Lane(); c < channels; c += kWarp) max = fmaxf(max, Load(x, offset, c));
+  max = MaxOfWarp(max);  // the maximum ignores NaN; the sum does not
+  float sum = 0;
+  for (int64_t c = Lane(); c < channels; c += kWarp) sum += expf(Load(x, offset, c) - max);
+  return {max, SumOfWarp(sum)};
+}
+
 __global__ void __launch_bounds__(kRowThreads) LogSoftmaxRows(LogSoftmaxArguments a) {
   const int64_t row = WarpOfGrid();
   if (row >= a.rows) return;
   const int64_t x = RowOffset(a.x, row), y = RowOffset(a.y, row);
-  float max = -INFINITY;
-  for (int64_t c = Lane(); c < a.channels; c += kWarp) max = fmaxf(max, Load(a.x, x, c));
-  max = MaxOfWarp(max);  // the maximum ignores NaN; the sum does not
-  float sum = 0;
-  for (int64_t c = Lane(); c < a.channels; c += kWarp) sum += expf(Load(a.x, x, c) - max);
-  const float log_sum = logf(SumOfWarp(sum));
+  const RowSum of_row = SumOfRow(a.x, x, a.channels);
+  const float log_sum = logf(of_row.sum);
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
-    Store(a.y, y, c, (Load(a.x, x, c) - max) - log_sum);
+    Store(a.y, y, c, (Load(a.x, x, c) - of_row.max) - log_sum);
   }
 }
 
@@ -25,8 +35,28 @@ const char* LaunchLogSoftmax(const LogSoftmaxArguments& a, void* stream) {
   return LaunchWarps("LogSoftmaxRows", &LogSoftmaxRows, a.rows, stream, a);
 }
 
+__global__ void __launch_bounds__(kRowThreads)
+    DifferentiateLogSoftmax(LogSoftmaxGradientArguments a) {
+  const int64_t row = WarpOfGrid();
+  if (row >= a.rows) return;
+  const RowIndices at = IndicesOf(a.x, row);
+  const int64_t x = RowOffset(a.x, at), dy = RowOffset(a.dy, at), dx = RowOffset(a.dx, at);
+  const RowSum of_row = SumOfRow(a.x, x, a.channels);
+  double total = 0;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) total += Load(a.dy, dy, c);
+  const float factor = static_cast<float>(SumOfWarp(total)) / of_row.sum;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    const float exponential = expf(Load(a.x, x, c) - of_row.max);
+    Store(a.dx, dx, c, Load(a.dy, dy, c) - exponential * factor);
+  }
+}
+
+const char* LaunchGradient(const LogSoftmaxGradientArguments& a, void* stream) {
+  return LaunchWarps("DifferentiateLogSoftmax", &DifferentiateLogSoftmax, a.rows, stream, a);
+}
+
 }  // namespace
 
-TFB_KERNEL_TABLE(LogSoftmaxKernels, {&LaunchLogSoftmax});
+TFB_KERNEL_TABLE(LogSoftmaxKernels, {&LaunchLogSoftmax, &LaunchGradient});
 
 }  // namespace tfb

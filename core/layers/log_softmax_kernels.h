@@ -1,4 +1,4 @@
-// The kernel of log_softmax.h as C++ sees it: plain data and a launcher.
+// The kernels of log_softmax.h as C++ sees them: plain data and launchers.
 #ifndef TFB_CORE_LAYERS_LOG_SOFTMAX_KERNELS_H_
 #define TFB_CORE_LAYERS_LOG_SOFTMAX_KERNELS_H_
 
@@ -15,9 +15,18 @@ struct LogSoftmaxArguments {
   int64_t channels;
 };
 
+struct LogSoftmaxGradientArguments {
+  DeviceRows x;  // [rows, channels], as the others
+  DeviceRows dy;
+  DeviceRows dx;  // may be dy
+  int64_t rows;
+  int64_t channels;
+};
+
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct LogSoftmaxKernels {
-  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*log_softmax)(const LogSoftmaxArguments& arguments, void* stream);
+  const char* (*differentiate)(const LogSoftmaxGradientArguments& arguments, void* stream);
 };
 
 }  // namespace tfb

@@ -46,9 +46,6 @@ absl::Status CheckShapes(const PackedMatrix& matrix, const MatMulCall& call) {
     return absl::InternalError("products of listed rows and of some columns are on CUDA alone");
   }
   if (!call.pre_activation.empty()) {
-    if (matrix.device() != Device::kCpu) {
-      return absl::InternalError("pre-activations of a product are on the CPU alone");
-    }
     TFB_RETURN_IF_ERROR(CheckSameShape("pre-activation", call.pre_activation, "y", call.y));
   }
   Shape expected = call.x.shape();

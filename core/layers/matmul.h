@@ -108,7 +108,7 @@ struct MatMulCall {
   RowList rows = {};     // CUDA alone
   Columns columns = {};  // CUDA alone
   // Receives x W + b, what the activation is applied to, for a backward pass: of y's shape, or
-  // empty. CPU alone.
+  // empty.
   TensorView pre_activation = {};
 };
 

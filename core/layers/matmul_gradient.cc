@@ -301,7 +301,7 @@ absl::Status MatMulGradient(Device device, const MatMulGradientCall& call,
   TFB_RETURN_IF_ERROR(CheckShapes(call));
   if (call.weights.empty() && call.bias.empty()) return absl::OkStatus();
   MatMulGradientArguments a = {};
-  a.x = ToDeviceRows(call.x);
+  if (!call.weights.empty()) a.x = ToDeviceRows(call.x);
   a.dy = ToDeviceRows(call.dy);
   a.rows = RowsOf<ConstTensorView>(call.x).rows();
   a.in = RowsOf<ConstTensorView>(call.x).channels();

@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(kThreads) MatMulGradient(const MatMulGradientA
     }
     // Eight neighbouring lanes have a row. One whose dy is 0 adds nothing, whatever x holds.
     const unsigned nonzero = __ballot_sync(kAllLanes, any) >> (Lane() / kLoads * kLoads) & 0xffu;
-    if (nonzero != 0) LoadChannels(a.x, own, first_in + part, a.in, of_x);
+    const bool reads_x = nonzero != 0 && a.x.data != nullptr;
+    if (reads_x) LoadChannels(a.x, own, first_in + part, a.in, of_x);
     __syncthreads();  // the rows before have been read
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {

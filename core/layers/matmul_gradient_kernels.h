@@ -13,7 +13,7 @@ namespace tfb {
 constexpr int64_t kGradientChunkRows = 2048;  // rows whose products a block adds
 
 struct MatMulGradientArguments {
-  DeviceRows x;   // [rows, in]
+  DeviceRows x;   // [rows, in]; or none, where db alone is wanted
   DeviceRows dy;  // [rows, out]
   float* sums;    // [chunks][in + 1][out], the last row of which is the bias'; one chunk at least
   int64_t rows;

@@ -577,7 +577,7 @@ absl::Status CompressiveAttention::SetUpBackward(const NamedTensors& parameters,
   if (has_losses()) TFB_RETURN_IF_ERROR(losses_.SetUp(parameters));
   return past_.SetUp(
       layers::RelativeAttention::ParametersOf(parameters, CompressiveSizes(problem_, options_), n_),
-      engine_.NewCall().rule, positions_, distances.sinusoids);
+      engine_.NewCall().rule, positions_, distances.sinusoids, segment_.lists());
 }
 
 size_t CompressiveAttention::backward_workspace_bytes(int threads) const {

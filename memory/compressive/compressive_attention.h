@@ -210,9 +210,9 @@ class CompressiveAttention : public layers::SegmentAttention {
         problem_(segment->problem()),
         options_(segment->options()),
         queues_(segment->queues()),
-        past_(problem_, segment->distances(), options_.pre_norm),
+        past_(device_, problem_, segment->distances(), options_.pre_norm),
         names_(CompressiveSizes(problem_, options_), n) {
-    if (has_losses()) losses_ = LossGradients(problem_, options_, n, segment->compared());
+    if (has_losses()) losses_ = LossGradients(device_, problem_, options_, n, segment->compared());
   }
 
   struct Scratch {

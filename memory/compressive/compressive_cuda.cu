@@ -134,5 +134,6 @@ const char* LaunchLossOfDifference(const LossOfDifferenceArguments& a, void* str
 TFB_KERNEL_TABLE(CompressiveKernels,
                  {&LaunchMergeParts, &LaunchReceived, &LaunchSelectRows, &LaunchLossOfDifference});
 TFB_FOR_EACH_IN_ROWS(PooledRows);
+TFB_FOR_EACH_IN_ROWS(GradientOfDifference);
 
 }  // namespace tfb::compressive

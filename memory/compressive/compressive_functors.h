@@ -1,4 +1,4 @@
-// A step of row_operations.h that all devices run. Pointers are to the device's memory.
+// Steps of row_operations.h and of the losses' gradients that all devices run. Pointers are to the device's memory.
 #ifndef TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_FUNCTORS_H_
 #define TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_FUNCTORS_H_
 
@@ -37,6 +37,45 @@ struct PooledRows {
       x[i] = max ? largest[i] : static_cast<float>(sum[i] / static_cast<double>(rate));
     }
     piece.Store(x, to, Offset(to, b, block, 0), to.strides[2]);
+  }
+};
+
+// Replaces b by the gradient of the norm of a - b in each batch row, or of its mean square. Row n is that
+// of batch row n / rows.
+struct GradientOfDifference {
+  DeviceView a;        // [batch, rows, channels]
+  DeviceView b;        // likewise
+  DeviceView of_loss;  // [batch]
+  DeviceView norm;     // [batch], f32; or null, for the mean square
+  int64_t rows;
+  double twice_share;  // 2 / (rows channels)
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t n, const Piece& piece) const {
+    const int64_t batch = n / rows, row = n % rows;
+    float x[Piece::kMost], y[Piece::kMost];
+    double factor = -Of(of_loss, batch, piece);
+    if (norm.data == nullptr) {
+      factor *= twice_share;
+    } else {
+      const double length = Of(norm, batch, piece);
+      factor = length == 0 ? 0 : factor / length;
+    }
+    piece.Load(a, Offset(a, batch, row, 0), a.strides[2], x);
+    piece.Load(b, Offset(b, batch, row, 0), b.strides[2], y);
+    for (int i = 0; i < piece.count(); ++i) {
+      y[i] = static_cast<float>(factor * (static_cast<double>(x[i]) - y[i]));
+    }
+    piece.Store(y, b, Offset(b, batch, row, 0), b.strides[2]);
+  }
+
+ private:
+  // Returns the number of a batch row.
+  template <class Piece>
+  TFB_HOST_DEVICE static double Of(const DeviceView& numbers, int64_t batch, const Piece& piece) {
+    float x[Piece::kMost];
+    piece.Load(numbers, batch * numbers.strides[0], 0, x);  // the same for each column
+    return x[0];
   }
 };
 

@@ -1,28 +1,29 @@
 #include "memory/compressive/loss_gradients.h"
 
 #include <algorithm>
-#include <cmath>
+#include <optional>
 #include <vector>
 
+#include "core/cuda/for_each.h"
+#include "core/cuda/runtime.h"
 #include "core/flash/flash_backward.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/heads.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
-#include "core/zeros.h"
 #include "memory/compressive/compression.h"
+#include "memory/compressive/compressive_functors.h"
+#include "memory/compressive/row_operations.h"
 
 namespace tfb::compressive {
-namespace {
-
-constexpr Device kCpu = Device::kCpu;
-
-}  // namespace
-
-LossGradients::LossGradients(const Problem& problem, const CompressiveOptions& options, int64_t n,
+LossGradients::LossGradients(Device device, const Problem& problem,
+                             const CompressiveOptions& options, int64_t n,
                              const layers::ListSchedules& lists)
-    : problem_(problem),
+    : device_(device),
+      problem_(problem),
+      engine_(device, problem),
       options_(options),
       lists_(&lists),
       layer_(layers::LayerPrefix(n)),
@@ -32,21 +33,14 @@ LossGradients::LossGradients(const Problem& problem, const CompressiveOptions& o
 absl::Status LossGradients::SetUp(const NamedTensors& parameters) {
   const ConstTensorView k = parameters.at(layer_ + "w_k").view();
   const ConstTensorView v = parameters.at(layer_ + "w_v").view();
-  TFB_ASSIGN_OR_RETURN(keys_values_, PackedMatrix::Create(kCpu, {k, v}));
-  TFB_ASSIGN_OR_RETURN(keys_values_transposed_, PackedMatrix::CreateTransposed(kCpu, {k, v}));
+  TFB_ASSIGN_OR_RETURN(keys_values_, PackedMatrix::Create(device_, {k, v}));
+  TFB_ASSIGN_OR_RETURN(keys_values_transposed_, PackedMatrix::CreateTransposed(device_, {k, v}));
   const Tensor& w = parameters.at(w_);
   const Shape matrix = {w.dim(0) * w.dim(1), w.dim(2)};
-  TFB_ASSIGN_OR_RETURN(convolution_,
-                       PackedMatrix::Create(kCpu, ConstTensorView(w.raw(), DType::kF32, matrix)));
-  TFB_ASSIGN_OR_RETURN(decoder_, PackDecoder(kCpu, w.view()));
-  return absl::OkStatus();
-}
-
-Problem LossGradients::ProblemOf(int64_t tokens, int64_t keys) const {
-  Problem problem = problem_;
-  problem.query_tokens = tokens;
-  problem.kv_tokens = keys;
-  return problem;
+  TFB_ASSIGN_OR_RETURN(
+      convolution_, PackedMatrix::Create(device_, ConstTensorView(w.raw(), DType::kF32, matrix)));
+  TFB_ASSIGN_OR_RETURN(decoder_, PackDecoder(device_, w.view()));
+  return engine_.SetUp(*lists_, /*rule=*/{});
 }
 
 LossGradients::Scratch LossGradients::LayOut(int64_t tokens, int64_t rows,
@@ -68,7 +62,10 @@ LossGradients::Scratch LossGradients::LayOut(int64_t tokens, int64_t rows,
   scratch.of_queries = take(tokens, width);
   scratch.of_attention = take(tokens, width);
   scratch.log_sum_exp = take(problem_.query_heads, tokens);
-  scratch.delta = take(problem_.query_heads, tokens);
+  if (device_ != Device::kCpu) scratch.log_sum_exp_rest = take(problem_.query_heads, tokens);
+  scratch.rows = engine_.LayOutRows(tokens, std::nullopt, workspace);
+  scratch.difference_norm = take(1, 1);
+  scratch.difference_norm.rank = 1;
   return scratch;
 }
 
@@ -76,21 +73,19 @@ size_t LossGradients::workspace_bytes(int threads) const {
   const int64_t width = problem_.model_dim(), panel = options_.compression * width;
   const int64_t old_rows = problem_.batch * lists_->longest();
   const int64_t rows = std::max(old_rows, problem_.batch * lists_->longest_segment());
-  const size_t attention = lists_->Largest([&](int64_t tokens, int64_t keys) {
-    const Problem problem = ProblemOf(tokens, keys);
-    return std::max(FlashWorkspaceBytes(problem, /*relative_keys=*/false, threads),
-                    FlashBackwardWorkspaceBytes(problem, /*relative_keys=*/false, threads));
-  });
+  const size_t attention =
+      std::max(engine_.workspace_bytes(*lists_, /*relative_keys=*/false, threads),
+               engine_.backward_workspace_bytes(*lists_, /*relative_keys=*/false, threads));
   return Workspace::Measure([&](Workspace& workspace) {
            LayOut(lists_->longest_segment(), lists_->longest(), workspace);
          }) +
-         std::max({attention, MatMulWorkspaceBytes(kCpu, rows, width, 2 * width, threads),
-                   MatMulWorkspaceBytes(kCpu, rows, 2 * width, width, threads),
-                   MatMulWorkspaceBytes(kCpu, old_rows, width, panel, threads),
-                   MatMulWorkspaceBytes(kCpu, old_rows, panel, width, threads),
-                   MatMulGradientWorkspaceBytes(old_rows, width, width, threads),
-                   LayerNorm::workspace_bytes(kCpu, width, threads),
-                   LayerNorm::backward_workspace_bytes(rows, width, threads)});
+         std::max({attention, MatMulWorkspaceBytes(device_, rows, width, 2 * width, threads),
+                   MatMulWorkspaceBytes(device_, rows, 2 * width, width, threads),
+                   MatMulWorkspaceBytes(device_, old_rows, width, panel, threads),
+                   MatMulWorkspaceBytes(device_, old_rows, panel, width, threads),
+                   MatMulGradientWorkspaceBytes(device_, old_rows, width, width, threads),
+                   LayerNorm::workspace_bytes(device_, width, threads),
+                   LayerNorm::backward_workspace_bytes(device_, rows, width, threads)});
 }
 
 absl::Status LossGradients::Add(const Call& call, const Execution& execution) const {
@@ -104,10 +99,11 @@ absl::Status LossGradients::Add(const Call& call, const Execution& execution) co
   int64_t place = 0;
   for (const ConstTensorView& part : call.old) {
     if (part.empty()) continue;
-    TFB_RETURN_IF_ERROR(CopyAllRows(kCpu, part, Slice(scratch.old, 1, place, part.dim(1)), rest));
+    TFB_RETURN_IF_ERROR(
+        CopyAllRows(device_, part, Slice(scratch.old, 1, place, part.dim(1)), rest));
     place += part.dim(1);
   }
-  SetToZero(scratch.of_fresh, execution.pool);
+  TFB_RETURN_IF_ERROR(ClearTensor(device_, scratch.of_fresh, rest));
   if (!call.attention.empty()) TFB_RETURN_IF_ERROR(OfAttention(call, scratch, rest));
   if (!call.autoencoding.empty()) TFB_RETURN_IF_ERROR(OfAutoencoding(call, scratch, rest));
 
@@ -118,7 +114,7 @@ absl::Status LossGradients::Add(const Call& call, const Execution& execution) co
   if (options_.function == CompressiveOptions::Function::kDilatedConvolution) {
     copy.dilated_block = options_.compression;
   }
-  TFB_RETURN_IF_ERROR(CopyRows(kCpu, copy, rest));
+  TFB_RETURN_IF_ERROR(CopyRows(device_, copy, rest));
   return AddToMatrix(call, scratch.panel, scratch.of_fresh, call.gradients.Get(b_), rest);
 }
 
@@ -135,7 +131,8 @@ absl::Status LossGradients::AddToMatrix(const Call& call, const TensorView& rows
       matrix.strides = {w.stride(1), w.stride(2)};
       matrix.rank = 2;
     }
-    TFB_RETURN_IF_ERROR(MatMulGradient({Slice(rows, 1, i, others.dim(1), rate), others, matrix,
+    TFB_RETURN_IF_ERROR(MatMulGradient(device_,
+                                       {Slice(rows, 1, i, others.dim(1), rate), others, matrix,
                                         i == 0 ? bias : TensorView(), /*accumulate=*/true},
                                        execution));
   }
@@ -154,6 +151,7 @@ FlashCall LossGradients::FlashOf(const Call& call, const Scratch& scratch, int64
   flash.v = Heads(Slice(projected, 2, width, width), heads);
   flash.out = Heads(out, heads);
   flash.log_sum_exp = scratch.log_sum_exp;
+  flash.log_sum_exp_rest = scratch.log_sum_exp_rest;
   flash.schedule = &lists_->Of(call.q.dim(1), keys).schedule;
   return flash;
 }
@@ -170,7 +168,7 @@ absl::Status LossGradients::Attend(const Call& call, const ConstTensorView& rows
   }
   TFB_RETURN_IF_ERROR(
       MatMul(keys_values_, {read, {}, Slice(scratch.projected, 1, 0, keys)}, execution));
-  return FlashCpu(ProblemOf(call.q.dim(1), keys), FlashOf(call, scratch, keys, out), execution);
+  return engine_.Run(lists_->Of(call.q.dim(1), keys), FlashOf(call, scratch, keys, out), execution);
 }
 
 absl::Status LossGradients::OfAttention(const Call& call, const Scratch& scratch,
@@ -179,20 +177,19 @@ absl::Status LossGradients::OfAttention(const Call& call, const Scratch& scratch
   const int64_t tokens = call.q.dim(1), blocks = call.fresh.dim(1);
   TFB_RETURN_IF_ERROR(Attend(call, scratch.old, scratch, scratch.of_old_queries, execution));
   TFB_RETURN_IF_ERROR(Attend(call, call.fresh, scratch, scratch.of_queries, execution));
-  TFB_RETURN_IF_ERROR(CopyAllRows(kCpu, scratch.of_queries, scratch.of_attention, execution));
-  DifferenceGradient(scratch.of_old_queries, scratch.of_attention, call.attention);
+  TFB_RETURN_IF_ERROR(CopyAllRows(device_, scratch.of_queries, scratch.of_attention, execution));
+  TFB_RETURN_IF_ERROR(DifferenceGradient(scratch.of_old_queries, scratch.of_attention,
+                                         call.attention, scratch, execution));
 
   const FlashCall forward = FlashOf(call, scratch, blocks, scratch.of_queries);
-  SetToZero(scratch.of_projected, execution.pool);
+  TFB_RETURN_IF_ERROR(ClearTensor(device_, scratch.of_projected, execution));
   FlashBackwardCall backward;
   backward.forward = &forward;
-  backward.schedule = &lists_->Of(tokens, blocks).by_keys;
   backward.out_gradient = Heads(scratch.of_attention, heads);
-  backward.delta = scratch.delta;
   backward.k_gradient = Heads(Slice(scratch.of_projected, 2, 0, width), heads);
   backward.v_gradient = Heads(Slice(scratch.of_projected, 2, width, width), heads);
-  FlashDelta(forward.out, backward.out_gradient, {}, scratch.delta, execution.pool);
-  TFB_RETURN_IF_ERROR(FlashBackwardCpu(ProblemOf(tokens, blocks), backward, execution));
+  TFB_RETURN_IF_ERROR(engine_.Backward(lists_->Of(tokens, blocks), backward,
+                                       /*log_sum_exp_gradient=*/{}, scratch.rows, execution));
   TFB_RETURN_IF_ERROR(
       MatMul(keys_values_transposed_, {scratch.of_projected, {}, scratch.of_fresh}, execution));
   if (call.norm == nullptr) return absl::OkStatus();
@@ -200,27 +197,23 @@ absl::Status LossGradients::OfAttention(const Call& call, const Scratch& scratch
                              execution);
 }
 
-void LossGradients::DifferenceGradient(const ConstTensorView& a, const TensorView& b,
-                                       const ConstTensorView& of_loss) const {
-  const int64_t elements = a.dim(1) * a.dim(2);
-  for (int64_t row = 0; row < problem_.batch; ++row) {
-    const float* x = a.At<float>(row);
-    float* y = b.MutableAt<float>(row);
-    double square = 0;
-    for (int64_t n = 0; n < elements; ++n) {
-      const double difference = static_cast<double>(x[n]) - y[n];
-      square += difference * difference;
-    }
-    double factor = -of_loss.Get(of_loss.Offset(row));
-    if (options_.mean_square()) {
-      factor *= 2 / static_cast<double>(elements);
-    } else {
-      factor = square == 0 ? 0 : factor / std::sqrt(square);
-    }
-    for (int64_t n = 0; n < elements; ++n) {
-      y[n] = static_cast<float>(factor * (static_cast<double>(x[n]) - y[n]));
-    }
+absl::Status LossGradients::DifferenceGradient(const TensorView& a, const TensorView& b,
+                                               const ConstTensorView& of_loss,
+                                               const Scratch& scratch,
+                                               const Execution& execution) const {
+  const int64_t rows = a.dim(1), elements = rows * a.dim(2);
+  if (!options_.mean_square()) {
+    TFB_RETURN_IF_ERROR(LossOfDifference(device_, /*mean_square=*/false, a, b, /*repeat=*/1,
+                                         scratch.difference_norm, execution));
   }
+  const GradientOfDifference gradient = {
+      ToDeviceView(a),
+      ToDeviceView(b),
+      ToDeviceView(of_loss),
+      options_.mean_square() ? DeviceView{} : ToDeviceView(scratch.difference_norm),
+      rows,
+      2 / static_cast<double>(elements)};
+  return ForEachInRows(device_, problem_.batch * rows, a.dim(2), gradient, execution);
 }
 
 // ---- The autoencoder's loss ----
@@ -231,7 +224,8 @@ absl::Status LossGradients::OfAutoencoding(const Call& call, const Scratch& scra
   const TensorView decoded(scratch.difference.mutable_data(), DType::kF32,
                            {problem_.batch, blocks, panel});
   TFB_RETURN_IF_ERROR(MatMul(decoder_, {call.fresh, {}, decoded}, execution));
-  DifferenceGradient(scratch.old, scratch.difference, call.autoencoding);
+  TFB_RETURN_IF_ERROR(
+      DifferenceGradient(scratch.old, scratch.difference, call.autoencoding, scratch, execution));
   TFB_RETURN_IF_ERROR(AddToMatrix(call, scratch.difference, call.fresh, TensorView(), execution));
   return MatMul(convolution_, {decoded, scratch.of_fresh, scratch.of_fresh}, execution);
 }

@@ -1,4 +1,4 @@
-// The gradients of the two losses of compressive.h by a convolution's parameters, on the CPU.
+// The gradients of the two losses of compressive.h by a convolution's parameters.
 //
 // Section 3.2 of arXiv:1911.05507v1 stops each loss at the layer's state and parameters: old rows,
 // queries, W_k, W_v and the norm are constants. With new = P W + b, where row t of the panel P has
@@ -38,7 +38,7 @@ class LossGradients {
   LossGradients() = default;
   // `lists` has the numbers of tokens and old rows, and of tokens and blocks, of all segments that
   // compress rows; it must outlive this.
-  LossGradients(const Problem& problem, const CompressiveOptions& options, int64_t n,
+  LossGradients(Device device, const Problem& problem, const CompressiveOptions& options, int64_t n,
                 const layers::ListSchedules& lists);
 
   // Packs the parameters of the layer.
@@ -59,21 +59,22 @@ class LossGradients {
  private:
   // All f32 [batch, ...].
   struct Scratch {
-    TensorView old;             // [rows, model_dim]
-    TensorView panel;           // of the same size, what the convolution reads
-    TensorView difference;      // of the same size: G, and then dG
-    TensorView normalized;      // of the same size
-    TensorView projected;       // [rows, 2 model_dim]
-    TensorView of_projected;    // [blocks, 2 model_dim]
-    TensorView of_fresh;        // [blocks, model_dim]
-    TensorView of_old_queries;  // [tokens, model_dim]: attn(h, old)
-    TensorView of_queries;      // [tokens, model_dim]: A
-    TensorView of_attention;    // [tokens, model_dim]: dA
-    TensorView log_sum_exp;     // [heads, tokens]
-    TensorView delta;           // likewise
+    TensorView old;               // [rows, model_dim]
+    TensorView panel;             // of the same size, what the convolution reads
+    TensorView difference;        // of the same size: G, and then dG
+    TensorView normalized;        // of the same size
+    TensorView projected;         // [rows, 2 model_dim]
+    TensorView of_projected;      // [blocks, 2 model_dim]
+    TensorView of_fresh;          // [blocks, model_dim]
+    TensorView of_old_queries;    // [tokens, model_dim]: attn(h, old)
+    TensorView of_queries;        // [tokens, model_dim]: A
+    TensorView of_attention;      // [tokens, model_dim]: dA
+    TensorView log_sum_exp;       // [heads, tokens]
+    TensorView log_sum_exp_rest;  // on CUDA: what rounding took from it
+    layers::ListEngine::RowScratch rows;
+    TensorView difference_norm;  // [batch]
   };
   Scratch LayOut(int64_t tokens, int64_t rows, Workspace& workspace) const;
-  Problem ProblemOf(int64_t tokens, int64_t keys) const;
   FlashCall FlashOf(const Call& call, const Scratch& scratch, int64_t keys,
                     const TensorView& out) const;
   absl::Status Attend(const Call& call, const ConstTensorView& rows, const Scratch& scratch,
@@ -87,10 +88,13 @@ class LossGradients {
   absl::Status AddToMatrix(const Call& call, const TensorView& rows, const ConstTensorView& others,
                            const TensorView& bias, const Execution& execution) const;
   // Replaces b by the gradient of the norm, or the mean square, of a - b in each batch row.
-  void DifferenceGradient(const ConstTensorView& a, const TensorView& b,
-                          const ConstTensorView& of_loss) const;
+  absl::Status DifferenceGradient(const TensorView& a, const TensorView& b,
+                                  const ConstTensorView& of_loss, const Scratch& scratch,
+                                  const Execution& execution) const;
 
+  Device device_ = Device::kCpu;
   Problem problem_;
+  layers::ListEngine engine_;
   CompressiveOptions options_;
   const layers::ListSchedules* lists_ = nullptr;
   std::string layer_;

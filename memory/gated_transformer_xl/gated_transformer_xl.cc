@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/activation_rows.h"
 #include "core/layers/attention/relative_attention.h"
 #include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
@@ -224,7 +225,7 @@ class GatedBlock : public layers::Block {
     size_t gates = 0;
     if (kind_.has_value()) {
       gates = std::max(Gate::workspace_bytes(layer_.device, *kind_, rows, width, threads),
-                       Gate::backward_workspace_bytes(*kind_, rows, width, threads));
+                       Gate::backward_workspace_bytes(layer_.device, *kind_, rows, width, threads));
     }
     return Workspace::Measure(
                [this](Workspace& workspace) { LayOutBackward(layer_.max_tokens, workspace); }) +
@@ -278,26 +279,16 @@ class GatedBlock : public layers::Block {
     with_kept.kept = kept;
     return with_kept;
   }
-  // Calls body(first, count) for pieces of a tensor's elements, where sublayers end with a ReLU.
-  template <class Body>
-  void ForElementsOfRelu(const TensorView& view, const Execution& execution,
-                         const Body& body) const {
-    constexpr int64_t kElementsOfTask = 1 << 14;
-    if (!options_.relu) return;
-    execution.pool->ParallelForRanges(
-        view.num_elements(), kElementsOfTask,
-        [&](int64_t begin, int64_t end, int) { body(begin, end - begin); });
-  }
-
   absl::Status RunAgain(const layers::PastSegment& segment, const BackwardScratch& scratch,
                         const Execution& execution) const {
     const ConstTensorView input = segment.input();
     TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(input, scratch.x, execution));
     TFB_RETURN_IF_ERROR(attention_->RunAgain({segment, scratch.x, {}, scratch.attended, norm()},
                                              WithKept(execution, scratch.attention)));
-    ForElementsOfRelu(scratch.attended, execution, [&](int64_t first, int64_t count) {
-      Activate(Activation::kRelu, count, scratch.attended.MutableAt<float>() + first);
-    });
+    if (options_.relu) {
+      TFB_RETURN_IF_ERROR(Activate(layer_.device, Activation::kRelu, scratch.attended,
+                                   scratch.attended, execution));
+    }
     const bool sums = !kind_.has_value();
     TFB_RETURN_IF_ERROR(sums ? Add(layer_.device, input, scratch.attended, scratch.g, execution)
                              : gates_[0].Run(input, scratch.attended, scratch.g,
@@ -334,10 +325,10 @@ class GatedBlock : public layers::Block {
     const TensorView &dh = call.gradient, &dx = scratch.gradient, &dy = scratch.of_update;
     TFB_RETURN_IF_ERROR(
         GateBackward(0, {input, scratch.attended, dh, dh, dy}, gradients, scratch, execution));
-    ForElementsOfRelu(dy, execution, [&](int64_t first, int64_t count) {
-      MultiplyByDerivative(Activation::kRelu, count, scratch.attended.At<float>() + first,
-                           dy.MutableAt<float>() + first);
-    });
+    if (options_.relu) {
+      TFB_RETURN_IF_ERROR(MultiplyByDerivative(layer_.device, Activation::kRelu, scratch.attended,
+                                               dy, dy, execution));
+    }
     TFB_RETURN_IF_ERROR(attention_->Backward({call.segment,
                                               scratch.x,
                                               dy,

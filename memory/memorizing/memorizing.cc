@@ -212,7 +212,10 @@ class MemorizingAttention : public layers::SegmentAttention {
     return of_scores + base_->own().workspace_bytes(threads, of_store);
   }
 
-  absl::Status CheckBackward() const override { return base_->CheckBackward(); }
+  absl::Status CheckBackward() const override {
+    return options_.store > 0 ? OnCpuAlone(base_->device(), "retrieved keys")
+                              : base_->CheckBackward();
+  }
 
   absl::Status SetUpBackward(const NamedTensors& parameters,
                              const layers::Distances& distances) override {

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/attention/projected_attention.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/feed_forward_dim.h"
 #include "core/layers/layer_definitions.h"
 #include "core/layers/matmul.h"
@@ -138,7 +139,7 @@ class ReversibleLayer : public Layer {
     for (const bool is_second : {false, true}) {
       const TensorView& gradient = is_second ? gradients.second : gradients.first;
       if (dout.empty()) {
-        std::fill_n(gradient.MutableAt<float>(), gradient.num_elements(), 0.0f);
+        TFB_RETURN_IF_ERROR(ClearTensor(device_, gradient, execution));
       } else if (output_ == Output::kConcatenate) {
         TFB_RETURN_IF_ERROR(
             Copy(Slice(dout, 2, is_second ? width : 0, width), gradient, execution));

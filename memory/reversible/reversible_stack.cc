@@ -200,9 +200,6 @@ absl::Status ReversibleStack::Inverse(const Streams& streams, const Inputs& inpu
 // ---- The backward pass ----
 
 absl::Status ReversibleStack::CheckBackward() const {
-  if (device_ != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of reversible is on the CPU alone");
-  }
   for (const Block& block : blocks_) TFB_RETURN_IF_ERROR(block.f->CheckBackward());
   return further_differentiate_;
 }
@@ -229,15 +226,16 @@ size_t ReversibleStack::backward_workspace_bytes(int threads) const {
   const int64_t width = problem_.model_dim(), tokens = chunk_tokens();
   const int64_t all_rows = problem_.batch * problem_.query_tokens, rows = problem_.batch * tokens;
   const FeedForward::Sizes sizes = {width, inner_dim(), width};
-  const size_t norm = std::max(LayerNorm::workspace_bytes(device_, width, threads),
-                               LayerNorm::backward_workspace_bytes(all_rows, width, threads));
+  const size_t norm =
+      std::max(LayerNorm::workspace_bytes(device_, width, threads),
+               LayerNorm::backward_workspace_bytes(device_, all_rows, width, threads));
   const auto scratch = [&](int64_t count, DType dtype, size_t kept) {
     return Workspace::Measure(
         [&](Workspace& workspace) { LayOutBackward(count, dtype, kept, workspace); });
   };
   size_t largest = scratch(tokens, DType::kF32, g_kept_bytes()) +
                    std::max({norm, FeedForward::workspace_bytes(device_, rows, sizes, threads),
-                             FeedForward::backward_workspace_bytes(rows, sizes, threads)});
+                             FeedForward::backward_workspace_bytes(device_, rows, sizes, threads)});
   for (const Block& block : blocks_) {
     largest =
         std::max(largest, scratch(problem_.query_tokens, problem_.dtype, block.f->kept_bytes()) +

@@ -55,7 +55,7 @@ class ReversibleStack {
   absl::Status Forward(const Streams& streams, const Inputs& inputs, const Execution& execution);
   absl::Status Inverse(const Streams& streams, const Inputs& inputs, const Execution& execution);
 
-  // ---- The backward pass, on the CPU ----
+  // ---- The backward pass ----
 
   absl::Status CheckBackward() const;
   // Returns the scratch of SetUpBackward and Backward; it is the same for any number of blocks.

@@ -37,7 +37,8 @@ class PositionTerm : public ScoreTerm {
   void LayOutGradients(Device device, const Problem& p, Workspace* workspace) override {
     device_ = device;
     if (device == Device::kCpu) return gradients_.LayOut(p, RangeOf(p), p.model_dim(), workspace);
-    on_device_.LayOut(p, RangeOf(p), p.model_dim(), workspace);
+    problem_ = p;
+    device_sums_ = layers::DevicePositionGradients::Sums(p, RangeOf(p), workspace);
   }
   ScoreSums sums() const override {
     ScoreSums sums = ScoreSums::OfRelativeKeys();
@@ -46,11 +47,12 @@ class PositionTerm : public ScoreTerm {
   }
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     if (device_ == Device::kCpu) return gradients_.Bind(gradients);
-    on_device_.Bind(gradients);
+    device_sums_.Bind(gradients);
   }
   absl::Status SetUpGradients(Device device, const ParameterGradients& gradients) override {
     if (device == Device::kCpu) return absl::OkStatus();
-    return on_device_.SetUp(device, Parameters(), positions_, sinusoids_.view(), here_, gradients);
+    return on_device_.SetUp(device, problem_, RangeOf(problem_), Parameters(), positions_,
+                            sinusoids_.view(), here_, gradients);
   }
   double GradientFlops(const Problem& p) const override {
     const double width = static_cast<double>(p.model_dim());
@@ -58,7 +60,7 @@ class PositionTerm : public ScoreTerm {
   }
   absl::Status AddGradients(const ParameterGradients& gradients,
                             const Execution& execution) const override {
-    if (device_ != Device::kCpu) return on_device_.AddTo(gradients, execution);
+    if (device_ != Device::kCpu) return on_device_.AddTo(device_sums_, gradients, execution);
     gradients_.AddTo(Parameters(), positions_, sinusoids_.view(), here_, gradients, execution.pool);
     return absl::OkStatus();
   }
@@ -82,7 +84,9 @@ class PositionTerm : public ScoreTerm {
   layers::RelativePositions positions_;
   Device device_ = Device::kCpu;
   layers::RelativePositionGradients gradients_;
+  Problem problem_;  // of the backward pass on CUDA
   layers::DevicePositionGradients on_device_;
+  layers::DevicePositionGradients::Sums device_sums_;
 };
 
 // Returns r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. In 16-bit

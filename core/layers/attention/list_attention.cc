@@ -1,7 +1,12 @@
 #include "core/layers/attention/list_attention.h"
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/for_each.h"
+#include "core/cuda/runtime.h"
+#include "core/flash/flash_engine.h"
+#include "core/layers/attention/position_products.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/schedule/band_schedule.h"
 #include "core/status.h"
@@ -32,6 +37,107 @@ int64_t ListSchedules::longest() const {
   return static_cast<int64_t>(Largest([](int64_t, int64_t keys) { return keys; }));
 }
 
+// ---- The engine ----
+
+ListEngine::ListEngine(Device device, const Problem& problem) : device_(device), problem_(problem) {
+  problem_.dtype = DType::kF32;
+}
+
+absl::Status ListEngine::SetUp(const ListSchedules& lists, const ScoreRule& rule) {
+  if (device_ == Device::kCpu) return absl::OkStatus();
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  on_device_.clear();
+  for (const auto& [sizes, list] : lists) {
+    TFB_ASSIGN_OR_RETURN(
+        FlashBackwardCuda engine,
+        FlashBackwardCuda::Create(runtime, ProblemOf(list.tokens, list.keys), list.schedule, rule));
+    on_device_.emplace(sizes, std::move(engine));
+  }
+  return absl::OkStatus();
+}
+
+Problem ListEngine::ProblemOf(int64_t tokens, int64_t keys) const {
+  Problem problem = problem_;
+  problem.query_tokens = tokens;
+  problem.kv_tokens = keys;
+  return problem;
+}
+
+TensorView ListEngine::TakeNumbers(int64_t tokens, std::optional<int64_t> rows,
+                                   Workspace& workspace) const {
+  const int64_t heads = problem_.query_heads, of_head = rows.value_or(tokens);
+  const int64_t batch = rows.has_value() ? 1 : problem_.batch;
+  return TensorView(workspace.Take<float>(batch * heads * of_head), DType::kF32,
+                    {problem_.batch, heads, of_head},
+                    {rows.has_value() ? 0 : heads * of_head, of_head, 1});
+}
+
+size_t ListEngine::workspace_bytes(const ListSchedules& lists, bool relative_keys,
+                                   int threads) const {
+  return lists.Largest([&](int64_t tokens, int64_t keys) {
+    return FlashEngine::WorkspaceBytes(device_, ProblemOf(tokens, keys), relative_keys, threads);
+  });
+}
+
+size_t ListEngine::backward_workspace_bytes(const ListSchedules& lists, bool relative_keys,
+                                            int threads) const {
+  ScoreSums sums;
+  if (relative_keys) sums = ScoreSums::OfRelativeKeys();
+  sums.content_bias = relative_keys;
+  return lists.Largest([&](int64_t tokens, int64_t keys) {
+    const Problem problem = ProblemOf(tokens, keys);
+    return device_ == Device::kCpu ? FlashBackwardWorkspaceBytes(problem, relative_keys, threads)
+                                   : FlashBackwardCuda::WorkspaceBytes(problem, sums);
+  });
+}
+
+absl::Status ListEngine::Run(const ListSchedules::List& list, const FlashCall& call,
+                             const Execution& execution) const {
+  const Problem problem = ProblemOf(list.tokens, list.keys);
+  return device_ == Device::kCpu ? FlashCpu(problem, call, execution)
+                                 : OnDevice(list).forward().Run(problem, call, execution);
+}
+
+ListEngine::RowScratch ListEngine::LayOutRows(int64_t tokens, std::optional<int64_t> rows,
+                                              Workspace& workspace) const {
+  RowScratch scratch;
+  if (device_ == Device::kCpu) {
+    scratch.delta = TakeNumbers(tokens, rows, workspace);
+    return scratch;
+  }
+  for (float** number : {&scratch.numbers.shift, &scratch.numbers.rest, &scratch.numbers.delta}) {
+    *number = workspace.Take<float>(problem_.batch * problem_.query_heads * tokens);
+  }
+  scratch.numbers.rows = tokens;
+  return scratch;
+}
+
+absl::Status ListEngine::Backward(const ListSchedules::List& list, FlashBackwardCall call,
+                                  const ConstTensorView& log_sum_exp_gradient,
+                                  const RowScratch& rows, const Execution& execution) const {
+  const ConstTensorView out = call.forward->out;
+  const Problem problem = ProblemOf(list.tokens, list.keys);
+  if (device_ != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    call.numbers = rows.numbers;
+    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, log_sum_exp_gradient, /*marks=*/{},
+                                        /*counts=*/false, execution));
+    return OnDevice(list).Run(problem, call, execution);
+  }
+  call.schedule = &list.by_keys;
+  call.delta = rows.delta;
+  // Some of the tokens are rows that all batch rows share.
+  const bool is_shared = rows.delta.stride(0) == 0;
+  const auto once = [&](const auto& view) {
+    return view.empty() || !is_shared ? view : Slice(view, 0, 0, 1);
+  };
+  FlashDelta(once(out), once(call.out_gradient), once(log_sum_exp_gradient), once(rows.delta),
+             execution.pool);
+  return FlashBackwardCpu(problem, call, execution);
+}
+
+// ---- Names and parameters ----
+
 ListAttention::Names::Names(const StackSizes& sizes, int64_t layer) {
   const std::string own = LayerPrefix(layer), biases = BiasPrefix(sizes, layer);
   w_q = own + "w_q";
@@ -45,34 +151,44 @@ ListAttention::Names::Names(const StackSizes& sizes, int64_t layer) {
   relative_keys = own + "relative_keys";
 }
 
-ListAttention::ListAttention(const Problem& problem, const DistanceRange& range,
+ListAttention::ListAttention(Device device, const Problem& problem, const DistanceRange& range,
                              bool normalizes_earlier)
-    : problem_(problem), range_(range), normalizes_earlier_(normalizes_earlier) {}
+    : device_(device),
+      problem_(problem),
+      engine_(device, problem),
+      range_(range),
+      normalizes_earlier_(normalizes_earlier) {}
 
 absl::Status ListAttention::SetUp(const RelativeAttention::Parameters& parameters,
                                   const ScoreRule& rule, const RelativePositions& positions,
-                                  const ConstTensorView& sinusoids) {
-  constexpr Device kCpu = Device::kCpu;
-  TFB_ASSIGN_OR_RETURN(queries_, PackedMatrix::Create(kCpu, parameters.w_q));
-  TFB_ASSIGN_OR_RETURN(keys_values_, PackedMatrix::Create(kCpu, {parameters.w_k, parameters.w_v}));
-  TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(kCpu, parameters.w_o));
-  TFB_ASSIGN_OR_RETURN(queries_transposed_, PackedMatrix::CreateTransposed(kCpu, {parameters.w_q}));
-  TFB_ASSIGN_OR_RETURN(keys_values_transposed_,
-                       PackedMatrix::CreateTransposed(kCpu, {parameters.w_k, parameters.w_v}));
-  TFB_ASSIGN_OR_RETURN(output_transposed_, PackedMatrix::CreateTransposed(kCpu, {parameters.w_o}));
+                                  const ConstTensorView& sinusoids, const ListSchedules& lists) {
+  const auto pack = [this](const std::vector<ConstTensorView>& matrices) {
+    return PackedMatrix::Create(device_, matrices);
+  };
+  const auto pack_transposed = [this](const std::vector<ConstTensorView>& matrices) {
+    return PackedMatrix::CreateTransposed(device_, matrices);
+  };
+  TFB_ASSIGN_OR_RETURN(queries_, pack({parameters.w_q}));
+  TFB_ASSIGN_OR_RETURN(keys_values_, pack({parameters.w_k, parameters.w_v}));
+  TFB_ASSIGN_OR_RETURN(output_, pack({parameters.w_o}));
+  TFB_ASSIGN_OR_RETURN(queries_transposed_, pack_transposed({parameters.w_q}));
+  TFB_ASSIGN_OR_RETURN(keys_values_transposed_, pack_transposed({parameters.w_k, parameters.w_v}));
+  TFB_ASSIGN_OR_RETURN(output_transposed_, pack_transposed({parameters.w_o}));
   rule_ = rule;
+  has_span_ = !parameters.span.empty();
   positions_ = &positions;
-  distances_ = RelativeKeyVectors(*positions.distances(), problem_.head_dim,
-                                  ProductScale(problem_, /*scale=*/0));
   sinusoids_ = sinusoids;
-  return absl::OkStatus();
-}
-
-Problem ListAttention::ProblemOf(int64_t tokens, int64_t keys) const {
-  Problem problem = problem_;
-  problem.query_tokens = tokens;
-  problem.kv_tokens = keys;
-  return problem;
+  if (device_ == Device::kCpu) {
+    distances_ = RelativeKeyVectors(*positions.distances(), problem_.head_dim,
+                                    ProductScale(problem_, /*scale=*/0));
+    return absl::OkStatus();
+  }
+  // The rule of a stream's engine has no spans, of which the device has a copy.
+  ScoreRule with_spans = rule;
+  if (has_span_) with_spans.soft_span.span = parameters.span.At<float>();
+  TFB_RETURN_IF_ERROR(engine_.SetUp(lists, with_spans));
+  return device_positions_.SetUp(device_, ProblemOfDistances(), range_, positions, sinusoids,
+                                 /*here=*/0);
 }
 
 // ---- The attention ----
@@ -89,14 +205,6 @@ TensorView ListAttention::TakeQueries(int64_t tokens, std::optional<int64_t> row
   return TensorView(workspace.Take<float>(*rows * width), DType::kF32, {*rows, width});
 }
 
-TensorView ListAttention::TakeNumbers(int64_t tokens, std::optional<int64_t> rows,
-                                      Workspace& workspace) const {
-  const int64_t heads = problem_.query_heads;
-  if (!rows.has_value()) return Take(heads, tokens, workspace);
-  return TensorView(workspace.Take<float>(heads * *rows), DType::kF32,
-                    {problem_.batch, heads, *rows}, {0, *rows, 1});
-}
-
 ListAttention::Memory ListAttention::LayOut(int64_t tokens, int64_t keys, Workspace& workspace,
                                             std::optional<int64_t> rows) const {
   Memory memory;
@@ -104,7 +212,10 @@ ListAttention::Memory ListAttention::LayOut(int64_t tokens, int64_t keys, Worksp
   memory.q = TakeQueries(tokens, rows, workspace);
   memory.keys_values = Take(keys, 2 * kv_width(), workspace);
   memory.context = TakeQueries(tokens, rows, workspace);
-  memory.log_sum_exp = TakeNumbers(tokens, rows, workspace);
+  memory.log_sum_exp = engine_.TakeNumbers(tokens, rows, workspace);
+  if (device_ != Device::kCpu) {
+    memory.log_sum_exp_rest = engine_.TakeNumbers(tokens, rows, workspace);
+  }
   return memory;
 }
 
@@ -114,14 +225,11 @@ size_t ListAttention::memory_bytes(const ListSchedules& lists) const {
 }
 
 size_t ListAttention::workspace_bytes(const ListSchedules& lists, int threads) const {
-  constexpr Device kCpu = Device::kCpu;
   const int64_t width = problem_.model_dim(), rows = problem_.batch * lists.longest();
-  const size_t attention = lists.Largest([&](int64_t tokens, int64_t keys) {
-    return FlashWorkspaceBytes(ProblemOf(tokens, keys), /*relative_keys=*/true, threads);
-  });
-  return std::max({attention, LayerNorm::workspace_bytes(kCpu, width, threads),
-                   MatMulWorkspaceBytes(kCpu, rows, width, 2 * kv_width(), threads),
-                   MatMulWorkspaceBytes(kCpu, rows, width, width, threads)});
+  return std::max({engine_.workspace_bytes(lists, /*relative_keys=*/true, threads),
+                   LayerNorm::workspace_bytes(device_, width, threads),
+                   MatMulWorkspaceBytes(device_, rows, width, 2 * kv_width(), threads),
+                   MatMulWorkspaceBytes(device_, rows, width, width, threads)});
 }
 
 FlashCall ListAttention::FlashOf(const Call& of, const Memory& memory) const {
@@ -134,6 +242,7 @@ FlashCall ListAttention::FlashOf(const Call& of, const Memory& memory) const {
   call.v = keys_or_values(1);
   call.out = HeadsOf(memory.context);
   call.log_sum_exp = memory.log_sum_exp;
+  call.log_sum_exp_rest = memory.log_sum_exp_rest;
   if (of.computes_some()) {
     call.query_order.tokens = of.some.row_of_token;
     call.query_order.batch_stride = of.list.tokens;
@@ -149,7 +258,7 @@ absl::Status ListAttention::Attend(const Call& call, const Memory& memory,
   const auto read = [&](const ConstTensorView& rows, const LayerNorm* norm, int64_t place) {
     const TensorView to = Slice(memory.list, 1, place, rows.dim(1));
     return norm != nullptr ? norm->Run(rows, to, execution)
-                           : CopyAllRows(Device::kCpu, rows, to, execution);
+                           : CopyAllRows(device_, rows, to, execution);
   };
   int64_t place = 0;
   for (const ConstTensorView& part : call.earlier) {
@@ -161,7 +270,7 @@ absl::Status ListAttention::Attend(const Call& call, const Memory& memory,
   const ConstTensorView queries = call.computes_some() ? call.some.x : ConstTensorView(own);
   TFB_RETURN_IF_ERROR(MatMul(queries_, {queries, {}, memory.q}, execution));
   TFB_RETURN_IF_ERROR(MatMul(keys_values_, {memory.list, {}, memory.keys_values}, execution));
-  return FlashCpu(ProblemOf(call.list.tokens, call.list.keys), FlashOf(call, memory), execution);
+  return engine_.Run(call.list, FlashOf(call, memory), execution);
 }
 
 absl::Status ListAttention::Project(const ConstTensorView& context, const ConstTensorView& residual,
@@ -173,10 +282,12 @@ absl::Status ListAttention::Project(const ConstTensorView& context, const ConstT
 // ---- The backward pass ----
 
 ListAttention::Sums ListAttention::LayOutSums(Workspace& workspace) const {
-  // The engine has sums of so many offsets.
-  const Problem of_distances = ProblemOf(1, range_.last - range_.first + 1);
   Sums sums;
-  sums.positions.LayOut(of_distances, range_, problem_.model_dim(), &workspace);
+  if (device_ == Device::kCpu) {
+    sums.positions.LayOut(ProblemOfDistances(), range_, problem_.model_dim(), &workspace);
+  } else {
+    sums.device_positions = DevicePositionGradients::Sums(ProblemOfDistances(), range_, &workspace);
+  }
   sums.span = workspace.Take<double>(problem_.query_heads);
   return sums;
 }
@@ -191,14 +302,13 @@ ListAttention::Scratch ListAttention::LayOutBackward(int64_t tokens, int64_t key
   Scratch scratch;
   scratch.q = TakeQueries(tokens, rows, workspace);
   scratch.keys_values = Take(keys, 2 * kv_width(), workspace);
-  scratch.delta = TakeNumbers(tokens, rows, workspace);
+  scratch.rows = engine_.LayOutRows(tokens, rows, workspace);
   scratch.span = Take(problem_.query_heads, tokens, workspace);
   scratch.earlier = Take(normalizes_earlier_ ? keys - tokens : 0, problem_.model_dim(), workspace);
   return scratch;
 }
 
 size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int threads) const {
-  constexpr Device kCpu = Device::kCpu;
   const int64_t width = problem_.model_dim(), rows = problem_.batch * lists.longest();
   const size_t scratch = lists.Largest([&](int64_t tokens, int64_t keys) {
     return Workspace::Measure([&](Workspace& workspace) {
@@ -206,15 +316,13 @@ size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int t
       LayOutBackward(tokens, keys, std::nullopt, workspace);
     });
   });
-  const size_t attention = lists.Largest([&](int64_t tokens, int64_t keys) {
-    return FlashBackwardWorkspaceBytes(ProblemOf(tokens, keys), /*relative_keys=*/true, threads);
-  });
   return scratch +
-         std::max({attention, MatMulWorkspaceBytes(kCpu, rows, 2 * kv_width(), width, threads),
-                   MatMulWorkspaceBytes(kCpu, rows, width, width, threads),
-                   MatMulGradientWorkspaceBytes(rows, width, kv_width(), threads),
-                   MatMulGradientWorkspaceBytes(rows, width, width, threads),
-                   LayerNorm::backward_workspace_bytes(rows, width, threads)});
+         std::max({engine_.backward_workspace_bytes(lists, /*relative_keys=*/true, threads),
+                   MatMulWorkspaceBytes(device_, rows, 2 * kv_width(), width, threads),
+                   MatMulWorkspaceBytes(device_, rows, width, width, threads),
+                   MatMulGradientWorkspaceBytes(device_, rows, width, kv_width(), threads),
+                   MatMulGradientWorkspaceBytes(device_, rows, width, width, threads),
+                   LayerNorm::backward_workspace_bytes(device_, rows, width, threads)});
 }
 
 absl::Status ListAttention::ProjectBackward(const ConstTensorView& context,
@@ -223,6 +331,7 @@ absl::Status ListAttention::ProjectBackward(const ConstTensorView& context,
                                             const Gradients& gradients,
                                             const Execution& execution) const {
   TFB_RETURN_IF_ERROR(MatMulGradient(
+      device_,
       {context, dy, gradients.parameters.Get(gradients.names.w_o), {}, /*accumulate=*/true},
       execution));
   return MatMul(output_transposed_, {dy, {}, context_gradient}, execution);
@@ -241,8 +350,8 @@ absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
 
   const auto add_product = [&](const ConstTensorView& rows, const ConstTensorView& of_rows,
                                const std::string& name) {
-    return MatMulGradient({rows, of_rows, gradients.parameters.Get(name), {}, /*accumulate=*/true},
-                          rest);
+    return MatMulGradient(
+        device_, {rows, of_rows, gradients.parameters.Get(name), {}, /*accumulate=*/true}, rest);
   };
   const Names& names = gradients.names;
   const TensorView& of_list = scratch.keys_values;
@@ -254,7 +363,7 @@ absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
   TFB_RETURN_IF_ERROR(
       add_product(memory.list, Slice(of_list, 2, kv_width(), kv_width()), names.w_v));
   TFB_RETURN_IF_ERROR(EarlierBackward(forward, scratch, gradients, rest));
-  if (gradients.is_last) AddSums(sums, gradients, execution.pool);
+  if (gradients.is_last) TFB_RETURN_IF_ERROR(AddSums(sums, gradients, rest));
   TFB_RETURN_IF_ERROR(QueriesBackward(forward, memory, call, scratch, rest));
   return MatMul(keys_values_transposed_, {Slice(of_list, 1, earlier, tokens), call.dx, call.dx},
                 rest);
@@ -271,7 +380,7 @@ absl::Status ListAttention::QueriesBackward(const Call& forward, const Memory& m
   if (call.added.empty()) {
     SetToZero(call.dx, execution.pool);
   } else if (call.added.data != call.dx.data) {
-    TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.added, call.dx, execution));
+    TFB_RETURN_IF_ERROR(CopyAllRows(device_, call.added, call.dx, execution));
   }
   const int64_t tokens = forward.list.tokens, width = problem_.model_dim();
   execution.pool->ParallelForRanges(
@@ -303,48 +412,39 @@ absl::Status ListAttention::BackwardOfOutput(const Call& forward, const Memory& 
 absl::Status ListAttention::AttentionBackward(const Call& forward, const Memory& memory,
                                               const BackwardCall& call, const Scratch& scratch,
                                               const Sums& sums, const Execution& execution) const {
-  SetToZero(scratch.keys_values, execution.pool);
-  if (call.q_gradient.empty()) {
-    SetToZero(scratch.q, execution.pool);
-  } else {
-    TFB_RETURN_IF_ERROR(CopyAllRows(Device::kCpu, call.q_gradient, scratch.q, execution));
-  }
+  TFB_RETURN_IF_ERROR(ClearTensor(device_, scratch.keys_values, execution));
+  // An empty one stands for zeros.
+  TFB_RETURN_IF_ERROR(CopyTensor(device_, call.q_gradient, scratch.q, execution));
   const FlashCall attend = FlashOf(forward, memory);
   FlashBackwardCall backward;
   backward.forward = &attend;
-  backward.schedule = &forward.list.by_keys;
   backward.relative_keys = &distances_;
   backward.out_gradient = HeadsOf(call.context_gradient);
-  backward.delta = scratch.delta;
-  if (forward.computes_some()) {  // which all batch rows share
-    const auto once = [](const auto& view) { return view.empty() ? view : Slice(view, 0, 0, 1); };
-    FlashDelta(once(attend.out), once(backward.out_gradient), once(call.log_sum_exp_gradient),
-               once(scratch.delta), execution.pool);
-  } else {
-    FlashDelta(attend.out, backward.out_gradient, call.log_sum_exp_gradient, scratch.delta,
-               execution.pool);
-  }
   const auto keys_or_values = [&](int64_t n) {
     return Heads(Slice(scratch.keys_values, 2, n * kv_width(), kv_width()), problem_.kv_heads);
   };
   backward.q_gradient = HeadsOf(scratch.q);
   backward.k_gradient = keys_or_values(0);
   backward.v_gradient = keys_or_values(1);
-  sums.positions.Bind(&backward.terms);
-  const bool has_span = rule_.soft_span.span != nullptr;
-  if (has_span) {
-    SetToZero(scratch.span, execution.pool);
-    backward.terms.span = scratch.span.MutableAt<float>();
+  if (device_ == Device::kCpu) {
+    sums.positions.Bind(&backward.terms);
+  } else {
+    sums.device_positions.Bind(&backward.terms);
+  }
+  if (has_span_) {
+    TFB_RETURN_IF_ERROR(ClearTensor(device_, scratch.span, execution));
+    backward.terms.span = static_cast<float*>(scratch.span.mutable_data());
   }
   TFB_RETURN_IF_ERROR(
-      FlashBackwardCpu(ProblemOf(forward.list.tokens, forward.list.keys), backward, execution));
-  for (int64_t row = 0; has_span && row < problem_.batch * problem_.query_heads; ++row) {
-    const float* of_head = scratch.span.At<float>() + row * forward.list.tokens;
-    for (int64_t i = 0; i < forward.list.tokens; ++i) {
-      sums.span[row % problem_.query_heads] += of_head[i];
-    }
-  }
-  return absl::OkStatus();
+      engine_.Backward(forward.list, backward, call.log_sum_exp_gradient, scratch.rows, execution));
+  return has_span_ ? AddSpanSums(scratch, forward.list.tokens, sums, execution) : absl::OkStatus();
+}
+
+absl::Status ListAttention::AddSpanSums(const Scratch& scratch, int64_t tokens, const Sums& sums,
+                                        const Execution& execution) const {
+  const SumsOfHeads of_heads = {static_cast<const float*>(scratch.span.data), problem_.batch,
+                                problem_.query_heads, tokens, sums.span};
+  return ForEach(device_, problem_.query_heads, of_heads, execution);
 }
 
 // The earlier rows are constant, and the norm that they are read with is not.
@@ -367,17 +467,21 @@ absl::Status ListAttention::EarlierBackward(const Call& forward, const Scratch& 
   return absl::OkStatus();
 }
 
-void ListAttention::AddSums(const Sums& sums, const Gradients& gradients, ThreadPool* pool) const {
+absl::Status ListAttention::AddSums(const Sums& sums, const Gradients& gradients,
+                                    const Execution& execution) const {
   const auto gradient = [&](const std::string& name) { return gradients.parameters.Get(name); };
   const Names& names = gradients.names;
-  sums.positions.AddTo(
-      *positions_, sinusoids_, /*here=*/0,
-      {gradient(names.w_r), gradient(names.relative_keys), gradient(names.u), gradient(names.v)},
-      pool);
-  const TensorView span = gradient(names.span);
-  for (int64_t h = 0; !span.empty() && h < problem_.query_heads; ++h) {
-    *span.MutableAt<float>(h) += static_cast<float>(sums.span[h]);
+  const RelativePositionGradients::Destinations to = {
+      gradient(names.w_r), gradient(names.relative_keys), gradient(names.u), gradient(names.v)};
+  if (device_ == Device::kCpu) {
+    sums.positions.AddTo(*positions_, sinusoids_, /*here=*/0, to, execution.pool);
+  } else {
+    TFB_RETURN_IF_ERROR(device_positions_.AddTo(sums.device_positions, to, execution));
   }
+  const TensorView span = gradient(names.span);
+  if (span.empty()) return absl::OkStatus();
+  const AddDoubleRows of_heads = {sums.span, problem_.query_heads, TensorRows(span).view()};
+  return ForEachInRows(device_, 1, problem_.query_heads, of_heads, execution);
 }
 
 }  // namespace tfb::layers

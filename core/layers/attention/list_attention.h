@@ -1,4 +1,4 @@
-// Transformer-XL's attention of a segment over a list of rows, and its backward pass, on the CPU.
+// Transformer-XL's attention of a segment over a list of rows, and its backward pass.
 //
 // RelativeAttention has its earlier keys and values in the ring of a stream, which goes on. A backward
 // pass comes later, and makes them again of the rows that they come from: e, the earlier ones, which
@@ -18,7 +18,10 @@
 // with, which is a part of the layer. Sums over segments are fp32, in the order of the calls.
 //
 // Where some of the segment's tokens are computed, q, c, y and their gradients have the rows of these
-// alone. All tokens are keys and values, so that dx is of all of them.
+// alone. All tokens are keys and values, so that dx is of all of them. This is for the CPU.
+//
+// Arithmetic is fp32 on every device. On CUDA each list has a schedule of its own there, and the bits do
+// not depend on the order in which blocks run.
 #ifndef TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
 #define TFB_CORE_LAYERS_ATTENTION_LIST_ATTENTION_H_
 
@@ -33,6 +36,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "core/flash/flash_backward.h"
+#include "core/flash/flash_backward_cuda.h"
 #include "core/flash/score_rule.h"
 #include "core/layers/activation.h"
 #include "core/layers/attention/relative_attention.h"
@@ -75,6 +79,8 @@ class ListSchedules {
 
   int64_t longest_segment() const;
   int64_t longest() const;  // rows
+  auto begin() const { return lists_.begin(); }
+  auto end() const { return lists_.end(); }
   // Returns the largest of of_list(tokens, keys).
   template <class OfList>
   size_t Largest(const OfList& of_list) const {
@@ -92,6 +98,52 @@ class ListSchedules {
   std::map<std::pair<int64_t, int64_t>, List> lists_;
 };
 
+// Engine flash on lists of rows, in fp32 on every device.
+class ListEngine {
+ public:
+  ListEngine() = default;
+  // Takes the problem's batch, heads and channels.
+  ListEngine(Device device, const Problem& problem);
+
+  // Copies to a CUDA device what calls with the lists, which have been built, read there: schedules, and
+  // the rule's tables, which lie in host memory, that of its spans included.
+  absl::Status SetUp(const ListSchedules& lists, const ScoreRule& rule);
+
+  Problem ProblemOf(int64_t tokens, int64_t keys) const;
+  // Takes a number for each head of the queries, f32 [batch, heads, tokens]; where `rows` are some of all
+  // tokens, [batch, heads, rows], which batch rows share.
+  TensorView TakeNumbers(int64_t tokens, std::optional<int64_t> rows, Workspace& workspace) const;
+
+  // Return the workspace of calls with any of the lists.
+  size_t workspace_bytes(const ListSchedules& lists, bool relative_keys, int threads) const;
+  size_t backward_workspace_bytes(const ListSchedules& lists, bool relative_keys,
+                                  int threads) const;
+  // Runs a call, which on the CPU has the list's schedule and the rule. It allocates nothing.
+  absl::Status Run(const ListSchedules::List& list, const FlashCall& call,
+                   const Execution& execution) const;
+
+  // What a backward pass knows of the rows of an output.
+  struct RowScratch {
+    TensorView delta;    // on the CPU, as TakeNumbers
+    RowNumbers numbers;  // on CUDA
+  };
+  RowScratch LayOutRows(int64_t tokens, std::optional<int64_t> rows, Workspace& workspace) const;
+  // Adds the gradients of a call without these. The gradient of the log-sum-exp may be empty. It
+  // allocates nothing.
+  absl::Status Backward(const ListSchedules::List& list, FlashBackwardCall call,
+                        const ConstTensorView& log_sum_exp_gradient, const RowScratch& rows,
+                        const Execution& execution) const;
+
+ private:
+  const FlashBackwardCuda& OnDevice(const ListSchedules::List& list) const {
+    return on_device_.at({list.tokens, list.keys});
+  }
+
+  Device device_ = Device::kCpu;
+  Problem problem_;
+  std::map<std::pair<int64_t, int64_t>, FlashBackwardCuda> on_device_;  // by tokens and keys
+};
+
 class ListAttention {
  public:
   // The names of the parameters.
@@ -103,21 +155,25 @@ class ListAttention {
   ListAttention() = default;
   // Takes batch, heads and head_dim of the problem; kv_heads may be 1. `normalizes_earlier`: whether
   // calls have a norm.
-  ListAttention(const Problem& problem, const DistanceRange& range, bool normalizes_earlier);
+  ListAttention(Device device, const Problem& problem, const DistanceRange& range,
+                bool normalizes_earlier);
 
-  // Packs the matrices, as they are and transposed. The rule's and positions' tables, the sinusoids
-  // of the range and the spans must outlive the calls.
+  // Packs the matrices, as they are and transposed, and on CUDA what calls with these lists, which have
+  // been built, read. The rule's and positions' tables, the sinusoids of the range and the spans must
+  // outlive the calls.
   absl::Status SetUp(const RelativeAttention::Parameters& parameters, const ScoreRule& rule,
-                     const RelativePositions& positions, const ConstTensorView& sinusoids);
+                     const RelativePositions& positions, const ConstTensorView& sinusoids,
+                     const ListSchedules& lists);
 
   // Tensors that Attend leaves for Backward, f32. Of some tokens, q and context are [rows, model_dim],
   // and all batch rows share the rows of log_sum_exp.
   struct Memory {
-    TensorView list;         // [batch, keys, model_dim]
-    TensorView q;            // [batch, tokens, model_dim]
-    TensorView keys_values;  // [batch, keys, 2 kv_heads head_dim]
-    TensorView context;      // [batch, tokens, model_dim], the input of W_o
-    TensorView log_sum_exp;  // [batch, heads, tokens], of the scores
+    TensorView list;              // [batch, keys, model_dim]
+    TensorView q;                 // [batch, tokens, model_dim]
+    TensorView keys_values;       // [batch, keys, 2 kv_heads head_dim]
+    TensorView context;           // [batch, tokens, model_dim], the input of W_o
+    TensorView log_sum_exp;       // [batch, heads, tokens], of the scores
+    TensorView log_sum_exp_rest;  // on CUDA: what rounding took from it
   };
   // `rows`: those of some of the tokens; none: all tokens are computed.
   Memory LayOut(int64_t tokens, int64_t keys, Workspace& workspace,
@@ -183,24 +239,26 @@ class ListAttention {
  private:
   struct Scratch {
     TensorView q, keys_values;  // gradients, of Memory's shapes
-    TensorView delta;           // of the shape of Memory's log_sum_exp
-    TensorView span;            // [batch, heads, tokens]
-    TensorView earlier;         // of the rows of e as they are read
+    ListEngine::RowScratch rows;
+    TensorView span;     // [batch, heads, tokens]
+    TensorView earlier;  // of the rows of e as they are read
   };
   Scratch LayOutBackward(int64_t tokens, int64_t keys, std::optional<int64_t> rows,
                          Workspace& workspace) const;
   struct Sums {
-    RelativePositionGradients positions;
-    double* span;  // [heads]
+    RelativePositionGradients positions;             // on the CPU
+    DevicePositionGradients::Sums device_positions;  // on CUDA
+    double* span;                                    // [heads]
   };
   Sums LayOutSums(Workspace& workspace) const;
-  Problem ProblemOf(int64_t tokens, int64_t keys) const;
+  // Returns a problem with as many offsets as there are distances, for which sums are laid out.
+  Problem ProblemOfDistances() const {
+    return engine_.ProblemOf(1, range_.last - range_.first + 1);
+  }
   FlashCall FlashOf(const Call& call, const Memory& memory) const;
   TensorView Take(int64_t rows, int64_t channels, Workspace& workspace) const;
-  // Takes [rows, model_dim] of some tokens, or [batch, tokens, model_dim]; and a number for each head
-  // of these, [batch, heads, tokens], where batch rows share the rows.
+  // Takes [rows, model_dim] of some tokens, or [batch, tokens, model_dim].
   TensorView TakeQueries(int64_t tokens, std::optional<int64_t> rows, Workspace& workspace) const;
-  TensorView TakeNumbers(int64_t tokens, std::optional<int64_t> rows, Workspace& workspace) const;
   static std::optional<int64_t> RowsOfSome(const Call& call) {
     return call.computes_some() ? std::optional<int64_t>(call.some.x.dim(0)) : std::nullopt;
   }
@@ -217,18 +275,25 @@ class ListAttention {
   // Computes the summand of dx that the queries give it, with `added`.
   absl::Status QueriesBackward(const Call& forward, const Memory& memory, const BackwardCall& call,
                                const Scratch& scratch, const Execution& execution) const;
+  absl::Status AddSpanSums(const Scratch& scratch, int64_t tokens, const Sums& sums,
+                           const Execution& execution) const;
   absl::Status EarlierBackward(const Call& forward, const Scratch& scratch,
                                const Gradients& gradients, const Execution& execution) const;
-  void AddSums(const Sums& sums, const Gradients& gradients, ThreadPool* pool) const;
+  absl::Status AddSums(const Sums& sums, const Gradients& gradients,
+                       const Execution& execution) const;
 
+  Device device_ = Device::kCpu;
   Problem problem_;
+  ListEngine engine_;
   DistanceRange range_;
   bool normalizes_earlier_ = false;
   PackedMatrix queries_, keys_values_, output_;
   PackedMatrix queries_transposed_, keys_values_transposed_, output_transposed_;
   ScoreRule rule_;
+  bool has_span_ = false;
   const RelativePositions* positions_ = nullptr;
-  RelativeKeyVectors distances_;
+  RelativeKeyVectors distances_;  // on the CPU
+  DevicePositionGradients device_positions_;
   ConstTensorView sinusoids_;
 };
 

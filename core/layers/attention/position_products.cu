@@ -4,5 +4,7 @@
 namespace tfb::layers {
 
 TFB_FOR_EACH_IN_ROWS(PositionProducts);
+TFB_FOR_EACH_IN_ROWS(AddDoubleRows);
+TFB_FOR_EACH(SumsOfHeads);
 
 }  // namespace tfb::layers

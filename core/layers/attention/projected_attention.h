@@ -168,7 +168,7 @@ class ProjectedAttention {
 
   // ---- The backward pass ----
 
-  // Returns OK where Backward can be called: on the CPU, where the inner layer has a backward pass.
+  // Returns OK where Backward can be called: where the inner layer has a backward pass.
   // Where Execution::kept of a Run is not empty, it has kept_bytes() bytes, of which the inner
   // layer gets its part.
   absl::Status CheckBackward() const;

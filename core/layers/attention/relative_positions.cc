@@ -10,6 +10,7 @@
 #include "core/cuda/for_each.h"
 #include "core/flash/rows.h"
 #include "core/layers/attention/position_products.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/matmul.h"
 #include "core/layers/sinusoid.h"
 #include "core/status.h"
@@ -207,63 +208,97 @@ void RelativePositionGradients::Multiply(
   for (int64_t c = 0; c < channels_; ++c) visit(c, product_ + c * row);
 }
 
-void DevicePositionGradients::LayOut(const Problem& problem, const DistanceRange& range,
-                                     int64_t channels, Workspace* workspace) {
-  range_ = range;
-  heads_ = problem.query_heads;
-  head_dim_ = problem.head_dim;
-  channels_ = channels;
+DevicePositionGradients::Sums::Sums(const Problem& problem, const DistanceRange& range,
+                                    Workspace* workspace) {
+  const int64_t width = problem.query_heads * problem.head_dim;
   keys_.LayOut(problem, workspace);
-  u_ = workspace->Take<float>(heads_ * head_dim_);
-  v_ = workspace->Take<float>(heads_ * head_dim_);
-  by_distance_ = workspace->Take<double>(range.rows() * heads_ * head_dim_);
+  u_ = workspace->Take<float>(width);
+  v_ = workspace->Take<float>(width);
+  by_distance_ = workspace->Take<double>(range.rows() * width);
 }
 
-void DevicePositionGradients::Bind(ScoreGradients* gradients) const {
+void DevicePositionGradients::Sums::Bind(ScoreGradients* gradients) const {
   gradients->content_bias = u_;
   gradients->position_bias = v_;
   gradients->relative_keys = keys_.data();
 }
 
-absl::Status DevicePositionGradients::SetUp(Device device,
-                                            const RelativePositions::Parameters& parameters,
+absl::Status DevicePositionGradients::SetUp(Device device, const Problem& problem,
+                                            const DistanceRange& range,
                                             const RelativePositions& positions,
-                                            const ConstTensorView& sinusoids, int64_t here,
-                                            const ParameterGradients& gradients) {
+                                            const ConstTensorView& sinusoids, int64_t here) {
   device_ = device;
-  const int64_t width = heads_ * head_dim_;
-  const auto map_of = [&](const ConstTensorView& vector) -> absl::StatusOr<GradientMap> {
-    const int64_t place = gradients.PlaceOf(vector.data);
-    if (place < 0) return GradientMap();
-    return GradientMap::Create(device, {{place, 0, 1}}, width);
-  };
-  TFB_ASSIGN_OR_RETURN(u_map_, map_of(parameters.u));
-  TFB_ASSIGN_OR_RETURN(v_map_, map_of(parameters.v));
-  w_r_ = gradients.PlaceOf(parameters.w_r.data);
+  rows_ = range.rows();
+  heads_ = problem.query_heads;
+  head_dim_ = problem.head_dim;
   const RelativeKeys* keys = positions.distances();
-  if (w_r_ < 0 || keys == nullptr) return absl::OkStatus();
+  has_distances_ = keys != nullptr;
+  if (!has_distances_) return absl::OkStatus();
+  RelativeKeySums sums;  // for its places
+  Workspace measured;
+  sums.LayOut(problem, &measured);
   std::vector<GradientMap::Slope> slopes;
   for (int64_t h = 0; h < heads_; ++h) {
     for (int64_t offset = keys->low(); offset <= keys->high(); ++offset) {
       slopes.push_back(
-          {range_.Row(here - offset) * width + h * head_dim_, keys_.PlaceOf(*keys, h, offset), 1});
+          {range.Row(here - offset) * width() + h * head_dim_, sums.PlaceOf(*keys, h, offset), 1});
     }
   }
   TFB_ASSIGN_OR_RETURN(key_map_, GradientMap::Create(device, std::move(slopes), head_dim_));
+  if (sinusoids.empty()) return absl::OkStatus();
+  channels_ = sinusoids.dim(1);
   TFB_ASSIGN_OR_RETURN(sinusoids_, CopyFloats(device, sinusoids));
   return absl::OkStatus();
 }
 
-absl::Status DevicePositionGradients::AddTo(const ParameterGradients& gradients,
+absl::Status DevicePositionGradients::SetUp(Device device, const Problem& problem,
+                                            const DistanceRange& range,
+                                            const RelativePositions::Parameters& parameters,
+                                            const RelativePositions& positions,
+                                            const ConstTensorView& sinusoids, int64_t here,
+                                            const ParameterGradients& gradients) {
+  TFB_RETURN_IF_ERROR(SetUp(device, problem, range, positions, sinusoids, here));
+  const auto map_of = [&](const ConstTensorView& vector) -> absl::StatusOr<GradientMap> {
+    const int64_t place = gradients.PlaceOf(vector.data);
+    if (place < 0) return GradientMap();
+    return GradientMap::Create(device, {{place, 0, 1}}, width());
+  };
+  TFB_ASSIGN_OR_RETURN(u_map_, map_of(parameters.u));
+  TFB_ASSIGN_OR_RETURN(v_map_, map_of(parameters.v));
+  w_r_ = gradients.PlaceOf(parameters.w_r.data);
+  return absl::OkStatus();
+}
+
+absl::Status DevicePositionGradients::AddTo(const Sums& sums, const ParameterGradients& gradients,
                                             const Execution& execution) const {
-  TFB_RETURN_IF_ERROR(u_map_.Add(u_, gradients.sums(), execution));
-  TFB_RETURN_IF_ERROR(v_map_.Add(v_, gradients.sums(), execution));
-  if (w_r_ < 0 || sinusoids_.size() == 0) return absl::OkStatus();
-  TFB_RETURN_IF_ERROR(key_map_.Add(keys_.data(), by_distance_, execution));
-  const int64_t width = heads_ * head_dim_;
-  const PositionProducts products = {sinusoids_.data(), by_distance_, range_.rows(),
-                                     channels_,         width,        gradients.sums() + w_r_};
-  return ForEachInRows(device_, channels_, width, products, execution);
+  TFB_RETURN_IF_ERROR(u_map_.Add(sums.u_, gradients.sums(), execution));
+  TFB_RETURN_IF_ERROR(v_map_.Add(sums.v_, gradients.sums(), execution));
+  if (w_r_ < 0 || !has_distances_) return absl::OkStatus();
+  TFB_RETURN_IF_ERROR(key_map_.Add(sums.keys_.data(), sums.by_distance_, execution));
+  PositionProducts products = ProductsOf(sums);
+  products.gradient = gradients.sums() + w_r_;
+  return ForEachInRows(device_, channels_, width(), products, execution);
+}
+
+absl::Status DevicePositionGradients::AddTo(
+    const Sums& sums, const RelativePositionGradients::Destinations& gradients,
+    const Execution& execution) const {
+  const auto add = [&](const float* from, const TensorView& to) {
+    const ConstTensorView vectors(from, DType::kF32, {heads_, head_dim_});
+    return to.empty() ? absl::OkStatus() : AddTensor(device_, vectors, to, execution);
+  };
+  TFB_RETURN_IF_ERROR(add(sums.u_, gradients.u));
+  TFB_RETURN_IF_ERROR(add(sums.v_, gradients.v));
+  if (!has_distances_) return absl::OkStatus();
+  TFB_RETURN_IF_ERROR(key_map_.Add(sums.keys_.data(), sums.by_distance_, execution));
+  if (!gradients.table.empty()) {  // a row of T is the table's [heads, head_dim]
+    const AddDoubleRows rows = {sums.by_distance_, head_dim_, TensorRows(gradients.table).view()};
+    TFB_RETURN_IF_ERROR(ForEachInRows(device_, rows_ * heads_, head_dim_, rows, execution));
+  }
+  if (gradients.w_r.empty()) return absl::OkStatus();
+  PositionProducts products = ProductsOf(sums);
+  products.to = TensorRows(gradients.w_r).view();
+  return ForEachInRows(device_, channels_, width(), products, execution);
 }
 
 }  // namespace tfb::layers

@@ -19,6 +19,7 @@
 #include "core/flash/flash_backward.h"
 #include "core/flash/parameter_gradients.h"
 #include "core/flash/score_terms.h"
+#include "core/layers/attention/position_products.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "core/workspace.h"
@@ -122,29 +123,52 @@ class RelativePositionGradients {
 // The same on CUDA devices: sums of gradients go on by maps, and dW_r is formed in float64.
 class DevicePositionGradients {
  public:
-  void LayOut(const Problem& problem, const DistanceRange& range, int64_t channels,
-              Workspace* workspace);
-  void Bind(ScoreGradients* gradients) const;
-  // Copies to the device what AddTo reads, behind LayOut.
-  absl::Status SetUp(Device device, const RelativePositions::Parameters& parameters,
+  // The engine's sums and T, which are 0 at first. They are plain data.
+  class Sums {
+   public:
+    Sums() = default;
+    Sums(const Problem& problem, const DistanceRange& range, Workspace* workspace);
+    void Bind(ScoreGradients* gradients) const;
+
+   private:
+    friend class DevicePositionGradients;
+    RelativeKeySums keys_;
+    float* u_ = nullptr;
+    float* v_ = nullptr;
+    double* by_distance_ = nullptr;  // T, [range.rows()][heads * head_dim]
+  };
+
+  // Copies to the device what AddTo reads. The problem and the range are those of the sums.
+  absl::Status SetUp(Device device, const Problem& problem, const DistanceRange& range,
+                     const RelativePositions& positions, const ConstTensorView& sinusoids,
+                     int64_t here);
+  // Does the same, and finds the places of the parameters' gradients for an AddTo of these.
+  absl::Status SetUp(Device device, const Problem& problem, const DistanceRange& range,
+                     const RelativePositions::Parameters& parameters,
                      const RelativePositions& positions, const ConstTensorView& sinusoids,
                      int64_t here, const ParameterGradients& gradients);
-  // Adds the sums that the engine made to the gradients of W_r, u and v.
-  absl::Status AddTo(const ParameterGradients& gradients, const Execution& execution) const;
+  // Add the sums that the engine made to the gradients of W_r, u and v.
+  absl::Status AddTo(const Sums& sums, const ParameterGradients& gradients,
+                     const Execution& execution) const;
+  absl::Status AddTo(const Sums& sums, const RelativePositionGradients::Destinations& gradients,
+                     const Execution& execution) const;
 
  private:
+  int64_t width() const { return heads_ * head_dim_; }
+  // Returns the products that are dW_r, without a place for them.
+  PositionProducts ProductsOf(const Sums& sums) const {
+    return {sinusoids_.data(), sums.by_distance_, rows_, channels_, width(), nullptr, {}};
+  }
+
   Device device_ = Device::kCpu;
-  DistanceRange range_;
+  int64_t rows_ = 0;
   int64_t heads_ = 0;
   int64_t head_dim_ = 0;
   int64_t channels_ = 0;
-  RelativeKeySums keys_;
-  float* u_ = nullptr;
-  float* v_ = nullptr;
-  double* by_distance_ = nullptr;  // T, [range.rows()][heads * head_dim], 0 at first
   GradientMap u_map_, v_map_, key_map_;
-  DeviceArray<float> sinusoids_;
-  int64_t w_r_ = -1;  // the place of its first element
+  bool has_distances_ = false;
+  DeviceArray<float> sinusoids_;  // empty where the vectors are a table's
+  int64_t w_r_ = -1;              // the place of its first element
 };
 
 }  // namespace tfb::layers

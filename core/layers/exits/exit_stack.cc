@@ -474,7 +474,10 @@ class ExitBlock : public Block {
   }
   SegmentAttention& attention() override { return block_.attention(); }
 
-  absl::Status CheckBackward() const override { return block_.CheckBackward(); }
+  absl::Status CheckBackward() const override {
+    TFB_RETURN_IF_ERROR(OnCpuAlone(layer_.device, "exits"));
+    return block_.CheckBackward();
+  }
   absl::Status SetUpBackward(const NamedTensors& parameters, const Distances& distances) override {
     return block_.SetUpBackward(parameters, distances);
   }
@@ -483,7 +486,7 @@ class ExitBlock : public Block {
     const int64_t rows = layer_.max_rows(), width = layer_.sizes.width();
     return Workspace::Measure([&](Workspace& workspace) { LayOutBackward(rows, workspace); }) +
            std::max(block_.backward_workspace_bytes(threads),
-                    LayerNorm::backward_workspace_bytes(rows, width, threads));
+                    LayerNorm::backward_workspace_bytes(layer_.device, rows, width, threads));
   }
   absl::Status Backward(const BackwardCall& call, const Execution& execution) override {
     const PastSegment& segment = call.segment;

@@ -115,7 +115,7 @@ class SegmentAttention {
     return absl::OkStatus();
   }
 
-  // ---- The backward pass, on the CPU: see SegmentedLayer ----
+  // ---- The backward pass: see SegmentedLayer ----
 
   virtual absl::Status CheckBackward() const {
     return absl::UnimplementedError("the layer has no backward pass");
@@ -201,7 +201,7 @@ class Block {
   virtual size_t workspace_bytes(int threads) const = 0;
   virtual SegmentAttention& attention() = 0;
 
-  // ---- The backward pass, on the CPU: see SegmentedLayer ----
+  // ---- The backward pass: see SegmentedLayer ----
 
   virtual absl::Status CheckBackward() const {
     return absl::UnimplementedError("the layer has no backward pass");

@@ -122,10 +122,11 @@ size_t Sublayers::kept_bytes(const LayerOfStack& layer, Activation output) {
 
 size_t Sublayers::backward_workspace_bytes(const LayerOfStack& layer, int threads,
                                            Activation output) {
-  return std::max(
-      {workspace_bytes(layer, threads),
-       FeedForward::backward_workspace_bytes(layer.max_rows(), SizesOf(layer), threads, output),
-       LayerNorm::backward_workspace_bytes(layer.max_rows(), layer.sizes.width(), threads)});
+  return std::max({workspace_bytes(layer, threads),
+                   FeedForward::backward_workspace_bytes(layer.device, layer.max_rows(),
+                                                         SizesOf(layer), threads, output),
+                   LayerNorm::backward_workspace_bytes(layer.device, layer.max_rows(),
+                                                       layer.sizes.width(), threads)});
 }
 
 absl::Status SublayerGradients::OfNorm(const LayerNorm& norm, const NormNames& names,

@@ -151,7 +151,7 @@ TransformerXlAttention::TransformerXlAttention(const RelativeState& state, int64
     : state_(&state), n_(n), own_(std::move(own)), names_(state.sizes(), n) {
   Problem problem = state.problem();
   problem.kv_heads = kv_heads;
-  past_ = ListAttention(problem, state.distances(), state.shape().pre_norm);
+  past_ = ListAttention(state.device(), problem, state.distances(), state.shape().pre_norm);
 }
 
 absl::Status TransformerXlAttention::Setup(const NamedTensors& parameters,
@@ -211,7 +211,7 @@ TransformerXlAttention::EarlierTokens::EarlierTokens(const RelativeState& state,
 absl::Status TransformerXlAttention::SetUpBackward(const NamedTensors& parameters,
                                                    const Distances& distances) {
   return past_.SetUp(RelativeAttention::ParametersOf(parameters, state_->sizes(), n_), own_.rule(),
-                     own_.positions(), distances.sinusoids);
+                     own_.positions(), distances.sinusoids, state_->lists());
 }
 
 size_t TransformerXlAttention::backward_workspace_bytes(int threads) const {

@@ -156,6 +156,7 @@ class TransformerXlAttention : public SegmentAttention {
   RelativeAttention& own() { return own_; }
   const RelativeAttention& own() const { return own_; }
   const SegmentView& segment() const { return state_->segment(); }
+  Device device() const { return state_->device(); }
 
   // The layer's inputs for the tokens that a segment sees before its own: given ones, and those of
   // the Run.

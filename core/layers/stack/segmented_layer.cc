@@ -5,11 +5,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/layers/copy_rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/matmul.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
-#include "core/zeros.h"
 
 namespace tfb::layers {
 namespace {
@@ -240,9 +240,6 @@ absl::Status SegmentedLayer::AppendSegment(const Segment& segment, const Executi
 // ---- The backward pass ----
 
 absl::Status SegmentedLayer::CheckBackward() const {
-  if (device_ != Device::kCpu) {
-    return absl::UnimplementedError("the backward pass of a stack of segments is on the CPU alone");
-  }
   TFB_RETURN_IF_ERROR(state_->CheckBackward());
   for (const auto& block : blocks_) TFB_RETURN_IF_ERROR(block->CheckBackward());
   return absl::OkStatus();
@@ -301,9 +298,9 @@ SegmentedLayer::BackwardScratch SegmentedLayer::LayOutBackward(Workspace& worksp
 size_t SegmentedLayer::backward_workspace_bytes(int threads) const {
   if (threads == asked_backward_threads_) return asked_backward_bytes_;
   const int64_t rows = problem().batch * problem().query_tokens;
-  size_t bytes = has_final_norm_
-                     ? LayerNorm::backward_workspace_bytes(rows, problem().model_dim(), threads)
-                     : 0;
+  size_t bytes = has_final_norm_ ? LayerNorm::backward_workspace_bytes(
+                                       device_, rows, problem().model_dim(), threads)
+                                 : 0;
   for (const auto& block : blocks_) {
     bytes = std::max(bytes, block->backward_workspace_bytes(threads));
   }
@@ -352,7 +349,7 @@ absl::Status SegmentedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
 
 absl::Status SegmentedLayer::DoBackward(const BackwardCall& call, const Execution& execution) {
   for (const auto& [name, gradient] : call.parameter_gradients) {
-    if (!gradient.empty()) SetToZero(gradient, execution.pool);
+    if (!gradient.empty()) TFB_RETURN_IF_ERROR(ClearTensor(device_, gradient, execution));
   }
   Workspace workspace(execution.workspace);
   const BackwardScratch scratch = LayOutBackward(workspace);
@@ -374,11 +371,11 @@ absl::Status SegmentedLayer::DoBackward(const BackwardCall& call, const Executio
 absl::Status SegmentedLayer::FinalNormBackward(const BackwardCall& call,
                                                const BackwardScratch& scratch,
                                                const Execution& execution) const {
-  if (blocks_write_out_) {
-    SetToZero(scratch.gradient, execution.pool);
+  const ConstTensorView dout = call.output_gradients.Get("out");
+  if (blocks_write_out_ || dout.empty()) {
+    TFB_RETURN_IF_ERROR(ClearTensor(device_, scratch.gradient, execution));
     return absl::OkStatus();
   }
-  const ConstTensorView dout = OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out"));
   if (!has_final_norm_) return CopyAllRows(device_, dout, scratch.gradient, execution);
   return final_norm_.Backward({KeptState(layers(), execution.kept),
                                dout,
@@ -401,7 +398,7 @@ absl::Status SegmentedLayer::LayerBackward(int64_t n, const BackwardCall& call,
       n + 1 == layers() ? call.output_gradients.Get("context") : ConstTensorView();
   Execution rest = execution;
   rest.kept = {};
-  SetToZero(scratch.sums, execution.pool);
+  TFB_RETURN_IF_ERROR(ClearBytes(device_, scratch.sums, execution));
   for (int64_t begin = (total - 1) / longest * longest; begin >= 0; begin -= longest) {
     const int64_t tokens = std::min(longest, total - begin);
     if (tokens == 0) break;

@@ -1,7 +1,7 @@
 // A stack of blocks that reads its hidden states segment by segment, in a Run as in a stream. What
 // techniques differ in lies in their blocks (block.h).
 //
-// The backward pass, on the CPU. Gradients stop at what a segment reads of earlier tokens, so that
+// The backward pass. Gradients stop at what a segment reads of earlier tokens, so that
 // each layer's segments are differentiated by themselves. A Run keeps what went into each layer but
 // the first, and into the final norm, or came out of the last layer where the blocks write out: f32
 // [batch, query_tokens, model_dim] each. From the last layer
