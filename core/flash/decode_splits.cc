@@ -35,13 +35,4 @@ int64_t DecodeSplits(const DecodeWork& work) {
   return best;
 }
 
-int64_t MostDecodeSplits(const DecodeWork& work) {
-  int64_t most = 1;
-  for (DecodeWork part = work; part.tiles > 0; --part.tiles) {
-    if (part.MostSplits() <= most) break;  // nor do fewer tiles have more
-    most = std::max(most, DecodeSplits(part));
-  }
-  return most;
-}
-
 }  // namespace tfb

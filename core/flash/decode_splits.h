@@ -35,9 +35,6 @@ struct DecodeWork {
 // than 8/9 is filled.
 int64_t DecodeSplits(const DecodeWork& work);
 
-// Returns the largest of DecodeSplits for `work` and for all smaller numbers of tiles.
-int64_t MostDecodeSplits(const DecodeWork& work);
-
 }  // namespace tfb
 
 #endif  // TFB_CORE_FLASH_DECODE_SPLITS_H_

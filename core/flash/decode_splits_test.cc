@@ -73,15 +73,5 @@ TEST(DecodeSplits, AreAsWorkedOutByHand) {
   EXPECT_EQ(DecodeSplits({7, 0, 396}), 1);
 }
 
-TEST(DecodeSplits, TheMostIsThatOfAnyNumberOfTilesUpToThis) {
-  for (int64_t tasks = 1; tasks <= 30; ++tasks) {
-    int64_t most = 1;
-    for (int64_t tiles = 0; tiles <= 100; ++tiles) {
-      most = std::max(most, DecodeSplits({tasks, tiles, 12}));
-      ASSERT_EQ(MostDecodeSplits({tasks, tiles, 12}), most) << tasks << " tasks, " << tiles;
-    }
-  }
-}
-
 }  // namespace
 }  // namespace tfb

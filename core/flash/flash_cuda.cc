@@ -29,6 +29,13 @@ int64_t PartialFloats(const Problem& problem, int64_t splits) {
   return splits == 1 ? 0 : splits * FlashCuda::FloatsOfSplit(problem);
 }
 
+// Returns how many parts a workspace has room for, at least one.
+int SplitsWithin(const Problem& problem, size_t bytes) {
+  const int64_t of_split = FlashCuda::FloatsOfSplit(problem) * static_cast<int64_t>(sizeof(float));
+  const int64_t held = of_split == 0 ? 1 : static_cast<int64_t>(bytes) / of_split;
+  return static_cast<int>(std::clamp<int64_t>(held, 1, INT32_MAX));
+}
+
 // Tells whether the decoding kernel takes the call, see FlashDecodeKernels. Strides do not matter,
 // so that they change no bit of the result.
 bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
@@ -100,7 +107,9 @@ int64_t FlashCuda::Splits(const CudaRuntime& runtime, const Problem& problem) {
 }
 
 size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem) {
-  // Calls with fewer queries may be cut into more parts: as many as fill the device.
+  // Calls with fewer queries may be cut into more parts: as many as fill the device. Their rows,
+  // and so their memory, are at most those of the largest call that is cut. The parts of few queries
+  // are as many as have room in it.
   const int64_t queries = FlashCudaQueries(problem.dtype);
   Problem call = problem;
   int64_t floats = PartialFloats(call, Splits(runtime, call));
@@ -110,13 +119,6 @@ size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& prob
     const int64_t splits = Splits(runtime, call);
     floats = std::max(floats, PartialFloats(call, splits));
     if (splits == 1) break;
-  }
-  // The parts of few queries depend on the number of keys alone, of which fewer may have more.
-  call.query_tokens =
-      std::min(problem.query_tokens, kFlashDecodeRows / std::max<int64_t>(problem.group(), 1));
-  if (IsFew(call)) {
-    const int64_t splits = MostDecodeSplits(DecodeWorkOf(runtime, call));
-    floats = std::max(floats, PartialFloats(call, splits));
   }
   return Workspace::Measure([&](Workspace& workspace) { workspace.Take<float>(floats); });
 }
@@ -277,8 +279,9 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
     a.partial = part.rows;
     a.first_split = static_cast<int>(part.first_split);
     a.partial_by_token = true;
-  } else if (a.splits > 1) {
-    a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
+  } else {
+    a.splits = std::min(a.splits, SplitsWithin(problem, execution.workspace.size()));
+    if (a.splits > 1) a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
   }
   a.packs_asked = PacksAsked(problem, a);
 
