@@ -97,14 +97,13 @@ __device__ void StoreCoefficients(const HardBackwardArguments& a, const Task& ta
   }
 }
 
-// Makes the scores of a pair of tiles. The tiles of shared memory may be read before, and not
-// written behind without a barrier.
+// Makes the scores of a pair of tiles. The barriers of AddPair before have seen to it that tiles[0]
+// has been read; those in the loop do so for tiles[1].
 __device__ void ScorePair(const HardArguments& f, const Task& task, int64_t key_tile,
                           Tiles (&tiles)[2], float (&scores)[kRows][kColumns]) {
   const int slabs = (f.head_dim + kDepth - 1) / kDepth;
   const TileLoader loader(f, task);
   float next_q[kLoads], next_k[kLoads];
-  __syncthreads();  // the tiles have been read
   loader.Fetch(key_tile, 0, next_q, next_k);
   loader.Put(next_q, next_k, &tiles[0]);
   for (int slab = 0; slab < slabs; ++slab) {

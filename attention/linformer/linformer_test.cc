@@ -811,7 +811,7 @@ TEST_P(LinformerBackward, AFittedMatrixHasAGradientAndTheFitNone) {
   }
 }
 
-TEST_P(LinformerBackward, AMaximumsGradientIsTheFirstLargestRowsOrThatOfPaddingNobodys) {
+TEST_P(LinformerBackward, AMaximumsGradientIsTheFirstLargestRowsOrANansOrThatOfPaddingNobodys) {
   Problem problem = Problem::SelfAttention(1, 1, 6, 1);
   problem.query_tokens = 1;
   NamedTensors inputs = Random(problem);
@@ -826,6 +826,10 @@ TEST_P(LinformerBackward, AMaximumsGradientIsTheFirstLargestRowsOrThatOfPaddingN
   const RunAndGradients pass =
       Backward(problem, inputs, {{"k", "2"}, {"projection", "max"}}, g, GetParam());
   EXPECT_THAT(pass.inputs.at("v").span<float>(), ElementsAre(0, 3, 0, 0, 0, 0));
+  inputs["v"].span<float>()[0] = std::numeric_limits<float>::quiet_NaN();
+  const RunAndGradients of_nan =
+      Backward(problem, inputs, {{"k", "2"}, {"projection", "max"}}, g, GetParam());
+  EXPECT_THAT(of_nan.inputs.at("v").span<float>(), ElementsAre(3, 0, 0, 0, 0, 0));
 }
 
 TEST_P(LinformerBackward, PaddingHasNoGradientAndGradientsHaveTheSameBitsWhateverItHolds) {
