@@ -378,7 +378,7 @@ __global__ void StaticAndDynamicShared(float* values, int) {
 }
 
 __global__ void MoreThanItSays(float* values, int) {
-  float* memory = static_cast<float*>(DynamicSharedBytes(256));
+  float* memory = reinterpret_cast<float*>(DynamicShared<256>());
   memory[threadIdx.x] = values[threadIdx.x];
 }
 
