@@ -166,7 +166,7 @@ __device__ void AddPair(const Coefficients& c, const Factor& factor, Tiles (&til
   }
 }
 
-// What a block owns: a tile of queries, or of keys, of a head and batch row.
+// A block owns a tile of queries, or of keys, of a head and batch row.
 struct Owned {
   int64_t batch;
   int64_t head;

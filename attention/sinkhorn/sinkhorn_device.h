@@ -45,8 +45,8 @@ absl::Status AddMatrixTo(Device device, const SinkhornSizes& sizes, const double
 absl::Status AddNullRowsTo(Device device, const SinkhornSizes& sizes, const MixedGradients& mixed,
                            const float* parts, const Execution& execution);
 
-// What the network of all heads has computed, and its gradients: [batch * heads][blocks], of
-// doubles.
+// NetworkPass holds the numbers and gradients of the network of all heads: [batch * heads][blocks],
+// in doubles.
 struct NetworkPass {
   const double* pooled;           // [width]: X
   const double* hidden;           // [hidden]

@@ -145,7 +145,7 @@ class FlashDecodeBlock {
       float queries[kRows][kDim];         // by their places
       float parts[kWarps][kRows][kPart];  // at the end, of each warp
     };
-    // What takes a division, and what is needed once a tile: they would take registers otherwise.
+    // These numbers take a division, or are needed once a tile: they would take registers otherwise.
     FlashTask task;
     const T* keys;  // of the head
     const T* values;

@@ -214,7 +214,7 @@ struct MmaShared {
     return BytesOfAll() + BytesOfLabels(rule) +
            (rule.tokens.acts() ? sizeof(TokenPairs<kQueries>) : 0);
   }
-  // Those of the largest rule.
+  // Returns the bytes of the largest rule.
   static constexpr size_t MostBytes() {
     return BytesOfAll() +
            (kRule == Rule::kNone ? 0 : sizeof(Labels) + sizeof(TokenPairs<kQueries>));

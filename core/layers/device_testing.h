@@ -1,4 +1,4 @@
-// What tests of layers on every device share.
+// Tests of layers on every device share these helpers.
 #ifndef TFB_CORE_LAYERS_DEVICE_TESTING_H_
 #define TFB_CORE_LAYERS_DEVICE_TESTING_H_
 

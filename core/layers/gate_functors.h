@@ -49,8 +49,8 @@ TFB_HOST_DEVICE T Gated(GateStep step, const T& open, const T& t, const T& x, co
   }
 }
 
-// What a kind's first step backwards computes: gradients of the sums a and c, and what of dx and dy does
-// not come through them. The kinds with a tanh have no such dy.
+// A kind's first step backwards computes the gradients of the sums a and c, and the part of dx and dy
+// that does not come through them. The kinds with a tanh have no such dy.
 template <class T>
 struct GateDifferentials {
   T da, dc, dx, dy;
@@ -89,7 +89,8 @@ TFB_HOST_DEVICE void DifferentiateGate(GateKind kind, const T& open, const T& t,
   }
 }
 
-// What the gru's second step backwards computes, of r: the gradient of a_r, r * x, and what it adds to dx.
+// The gru's second step backwards computes, of r, the gradient of a_r, r * x, and the part that it adds
+// to dx.
 template <class T>
 struct ResetDifferentials {
   T da, reset, more;

@@ -122,7 +122,7 @@ class ListEngine {
   absl::Status Run(const ListSchedules::List& list, const FlashCall& call,
                    const Execution& execution) const;
 
-  // What a backward pass knows of the rows of an output.
+  // A backward pass reads these numbers of an output's rows.
   struct RowScratch {
     TensorView delta;    // on the CPU, as TakeNumbers
     RowNumbers numbers;  // on CUDA
