@@ -41,8 +41,11 @@ void Block::StartLaunch(const dim3& shape, void (*body)(void*), void* context) {
 bool Block::Run(const Index3& index) {
   index_ = index;
   current_block = {index.x, index.y, index.z};
-  at_barrier_ = 0;
-  barriers_differ_ = false;
+  for (Barrier& barrier : barriers_) barrier = {};
+  machine_->phase_barriers.StartBlock();
+  machine_->products.StartBlock();
+  waiting_ = 0;
+  has_progressed_ = true;
   finished_ = 0;
   ready_.clear();
   for (int t = 0; t < count_; ++t) {
@@ -58,6 +61,7 @@ bool Block::Run(const Index3& index) {
                     machine_->settings.stack_bytes);
     });
   }
+  if (!abandoned_) machine_->phase_barriers.FinishBlock();
   running_ = -1;
   MeetAtBanks();
   return !abandoned_;
@@ -81,7 +85,9 @@ void Block::ThreadMain() {
 }
 
 void Block::Finish() {
+  machine_->products.FinishThread();
   threads_[running_].state = State::kFinished;
+  has_progressed_ = true;
   ++finished_;
   const int warp = running_ / kWarp;
   warps_[warp].live &= ~(1u << running_ % kWarp);
@@ -108,7 +114,7 @@ void Block::SwitchAway() {
 }
 
 int Block::PickNext() {
-  if (ready_.empty() && !ReleaseBarrier()) return -1;
+  if (ready_.empty() && !GoOn()) return -1;
   int& chosen = ready_[shuffler_.Below(ready_.size())];
   running_ = chosen;
   chosen = ready_.back();
@@ -132,46 +138,162 @@ void Block::OnOverflow(const void* site) {
   block.Abandon();
 }
 
-void Block::WaitAtBarrier(const void* site, const char* file, int line) {
+bool Block::ArriveAt(const BarrierCall& call) {
+  CheckCall(call);
+  Barrier& barrier = barriers_[call.number];
   Thread& self = threads_[running_];
-  self.state = State::kAtBarrier;
-  self.barrier = {site, file, line};
-  barriers_differ_ |= at_barrier_ > 0 && (site != barrier_.site || line != barrier_.line);
-  barrier_ = self.barrier;
-  ++at_barrier_;
-  SwitchAway();
+  const bool waits = call.use != BarrierUse::kArrive;
+  if (call.threads != count_ || !waits) machine_->checker.TrackAll(count_);
+  const BarrierSite &place = call.place, &last = barrier.last.place;
+  barrier.places_differ |=
+      barrier.waiting > 0 && (place.site != last.site || place.line != last.line);
+  barrier.last = call;
+  barrier.any |= call.any;
+  ++barrier.arrived;
+  has_progressed_ = true;
+  if (waits) {
+    ++barrier.waiting;
+    self.barrier = call;
+    self.state = State::kAtBarrier;
+  } else {
+    machine_->checker.order.Release(running_, &barrier.known);
+  }
+  if (barrier.arrived == call.threads) CompleteBarrier(call.number);
+  if (waits) SwitchAway();
+  return self.barrier.any;
 }
 
-// Resumes the threads at the block's barrier when every thread has finished or waits; returns false
-// where none can resume.
-bool Block::ReleaseBarrier() {
-  if (finished_ == count_) return false;
-  if (at_barrier_ + finished_ < count_) {
-    ReportStuckWarp();
-    abandoned_ = true;
-    return false;
+// Finds calls that no barrier may have, or not beside those before.
+void Block::CheckCall(const BarrierCall& call) {
+  const auto report = [&](const std::string& why) {
+    machine_->Report(FindingKind::kBadBarrier, call.place.site, [&] {
+      return Format("arrives at barrier %d for %d threads", call.number, call.threads) + why;
+    });
+    Abandon();
+  };
+  if (call.number < 0 || call.number >= kBlockBarriers) report("; barriers are 0 to 15");
+  const bool is_whole = call.threads == count_;
+  if (!is_whole && (call.threads <= 0 || call.threads > count_ || call.threads % kWarp != 0)) {
+    report(Format(" of %d; a barrier is for a multiple of 32", count_));
   }
-  if (finished_ > 0) {
+  const Barrier& barrier = barriers_[call.number];
+  if (barrier.arrived == 0) return;
+  if (barrier.last.threads != call.threads) {
+    report(Format(", at which others arrived for %d", barrier.last.threads));
+  }
+  if ((barrier.last.use == BarrierUse::kAny) != (call.use == BarrierUse::kAny)) {
+    report(", at which only some threads give a predicate");
+  }
+}
+
+// Resumes the threads that wait at a barrier.
+void Block::CompleteBarrier(int number) {
+  Barrier& barrier = barriers_[number];
+  const auto for_each_waiting = [&](auto&& call) {
+    for (int t = 0; t < count_; ++t) {
+      if (threads_[t].state == State::kAtBarrier && threads_[t].barrier.number == number) call(t);
+    }
+  };
+  Order& order = machine_->checker.order;
+  ++machine_->counts.barriers;
+  if (barrier.last.threads == count_ && barrier.arrived == barrier.waiting) {
+    if (barrier.places_differ && barrier.last.place.file != nullptr) ReportDifferentBarriers();
+    order.PassBarrier();
+    MeetAtBanks();
+  } else {
+    unsigned lanes[kMaxThreads / kWarp] = {};
+    for_each_waiting([&](int t) {
+      order.Release(t, &barrier.known);
+      lanes[t / kWarp] |= 1u << t % kWarp;
+    });
+    for_each_waiting([&](int t) { order.Acquire(t, barrier.known); });
+    for (int warp = 0; machine_->banks.counts() && warp < kMaxThreads / kWarp; ++warp) {
+      if (lanes[warp] != 0) machine_->banks.Meet(warp, lanes[warp] | ~warps_[warp].live);
+    }
+  }
+  for_each_waiting([&](int t) {
+    threads_[t].barrier.any = barrier.any;
+    MakeReady(t);
+  });
+  barrier = {};
+}
+
+bool Block::WaitFor(const Condition& condition, const void* site) {
+  if (condition.Holds()) return true;
+  Thread& self = threads_[running_];
+  self.condition = &condition;
+  self.condition_site = site;
+  self.state = State::kWaiting;
+  ++waiting_;
+  SwitchAway();
+  return condition.Holds();
+}
+
+void Block::Wake() {
+  has_progressed_ = true;
+  for (int t = 0; t < count_ && waiting_ > 0; ++t) {
+    if (threads_[t].state != State::kWaiting || !threads_[t].condition->Holds()) continue;
+    --waiting_;
+    MakeReady(t);
+  }
+}
+
+// Makes some threads ready where all that have not finished wait: those at __syncthreads when no
+// other thread is left, or those whose waits time out. Returns false where none can go on.
+bool Block::GoOn() {
+  if (finished_ == count_) return false;
+  const Barrier& all = barriers_[0];
+  if (all.last.threads == count_ && all.waiting > 0 && all.waiting + finished_ == count_) {
     int waiting = 0, missing = 0;
     while (threads_[waiting].state != State::kAtBarrier) ++waiting;
     while (threads_[missing].state != State::kFinished) ++missing;
     machine_->ReportOf(
-        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.site, [&] {
+        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.place.site, [&] {
           return Format(
               "waits at __syncthreads, which %d of %d threads reach; thread %s has finished",
-              at_barrier_, count_, Text(index_of(missing)).c_str());
+              all.waiting, count_, Text(index_of(missing)).c_str());
         });
+    CompleteBarrier(0);
+    return true;
   }
-  if (barriers_differ_) ReportDifferentBarriers();
-  barriers_differ_ = false;
-  ++machine_->counts.barriers;
-  machine_->checker.order.PassBarrier();
-  MeetAtBanks();
-  at_barrier_ = 0;
+  if (waiting_ > 0 && has_progressed_) {
+    has_progressed_ = false;
+    waiting_ = 0;
+    for (int t = 0; t < count_; ++t) {
+      if (threads_[t].state == State::kWaiting) MakeReady(t);
+    }
+    return true;
+  }
+  ReportStuck();
+  abandoned_ = true;
+  return false;
+}
+
+// Reports a deadlock: lanes that cannot meet, and each place of other waits.
+void Block::ReportStuck() {
+  bool in_warp = false;
+  for (int t = 0; t < count_; ++t) in_warp |= threads_[t].state == State::kInWarp;
+  if (in_warp) ReportStuckWarp();
   for (int t = 0; t < count_; ++t) {
-    if (threads_[t].state == State::kAtBarrier) MakeReady(t);
+    const Thread& thread = threads_[t];
+    const bool at_numbered =
+        thread.state == State::kAtBarrier && thread.barrier.place.file == nullptr;
+    if (!at_numbered && thread.state != State::kWaiting) continue;
+    const void* site = at_numbered ? thread.barrier.place.site : thread.condition_site;
+    machine_->ReportOf(t, FindingKind::kDivergentBarrier, site,
+                       [&] { return WhereItWaits(t) + ", and all other threads wait, too"; });
   }
-  return true;
+}
+
+// Returns "waits at __syncthreads" of a thread that does not run.
+std::string Block::WhereItWaits(int thread) const {
+  const Thread& waiting = threads_[thread];
+  if (waiting.state == State::kWaiting) return waiting.condition->Text();
+  if (waiting.state != State::kAtBarrier) return "waits";
+  const BarrierCall& call = waiting.barrier;
+  if (call.place.file != nullptr) return "waits at __syncthreads";
+  return Format("waits at barrier %d for %d threads, of which %d have come", call.number,
+                call.threads, barriers_[call.number].arrived);
 }
 
 namespace {
@@ -189,12 +311,12 @@ std::string PlaceOf(const BarrierSite& barrier) {
 void Block::ReportDifferentBarriers() {
   int first = 0;
   while (threads_[first].state != State::kAtBarrier) ++first;
-  const BarrierSite& expected = threads_[first].barrier;
+  const BarrierSite& expected = threads_[first].barrier.place;
   const std::string expected_place = PlaceOf(expected);
   BarrierSite same = expected;
   for (int t = first; t < count_; ++t) {
     if (threads_[t].state != State::kAtBarrier) continue;
-    const BarrierSite& barrier = threads_[t].barrier;
+    const BarrierSite& barrier = threads_[t].barrier.place;
     if (barrier.site == same.site && barrier.line == same.line) continue;
     std::string place = PlaceOf(barrier), other_place = expected_place;
     if (place == other_place) {
@@ -245,6 +367,7 @@ bool Block::IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const 
 
 void Block::Complete(int warp, const Meeting& meeting, unsigned lanes) {
   ++machine_->counts.warp_collectives;
+  has_progressed_ = true;
   void* arguments[kWarp] = {};
   for (unsigned left = lanes; left != 0; left &= left - 1) {
     const int lane = __builtin_ctz(left);
@@ -284,7 +407,8 @@ std::string Block::WhyNotThere(int warp, int lane, const Meeting& meeting) const
   const std::string who = "thread " + Text(index_of(t));
   switch (threads_[t].state) {
     case State::kAtBarrier:
-      return who + ", which waits at __syncthreads";
+    case State::kWaiting:
+      return who + ", which " + WhereItWaits(t);
     case State::kFinished:
       return meeting.needs_whole_warp ? who + ", which has finished" : "";
     default:

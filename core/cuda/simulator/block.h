@@ -47,12 +47,34 @@ struct Meeting {
   bool needs_whole_warp = false;
 };
 
-// A call of __syncthreads. The compiler may make several code addresses of one call, and one of
-// several calls.
+// The place of a barrier of the block. `file` is null but for __syncthreads. The compiler may make
+// several code addresses of one call, and one of several calls.
 struct BarrierSite {
   const void* site;  // a return address
   const char* file;
   int line;
+};
+
+// A barrier of the block: PTX's barrier.cta. __syncthreads is barrier 0, for all threads.
+enum class BarrierUse : uint8_t { kSync, kArrive, kAny };
+constexpr int kBlockBarriers = 16;
+struct BarrierCall {
+  int number;
+  int threads;  // that it is for
+  BarrierUse use;
+  bool any;  // of kAny: what the threads are asked
+  BarrierSite place;
+};
+
+// Something that a thread waits for, besides barriers of the block and lanes of its warp. Whoever
+// makes it hold calls Block::Wake.
+class Condition {
+ public:
+  virtual bool Holds() const = 0;
+  virtual std::string Text() const = 0;  // returns "waits for ..." for findings
+
+ protected:
+  ~Condition() = default;
 };
 
 struct PendingCopy {
@@ -85,25 +107,44 @@ class Block {
 
   // ---- The members below are for the running thread ----
   int running() const { return running_; }
+  int count() const { return count_; }  // of threads
   PendingCopies& running_copies() { return threads_[running_].copies; }
   // Returns the lanes of the running thread's warp that have not finished.
   unsigned live_lanes() const { return warps_[running_ / kWarp].live; }
-  void WaitAtBarrier(const void* site, const char* file, int line);
+  // Arrives at a barrier, and waits for the others but where the use is kArrive. Returns whether
+  // `any` was true of a thread that came.
+  bool ArriveAt(const BarrierCall& call);
+  // Waits until the condition holds. Returns false where nothing else can go on, as a wait that
+  // times out does; where nothing has happened since it last did, that is a deadlock.
+  bool WaitFor(const Condition& condition, const void* site);
+  // Resumes threads whose conditions hold now; call it after every change that they depend on.
+  void Wake();
   void MeetInWarp(const Meeting& meeting);
   [[noreturn]] void Abandon();  // Ends the thread, and with it the block and the launch.
   // Handles a stack overflow of the calling thread.
   static void OnOverflow(const void* site);
 
  private:
-  enum class State : uint8_t { kReady, kAtBarrier, kInWarp, kFinished };
+  enum class State : uint8_t { kReady, kAtBarrier, kInWarp, kWaiting, kFinished };
   struct Thread {
     Fibre fibre;
     State state = State::kFinished;
     bool has_fibre = false;
     Index3 index;
-    BarrierSite barrier = {};          // the barrier where it waits
-    const Meeting* meeting = nullptr;  // the meeting where it waits
+    BarrierCall barrier = {};              // the barrier where it waits, or has waited
+    const Meeting* meeting = nullptr;      // the meeting where it waits
+    const Condition* condition = nullptr;  // what it waits for
+    const void* condition_site = nullptr;
     PendingCopies copies;
+  };
+  // The arrivals since a barrier was last complete.
+  struct Barrier {
+    int arrived = 0;
+    int waiting = 0;   // of these, threads that wait
+    BarrierCall last;  // the arrival that came last, and whether an earlier one waits elsewhere
+    bool places_differ = false;
+    bool any = false;
+    Order::Knowledge known;  // what came before arrivals that do not wait
   };
   struct Warp {
     unsigned live = 0;     // lanes that have not finished
@@ -116,8 +157,12 @@ class Block {
   void SwitchAway();
   // Makes the next thread the running one; returns -1 where there is none, or it was abandoned.
   int PickNext();
-  bool ReleaseBarrier();
+  bool GoOn();
+  void CheckCall(const BarrierCall& call);
+  void CompleteBarrier(int number);
   void ReportDifferentBarriers();
+  void ReportStuck();
+  std::string WhereItWaits(int thread) const;
   void MakeReady(int thread);
   bool IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const;
   void Complete(int warp, const Meeting& meeting, unsigned lanes);
@@ -133,10 +178,10 @@ class Block {
   Index3 index_;
   int count_ = 0;  // of threads
   int running_ = -1;
-  int at_barrier_ = 0;
-  // The barrier of the thread that came last, and whether another thread waits at another one.
-  BarrierSite barrier_ = {};
-  bool barriers_differ_ = false;
+  Barrier barriers_[kBlockBarriers];
+  int waiting_ = 0;  // threads that wait for a condition
+  // Whether something has happened since conditions timed out that they may depend on.
+  bool has_progressed_ = false;
   int finished_ = 0;
   bool abandoned_ = false;
   bool overflowed_ = false;

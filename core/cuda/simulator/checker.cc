@@ -23,8 +23,11 @@ std::string Doing(const MemoryAccess& access) {
       return Format("writes %zu bytes", access.bytes);
     case AccessKind::kAtomic:
       return Format("changes %zu bytes atomically", access.bytes);
+    case AccessKind::kProductRead:
+      return Format("multiplies by %zu bytes", access.bytes);
     case AccessKind::kCopyBegin:
     case AccessKind::kCopyEnd:
+    case AccessKind::kBulkWrite:
       break;
   }
   return Format("copies %zu bytes asynchronously", access.bytes);
@@ -55,6 +58,13 @@ void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
   for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes(), is_quick);
   parameters_ = reinterpret_cast<uintptr_t>(parameters);
   parameter_bytes_ = parameter_bytes;
+}
+
+void Checker::TrackAll(int threads) {
+  if (order.tracks_all()) return;
+  order.TrackAll(threads);
+  dynamic_.RefuseQuickAccesses();
+  for (const auto& shadow : static_) shadow->RefuseQuickAccesses();
 }
 
 std::string Checker::Describe(uintptr_t address) {
@@ -90,8 +100,18 @@ void Checker::Leave(const MemoryAccess& access) {
 void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access) {
   const auto report_race = [&](const char* did) {
     machine_->Report(FindingKind::kRace, access.site, [&] {
+      const std::string what = Doing(access) + " " + Describe(access.address);
+      if (other >= kMaxThreads + kProductAgents) {
+        return what + ", to which a bulk copy is under way that the thread has not waited for";
+      }
+      if (other >= kMaxThreads) {
+        return what + Format(
+                          ", which a product of warps %d to %d reads that the thread has not "
+                          "waited for",
+                          (other - kMaxThreads) * 4, (other - kMaxThreads) * 4 + 3);
+      }
       const bool several = other == SharedShadow::kSeveral;
-      return Doing(access) + " " + Describe(access.address) + ", which " +
+      return what + ", which " +
              (several ? "another thread" : "thread " + Text(machine_->block.index_of(other))) +
              did + " with no barrier between";
     });
@@ -103,11 +123,19 @@ void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const Memor
       Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
       break;
     case SharedShadow::Verdict::kInFlight: {
-      const bool reads = access.kind == AccessKind::kRead;
+      const bool reads =
+          access.kind == AccessKind::kRead || access.kind == AccessKind::kProductRead;
       Report(reads ? FindingKind::kUnwrittenRead : FindingKind::kRace, access,
              ", to which an asynchronous copy is under way");
       break;
     }
+    case SharedShadow::Verdict::kUnfenced:
+      machine_->Report(FindingKind::kMissingFence, access.site, [&] {
+        return Doing(access) + " " + Describe(access.address) + ", which thread " +
+               Text(machine_->block.index_of(other)) +
+               " wrote with no fence.proxy.async of its own between";
+      });
+      break;
     case SharedShadow::Verdict::kRaceWithRead:
       report_race(" read");
       break;
@@ -131,11 +159,12 @@ void Checker::Check(const MemoryAccess& access) {
 void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
   ++accesses_;
   if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
-  if (machine_->banks.counts()) {
+  if (machine_->banks.counts() && access.agent == nullptr) {
     machine_->banks.Note(order.thread(), access.kind, access.address, access.bytes, access.site);
   }
   int other = SharedShadow::kSeveral;
-  const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
+  const auto verdict =
+      shadow->Access(access.address, access.bytes, access.kind, &other, access.agent);
   if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
 }
 
@@ -176,7 +205,7 @@ void Checker::CheckElsewhere(const MemoryAccess& access) {
   const size_t bytes = segment->end - segment->begin;
   static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
   recent_static_ = static_.back().get();
-  recent_static_->StartLaunch(bytes, !machine_->banks.counts());
+  recent_static_->StartLaunch(bytes, !machine_->banks.counts() && !order.tracks_all());
   CheckShared(recent_static_, access);
 }
 

@@ -23,7 +23,8 @@ struct MemoryAccess {
   uintptr_t address;
   size_t bytes;
   AccessKind kind;
-  const void* site;  // the code address in the kernel: a return address
+  const void* site;                            // the code address in the kernel: a return address
+  const SharedShadow::Agent* agent = nullptr;  // of accesses by one, to shared memory
 };
 
 class Checker {
@@ -74,6 +75,8 @@ class Checker {
   uint32_t SharedAddress(const void* place);
   void* SharedAt(uint32_t address) const;
 
+  // Makes the order track all threads, for instructions that order some of them: see Order.
+  void TrackAll(int threads);
   // Does what __threadfence does for the running thread.
   void Fence() {
     releases.Fence();

@@ -27,6 +27,7 @@
 #define __constant__ static const
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // One block runs at a time, so a kernel's static variables are its shared memory.
 #define __shared__ static
@@ -148,7 +149,7 @@ void __pipeline_wait_prior(size_t groups);
 size_t __cvta_generic_to_shared(const void* address);
 
 // An operand of inline assembly: its constraint ("=r" and "=f" for written registers, "+f" for
-// changed ones, "r", "f" and "l" for read ones) and where its value is.
+// changed ones, "r", "f" and "l" for read ones, "n" for constants) and where its value is.
 class PtxOperand {
  public:
   PtxOperand() = default;  // no operand
@@ -156,15 +157,19 @@ class PtxOperand {
   PtxOperand(const char* constraint, const unsigned& x) : PtxOperand(constraint, &x, 'r', true) {}
   PtxOperand(const char* constraint, float& x) : PtxOperand(constraint, &x, 'f', false) {}
   PtxOperand(const char* constraint, const float& x) : PtxOperand(constraint, &x, 'f', true) {}
+  PtxOperand(const char* constraint, const int& x) : PtxOperand(constraint, &x, 'r', true) {}
   PtxOperand(const char* constraint, const void* pointer)
       : PtxOperand(constraint, pointer, 'l', true) {}
+  PtxOperand(const char* constraint, uint64_t x)
+      : PtxOperand(constraint, reinterpret_cast<const void*>(x), 'l', true) {}
 
-  char type() const { return type_; }  // r: unsigned, f: float, l: a pointer
+  // r: unsigned or int, f: float, l: a pointer or 64 bits, n: a constant
+  char type() const { return type_ == 'r' && letter_ == 'n' ? 'n' : type_; }
   // Tells whether the constraint is of the operand's type.
-  bool is_consistent() const { return letter_ == type_ && !(is_constant_ && is_written()); }
+  bool is_consistent() const { return letter_ == type() && !(is_constant_ && is_written()); }
   bool is_written() const { return access_ == '=' || access_ == '+'; }
   bool is_read() const { return access_ != '='; }
-  // The place of an unsigned or a float; a pointer itself.
+  // The place of an unsigned, an int or a float; a pointer, or 64 bits, itself.
   void* place() const { return place_; }
 
  private:
@@ -382,6 +387,29 @@ cudaError_t cudaGetLastError();
 // For cudaErrorLaunchFailure, the text has the findings of the last failed launch, and is valid
 // until the next launch.
 const char* cudaGetErrorString(cudaError_t error);
+
+// ---- Descriptions of tensors: <cuda.h> ----
+
+enum CUresult : int { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
+using cuuint32_t = uint32_t;
+using cuuint64_t = uint64_t;
+struct alignas(64) CUtensorMap {
+  cuuint64_t opaque[16];
+};
+enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
+  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9
+};
+enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
+enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_128B = 3 };
+enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3 };
+enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
+// Knows tensors of four dimensions and 16-bit numbers, and boxes of rows of 64 numbers.
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
+                                void* data, const cuuint64_t* sizes, const cuuint64_t* strides,
+                                const cuuint32_t* box, const cuuint32_t* element_strides,
+                                CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill);
 
 // ---- Launches ----
 

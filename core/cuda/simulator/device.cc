@@ -25,7 +25,9 @@ void* DynamicSharedBytes(size_t most) {
 }
 
 void __syncthreads(const char* file, int line) {
-  running_machine->block.WaitAtBarrier(__builtin_return_address(0), file, line);
+  Block& block = running_machine->block;
+  block.ArriveAt(
+      {0, block.count(), BarrierUse::kSync, false, {__builtin_return_address(0), file, line}});
 }
 
 void __threadfence() { running_machine->checker.Fence(); }

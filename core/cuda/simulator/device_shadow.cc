@@ -80,7 +80,7 @@ bool DeviceShadow::IsBefore(const Order& order, const Releases& releases, Stamp 
     return writer < kLanes ? releases.IsBefore(then, writer) : releases.KnowsBlockOf(then);
   }
   if (writer < kLanes) return order.IsBefore(then, writer) || releases.IsBefore(then, writer);
-  if (then < order.barrier() || releases.KnowsBlockOf(then)) return true;
+  if (then < order.barrier() || then < order.acquired() || releases.KnowsBlockOf(then)) return true;
   // Where several lanes wrote concurrently, a thread that has not synced since is unordered with
   // one of them.
   return writer != kWarps && writer - kLanes == order.warp() && then < order.now();

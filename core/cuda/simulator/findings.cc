@@ -39,6 +39,12 @@ const char* Name(FindingKind kind) {
       return "stack overflow";
     case FindingKind::kBadInstruction:
       return "bad instruction";
+    case FindingKind::kBadBarrier:
+      return "bad barrier";
+    case FindingKind::kMissingFence:
+      return "missing fence";
+    case FindingKind::kUnfinishedWork:
+      return "unfinished work";
   }
   return "unknown";
 }

@@ -10,12 +10,14 @@
 #include "core/cuda/simulator/block.h"
 #include "core/cuda/simulator/checker.h"
 #include "core/cuda/simulator/findings.h"
+#include "core/cuda/simulator/phase_barriers.h"
+#include "core/cuda/simulator/products.h"
 #include "core/cuda/simulator/simulator.h"
 
 namespace cuda_simulator {
 
 struct Machine {
-  Machine() : checker(this), block(this) {}
+  Machine() : checker(this), block(this), phase_barriers(this), products(this) {}
 
   // Adds a finding of the running thread; what() returns the text that says what the thread does.
   template <class What>
@@ -34,6 +36,8 @@ struct Machine {
   FindingLog findings;
   Checker checker;
   Block block;
+  PhaseBarriers phase_barriers;
+  Products products;
   Banks banks;
   // The most dynamic shared memory of kernels that cudaFuncSetAttribute was called for.
   std::map<const void*, size_t> max_dynamic_shared;

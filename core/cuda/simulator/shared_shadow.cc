@@ -28,11 +28,16 @@ void SharedShadow::Reset() {
 }
 
 SharedShadow::Verdict SharedShadow::Access(uintptr_t address, size_t bytes, AccessKind kind,
-                                           int* other) {
+                                           int* other, const Agent* agent) {
+  if (order_.tracks_all() && block_of_readers_ != order_.block_start()) {
+    block_of_readers_ = order_.block_start();
+    readers_.resize(1);
+    free_readers_ = 0;
+  }
   Verdict worst = Verdict::kFine;
   const auto touch = [&](Cell* cell) {
     int whose = kSeveral;
-    const Verdict verdict = Touch(cell, kind, &whose);
+    const Verdict verdict = Touch(cell, kind, agent, &whose);
     if (verdict <= worst) return;
     worst = verdict;
     *other = whose;
@@ -64,29 +69,108 @@ SharedShadow::Cell* SharedShadow::Split(size_t granule) {
   return splits_[split].data();
 }
 
-SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int* other) {
+SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, const Agent* agent,
+                                          int* other) {
+  const bool reads = kind == AccessKind::kRead || kind == AccessKind::kProductRead;
   Verdict verdict = Verdict::kFine;
   if (cell->write < order_.block_start()) {
-    if (kind == AccessKind::kRead || kind == AccessKind::kAtomic) verdict = Verdict::kUnwritten;
+    if (reads || kind == AccessKind::kAtomic) verdict = Verdict::kUnwritten;
   } else if (!(kind == AccessKind::kAtomic && cell->atomic) && !WriteIsBefore(*cell)) {
     verdict = Verdict::kRaceWithWrite;
     *other = cell->writer < kLanes ? cell->writer : kSeveral;
   } else if (cell->in_flight && kind != AccessKind::kCopyEnd) {
     verdict = Verdict::kInFlight;
+  } else if (IsUnfenced(*cell, kind)) {
+    verdict = Verdict::kUnfenced;
+    *other = cell->writer;
   }
-  if (kind == AccessKind::kRead) {
-    NoteRead(cell);
+  if (order_.tracks_all()) {
+    MakeList(cell);
+  } else if (cell->lists) {  // of an earlier launch
+    cell->lists = false;
+    cell->read = 0;
+  }
+  if (reads) {
+    if (cell->lists) {
+      NoteInList(cell, agent);
+    } else {
+      NoteRead(cell);
+    }
     return verdict;
   }
-  if (verdict < Verdict::kRaceWithRead && cell->read >= order_.barrier()) {
+  // A list may have reads before the block's last barrier, of agents.
+  if (verdict < Verdict::kRaceWithRead && (cell->lists || cell->read >= order_.barrier())) {
     const int reader = ReaderNotBefore(*cell);
     if (reader >= 0) {
       verdict = Verdict::kRaceWithRead;
       *other = reader;
     }
   }
-  NoteWrite(cell, kind);
+  NoteWrite(cell, kind, agent);
   return verdict;
+}
+
+bool SharedShadow::IsUnfenced(const Cell& cell, AccessKind kind) const {
+  if (kind != AccessKind::kProductRead && kind != AccessKind::kBulkWrite) return false;
+  return cell.writer < kMaxThreads && !order_.IsFenced(cell.write, cell.writer);
+}
+
+// ---- Lists of readers ----
+
+// Gives a cell a list, of what it has recorded until now in this block.
+void SharedShadow::MakeList(Cell* cell) {
+  const bool is_current = cell->read >= order_.block_start();
+  if (cell->lists && is_current) return;
+  const Cell old = *cell;
+  cell->lists = true;
+  cell->read = order_.now();
+  cell->lanes = 0;
+  if (old.lists || !is_current) return;
+  AddReaders(cell, old.read, old.lanes, old.warp * kWarp);
+  if (old.stranger == 0) return;
+  const int stranger = old.stranger - 1;
+  AddReaders(cell, old.read, 1u << stranger % kWarp, stranger / kWarp * kWarp);
+}
+
+void SharedShadow::AddReaders(Cell* cell, Stamp when, uint32_t lanes, int first) {
+  uint32_t place = free_readers_;
+  if (place == 0) {
+    place = static_cast<uint32_t>(readers_.size());
+    readers_.emplace_back();
+  } else {
+    free_readers_ = readers_[place].next;
+  }
+  readers_[place] = {when, lanes, first, cell->lanes};
+  cell->lanes = place;
+}
+
+// Notes a read, of the running thread or of an agent, in place of its earlier ones.
+void SharedShadow::NoteInList(Cell* cell, const Agent* agent) {
+  const int reader = agent == nullptr ? order_.thread() : agent->number;
+  const bool is_thread = reader < kMaxThreads;
+  const int first = is_thread ? reader / kWarp * kWarp : reader;
+  const uint32_t lane = is_thread ? 1u << reader % kWarp : 1;
+  const Stamp when = agent == nullptr ? order_.now() : agent->when;
+  bool is_noted = false;
+  for (uint32_t* link = &cell->lanes; *link != 0;) {
+    Readers& readers = readers_[*link];
+    if (readers.first == first && readers.when == when) {
+      readers.lanes |= lane;
+      is_noted = true;
+    } else if (readers.first == first) {
+      readers.lanes &= ~lane;
+    }
+    const bool is_past = readers.first < kMaxThreads && readers.when < order_.barrier();
+    if (readers.lanes != 0 && !is_past) {
+      link = &readers.next;
+      continue;
+    }
+    const uint32_t unused = *link;
+    *link = readers.next;
+    readers.next = free_readers_;
+    free_readers_ = unused;
+  }
+  if (!is_noted) AddReaders(cell, when, lane, first);
 }
 
 bool SharedShadow::WriteIsBefore(const Cell& cell) const {
@@ -94,11 +178,23 @@ bool SharedShadow::WriteIsBefore(const Cell& cell) const {
   if (cell.write < order_.barrier()) return true;
   // Where several lanes wrote concurrently, a thread that has not synced since is unordered with
   // one of them.
-  return cell.writer != kWarps && cell.writer - kLanes == order_.warp() &&
-         cell.write < order_.now();
+  if (cell.writer != kWarps && cell.writer - kLanes == order_.warp() && cell.write < order_.now()) {
+    return true;
+  }
+  return order_.tracks_all() && (cell.write < order_.barrier() || cell.write < order_.acquired());
 }
 
 int SharedShadow::ReaderNotBefore(const Cell& cell) const {
+  if (cell.lists) {
+    for (uint32_t place = cell.lanes; place != 0; place = readers_[place].next) {
+      const Readers& readers = readers_[place];
+      for (uint32_t lanes = readers.lanes; lanes != 0; lanes &= lanes - 1) {
+        const int reader = readers.first + __builtin_ctz(lanes);
+        if (!order_.IsBefore(readers.when, reader)) return reader;
+      }
+    }
+    return -1;
+  }
   const int warp = order_.warp();
   if (cell.warp != warp) return cell.warp * kWarp + __builtin_ctz(cell.lanes);
   if (cell.stranger != 0) return cell.stranger - 1;
@@ -109,12 +205,19 @@ int SharedShadow::ReaderNotBefore(const Cell& cell) const {
   return -1;
 }
 
-void SharedShadow::NoteWrite(Cell* cell, AccessKind kind) {
-  uint16_t writer = static_cast<uint16_t>(order_.thread());
-  Stamp now = order_.now();
+void SharedShadow::NoteWrite(Cell* cell, AccessKind kind, const Agent* agent) {
+  uint16_t writer = static_cast<uint16_t>(agent == nullptr ? order_.thread() : agent->number);
+  Stamp now = agent == nullptr ? order_.now() : agent->when;
   bool atomic = false;
   if (kind != AccessKind::kAtomic) {
-    cell->read = 0;  // a thread that is ordered after this write is ordered after those reads
+    // A thread that is ordered after this write is ordered after those reads.
+    while (cell->lists && cell->lanes != 0) {
+      const uint32_t unused = cell->lanes;
+      cell->lanes = readers_[unused].next;
+      readers_[unused].next = free_readers_;
+      free_readers_ = unused;
+    }
+    if (!cell->lists) cell->read = 0;
   } else if (cell->write < order_.block_start()) {
     atomic = true;
   } else if (!cell->atomic) {

@@ -19,7 +19,8 @@ namespace cuda_simulator {
 //
 // A cell records its last write and the reads since; of several concurrent atomic writes, only that
 // there are several. Where two lanes of a partly synced warp read the same cell, it records the
-// earlier time of both, which may miss a race but never gives a false one.
+// earlier time of both, which may miss a race but never gives a false one. Where the order tracks all
+// threads and agents, a cell lists its readers, each with its last read.
 class SharedShadow {
  public:
   SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* order);
@@ -27,6 +28,8 @@ class SharedShadow {
   // Forgets all accesses, and covers the first `bytes` bytes from now on. `order` distinguishes the
   // blocks of the launch. With `admits_quick_accesses` false, ContainsQuickly is, too.
   void StartLaunch(size_t bytes, bool admits_quick_accesses = true);
+  // Makes ContainsQuickly false, as it must be where the order tracks all.
+  void RefuseQuickAccesses() { quick_bytes_ = 0; }
   // Forgets stamps, too, after a reset of `order`.
   void Reset();
 
@@ -40,12 +43,20 @@ class SharedShadow {
     kFine,
     kUnwritten,      // a read of bytes that nothing in this block has written
     kInFlight,       // the bytes have an asynchronous copy that may not have ended
+    kUnfenced,       // of an agent: `*other` wrote the bytes, and has not called FenceProxy since
     kRaceWithRead,   // of `*other`
     kRaceWithWrite,  // of `*other`
   };
-  // Checks and records an access of the running thread, within bytes(). Returns the verdict on the
-  // worst byte; `other` receives a thread, or kSeveral.
-  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other);
+  // Whose access it is, where it is not the running thread's: an agent's that the running thread set
+  // to work, with the stamp of this work.
+  struct Agent {
+    int number;
+    Stamp when;
+  };
+  // Checks and records an access of the running thread, or of an agent, within bytes(). Returns the
+  // verdict on the worst byte; `other` receives a thread, an agent or kSeveral.
+  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other,
+                 const Agent* agent = nullptr);
   // Records a common access and returns true: a read of bytes that were written in
   // this block before the last barrier, or the first write since. It returns false for others;
   // Access then decides.
@@ -70,12 +81,20 @@ class SharedShadow {
     Stamp write = 0;  // when it was written; a stamp before the block's start means never
     // When it was read since that write; a stamp before the last barrier does not matter.
     Stamp read = 0;
-    uint32_t lanes = 0;     // the lanes of `warp` that read
-    uint16_t writer = 0;    // the writing thread, or kLanes + warp, or kWarps
+    uint32_t lanes = 0;     // the lanes of `warp` that read; where `lists`, the first of readers_
+    uint16_t writer = 0;    // the writing thread or agent, or kLanes + warp, or kWarps
     uint16_t stranger = 0;  // 1 + a reader of another warp; 0 where there is none
     uint8_t warp = 0;
     bool atomic = false;
     bool in_flight = false;
+    bool lists = false;
+  };
+  // Lanes of a warp that read at the same time, or an agent, in the list of a cell.
+  struct Readers {
+    Stamp when;
+    uint32_t lanes;
+    int first;      // the thread of lane 0, or an agent of which lanes is 1
+    uint32_t next;  // index in readers_, or 0
   };
   struct Granule {
     Cell cell;
@@ -114,6 +133,7 @@ class SharedShadow {
       cell->lanes = lane;
       cell->warp = static_cast<uint8_t>(warp);
       cell->stranger = 0;
+      cell->lists = false;
     } else if (cell->warp == warp) {
       cell->lanes |= lane;
       cell->read = std::min(cell->read, order_.now());
@@ -121,9 +141,13 @@ class SharedShadow {
       cell->stranger = static_cast<uint16_t>(order_.thread() + 1);
     }
   }
-  Verdict Touch(Cell* cell, AccessKind kind, int* other);
+  Verdict Touch(Cell* cell, AccessKind kind, const Agent* agent, int* other);
   bool WriteIsBefore(const Cell& cell) const;
-  void NoteWrite(Cell* cell, AccessKind kind);
+  bool IsUnfenced(const Cell& cell, AccessKind kind) const;
+  void NoteWrite(Cell* cell, AccessKind kind, const Agent* agent);
+  void MakeList(Cell* cell);
+  void NoteInList(Cell* cell, const Agent* agent);
+  void AddReaders(Cell* cell, Stamp when, uint32_t lanes, int first);
   int ReaderNotBefore(const Cell& cell) const;  // returns -1 where there is none
   Cell* Split(size_t granule);
 
@@ -135,6 +159,9 @@ class SharedShadow {
   // be much shared memory that no kernel uses.
   const std::unique_ptr<Granule[], void (*)(void*)> granules_;
   const size_t capacity_bytes_;
+  std::vector<Readers> readers_;  // of this block's cells; place 0 ends a list
+  uint32_t free_readers_ = 0;     // a list
+  Stamp block_of_readers_ = 0;
   std::vector<std::array<Cell, 4>> splits_;
   std::vector<size_t> split_granules_;
 };

@@ -26,6 +26,9 @@ enum class FindingKind {
   kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
   kStackOverflow,     // a thread used more than Settings::stack_bytes
   kBadInstruction,    // inline PTX that the simulator does not know, or of other operands
+  kBadBarrier,        // a barrier of other threads or arrivals than it is for, or not set up
+  kMissingFence,      // memory or registers that asynchronous work uses need a fence before
+  kUnfinishedWork,    // a product or bulk copy for which nothing waits
 };
 const char* Name(FindingKind kind);  // Returns "out of bounds", "race", ...
 

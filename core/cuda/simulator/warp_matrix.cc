@@ -141,6 +141,34 @@ void CompleteProduct(void* const arguments[kWarp], unsigned) {
 
 }  // namespace
 
+float WidenHalf(bool is_bf16, unsigned short bits) {
+  return is_bf16 ? Widen(__nv_bfloat16{bits}) : Widen(__half{bits});
+}
+
+void MultiplyRow(bool is_bf16, const float a[16], const float* b, int b_stride, int columns,
+                 float* sums) {
+  const Settings& settings = running_machine->settings;
+  if (settings.mma_sums == MmaSums::kTruncated) {
+    for (int n = 0; n < columns; ++n) {
+      float column[16];
+      for (int k = 0; k < 16; ++k) column[k] = b[k * b_stride + n];
+      sums[n] =
+          SumInSteps(settings.gpu, a, column, sums[n], is_bf16 ? kLeastOfFloat : kLeastOfHalf);
+    }
+    return;
+  }
+  for (int first = 0; first < columns; first += 8) {  // as RoundedSum, eight at a time
+    double eight[8];
+    for (int n = 0; n < 8; ++n) eight[n] = sums[first + n];
+    for (int k = 0; k < 16; ++k) {
+      const double factor = a[k];
+      const float* row = b + k * b_stride + first;
+      for (int n = 0; n < 8; ++n) eight[n] += factor * row[n];
+    }
+    for (int n = 0; n < 8; ++n) sums[first + n] = static_cast<float>(eight[n]);
+  }
+}
+
 void MultiplyMatrices(const char* name, bool is_bf16, const MmaOperands& operands,
                       const void* site) {
   MeetInWholeWarp(name, const_cast<MmaOperands*>(&operands),

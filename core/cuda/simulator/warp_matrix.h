@@ -23,6 +23,13 @@ struct MmaOperands {
 void MultiplyMatrices(const char* name, bool is_bf16, const MmaOperands& operands,
                       const void* site);
 
+// Returns the number of 16 bits, bf16 or f16, as a float.
+float WidenHalf(bool is_bf16, unsigned short bits);
+// Adds to sums[n], for each n < columns, the products of a[k] and b[k * b_stride + n], as mma does
+// under the settings. Columns are a multiple of 8; numbers were bf16 or f16.
+void MultiplyRow(bool is_bf16, const float a[16], const float* b, int b_stride, int columns,
+                 float* sums);
+
 // A term of the sums of mma: a product, or the accumulator.
 struct MmaTerm {
   double value;
