@@ -19,8 +19,8 @@
 #define TFB_PTX_BARRIER_INIT "mbarrier.init.shared::cta.b64 [%0], %1;"
 #define TFB_PTX_BARRIER_ARRIVE "mbarrier.arrive.shared::cta.b64 _, [%0];"
 #define TFB_PTX_BARRIER_EXPECT "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-#define TFB_PTX_BARRIER_TRY_WAIT                                                 \
-  "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "       \
+#define TFB_PTX_BARRIER_TRY_WAIT                                           \
+  "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; " \
   "selp.u32 %0, 1, 0, p; }"
 #define TFB_PTX_FENCE_BARRIER_INIT "fence.mbarrier_init.release.cluster;"
 #define TFB_PTX_FENCE_ASYNC "fence.proxy.async.shared::cta;"
@@ -34,23 +34,22 @@
 #define TFB_PTX_FEWER_REGISTERS "setmaxnreg.dec.sync.aligned.u32 %0;"
 #define TFB_PTX_NAMED_SYNC "bar.sync %0, %1;"
 #define TFB_PTX_NAMED_ARRIVE "bar.arrive %0, %1;"
-#define TFB_PTX_NAMED_OR                                                         \
+#define TFB_PTX_NAMED_OR                                                            \
   "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.pred q, %1, %2, p; " \
   "selp.u32 %0, 1, 0, q; }"
 
-#define TFB_PTX_REGISTERS_32                                                     \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "  \
+#define TFB_PTX_REGISTERS_32                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
   "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TFB_PTX_REGISTERS_64                                                     \
-  TFB_PTX_REGISTERS_32                                                           \
+#define TFB_PTX_REGISTERS_64                                                      \
+  TFB_PTX_REGISTERS_32                                                            \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, " \
-  "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "  \
+  "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "   \
   "%62, %63"
 // Sums of registers += products. `adds` is the operand that is 0 where the sums before count as 0.
-#define TFB_PTX_WGMMA(n, type, registers, operands, adds, transposed)            \
-  "{ .reg .pred p; setp.ne.b32 p, " adds                                         \
-  ", 0; wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type            \
-  " {" registers "}, " operands ", p, 1, 1, " transposed "; }"
+#define TFB_PTX_WGMMA(n, type, registers, operands, adds, transposed)               \
+  "{ .reg .pred p; setp.ne.b32 p, " adds ", 0; wgmma.mma_async.sync.aligned.m64n" n \
+  "k16.f32." type "." type " {" registers "}, " operands ", p, 1, 1, " transposed "; }"
 
 namespace tfb {
 namespace {  // internal linkage, as in kernel.cuh
@@ -114,9 +113,9 @@ __device__ TFB_PTX_INLINE void NamedArrive(int number, int threads) {
 // Like NamedSync; returns whether `any` of the threads has a number other than 0.
 __device__ TFB_PTX_INLINE bool NamedAny(int number, int threads, unsigned any) {
   unsigned found;
-  TFB_PTX_MEMORY(TFB_PTX_NAMED_OR, (TFB_PTX_OPERAND("=r", found)),
-                 (TFB_PTX_OPERAND("r", number), TFB_PTX_OPERAND("r", threads),
-                  TFB_PTX_OPERAND("r", any)));
+  TFB_PTX_MEMORY(
+      TFB_PTX_NAMED_OR, (TFB_PTX_OPERAND("=r", found)),
+      (TFB_PTX_OPERAND("r", number), TFB_PTX_OPERAND("r", threads), TFB_PTX_OPERAND("r", any)));
   return found != 0;
 }
 
@@ -142,8 +141,8 @@ __device__ TFB_PTX_INLINE void FewerRegisters() {
 
 // Starts the copy of the map's box at the coordinates, innermost first, to shared memory; elements
 // outside of the tensor are 0. Its bytes arrive at the barrier. One thread calls it.
-__device__ TFB_PTX_INLINE void CopyBox(void* to, const TensorMap& map, int c0, int c1, int c2, int c3,
-                                       uint64_t* barrier) {
+__device__ TFB_PTX_INLINE void CopyBox(void* to, const TensorMap& map, int c0, int c1, int c2,
+                                       int c3, uint64_t* barrier) {
   TFB_PTX_MEMORY(TFB_PTX_TMA_LOAD_4D, (TFB_PTX_NONE),
                  (TFB_PTX_OPERAND("r", SharedAddress(to)), TFB_PTX_OPERAND("l", &map),
                   TFB_PTX_OPERAND("r", c0), TFB_PTX_OPERAND("r", c1), TFB_PTX_OPERAND("r", c2),
@@ -184,6 +183,13 @@ template <int kGroups>
 __device__ TFB_PTX_INLINE void WaitForProducts() {
   TFB_PTX_MEMORY(TFB_PTX_WGMMA_WAIT, (TFB_PTX_NONE), (TFB_PTX_OPERAND("n", kGroups)));
 }
+// Has the computation of a sum of non-negative numbers end before the waits that follow, behind which
+// the assembler else moves the work that products should cover.
+__device__ TFB_PTX_INLINE void Before([[maybe_unused]] float sum) {
+#ifdef __CUDACC__
+  if (__any_sync(~0u, sum < 0)) asm volatile("trap;");  // which a warp never does
+#endif
+}
 // Keeps the compiler from moving accesses to the registers across this place.
 template <int kCount>
 __device__ TFB_PTX_INLINE void Pin(float (&registers)[kCount]) {
@@ -203,13 +209,14 @@ __device__ TFB_PTX_INLINE void Pin(unsigned (&registers)[kCount]) {
 // Start sums[64][n] (+)= a[64][16] b[16][n]. Accumulators and the `a` of registers lie in the four
 // warps as those of m16n8k16 do, 16 rows in each; register 4 c + e of the sums is register e of
 // columns 8 c on. kAdds = 0 begins the sums.
-#define TFB_PTX_SUMS_8(d, n)                                                                  \
-  TFB_PTX_OPERAND("+f", d[n]), TFB_PTX_OPERAND("+f", d[n + 1]), TFB_PTX_OPERAND("+f", d[n + 2]),  \
-      TFB_PTX_OPERAND("+f", d[n + 3]), TFB_PTX_OPERAND("+f", d[n + 4]),                       \
-      TFB_PTX_OPERAND("+f", d[n + 5]), TFB_PTX_OPERAND("+f", d[n + 6]),                       \
+#define TFB_PTX_SUMS_8(d, n)                                                                     \
+  TFB_PTX_OPERAND("+f", d[n]), TFB_PTX_OPERAND("+f", d[n + 1]), TFB_PTX_OPERAND("+f", d[n + 2]), \
+      TFB_PTX_OPERAND("+f", d[n + 3]), TFB_PTX_OPERAND("+f", d[n + 4]),                          \
+      TFB_PTX_OPERAND("+f", d[n + 5]), TFB_PTX_OPERAND("+f", d[n + 6]),                          \
       TFB_PTX_OPERAND("+f", d[n + 7])
-#define TFB_PTX_SUMS_32(d, n) \
-  TFB_PTX_SUMS_8(d, n), TFB_PTX_SUMS_8(d, n + 8), TFB_PTX_SUMS_8(d, n + 16), TFB_PTX_SUMS_8(d, n + 24)
+#define TFB_PTX_SUMS_32(d, n)                                                \
+  TFB_PTX_SUMS_8(d, n), TFB_PTX_SUMS_8(d, n + 8), TFB_PTX_SUMS_8(d, n + 16), \
+      TFB_PTX_SUMS_8(d, n + 24)
 #define TFB_PTX_SUMS_64(d) TFB_PTX_SUMS_32(d, 0), TFB_PTX_SUMS_32(d, 32)
 
 // With a and b in shared memory, rows of both of the summed dimension.
@@ -227,35 +234,33 @@ __device__ TFB_PTX_INLINE void MultiplyN128(float (&d)[64], uint64_t a, uint64_t
 }
 
 // With a in registers and b transposed, of 128 or 64 columns. The sums go on.
-#define TFB_PTX_LEFT(a)                                                                       \
-  TFB_PTX_OPERAND("r", a[0]), TFB_PTX_OPERAND("r", a[1]), TFB_PTX_OPERAND("r", a[2]),         \
+#define TFB_PTX_LEFT(a)                                                               \
+  TFB_PTX_OPERAND("r", a[0]), TFB_PTX_OPERAND("r", a[1]), TFB_PTX_OPERAND("r", a[2]), \
       TFB_PTX_OPERAND("r", a[3])
 template <class T>
 __device__ TFB_PTX_INLINE void MultiplyTransposed(float (&d)[64], const unsigned* a, uint64_t b) {
   if (IsHalf<T>::kValue) {
-    TFB_PTX_MEMORY(TFB_PTX_WGMMA("128", "f16", TFB_PTX_REGISTERS_64, "{%64, %65, %66, %67}, %68",
-                                 "%69", "1"),
-                   (TFB_PTX_SUMS_64(d)),
-                   (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
+    TFB_PTX_MEMORY(
+        TFB_PTX_WGMMA("128", "f16", TFB_PTX_REGISTERS_64, "{%64, %65, %66, %67}, %68", "%69", "1"),
+        (TFB_PTX_SUMS_64(d)), (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
   } else {
-    TFB_PTX_MEMORY(TFB_PTX_WGMMA("128", "bf16", TFB_PTX_REGISTERS_64, "{%64, %65, %66, %67}, %68",
-                                 "%69", "1"),
-                   (TFB_PTX_SUMS_64(d)),
-                   (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
+    TFB_PTX_MEMORY(
+        TFB_PTX_WGMMA("128", "bf16", TFB_PTX_REGISTERS_64, "{%64, %65, %66, %67}, %68", "%69", "1"),
+        (TFB_PTX_SUMS_64(d)), (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
   }
 }
 template <class T>
 __device__ TFB_PTX_INLINE void MultiplyTransposed(float (&d)[32], const unsigned* a, uint64_t b) {
   if (IsHalf<T>::kValue) {
-    TFB_PTX_MEMORY(TFB_PTX_WGMMA("64", "f16", TFB_PTX_REGISTERS_32, "{%32, %33, %34, %35}, %36",
-                                 "%37", "1"),
-                   (TFB_PTX_SUMS_32(d, 0)),
-                   (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
+    TFB_PTX_MEMORY(
+        TFB_PTX_WGMMA("64", "f16", TFB_PTX_REGISTERS_32, "{%32, %33, %34, %35}, %36", "%37", "1"),
+        (TFB_PTX_SUMS_32(d, 0)),
+        (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
   } else {
-    TFB_PTX_MEMORY(TFB_PTX_WGMMA("64", "bf16", TFB_PTX_REGISTERS_32, "{%32, %33, %34, %35}, %36",
-                                 "%37", "1"),
-                   (TFB_PTX_SUMS_32(d, 0)),
-                   (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
+    TFB_PTX_MEMORY(
+        TFB_PTX_WGMMA("64", "bf16", TFB_PTX_REGISTERS_32, "{%32, %33, %34, %35}, %36", "%37", "1"),
+        (TFB_PTX_SUMS_32(d, 0)),
+        (TFB_PTX_LEFT(a), TFB_PTX_OPERAND("l", b), TFB_PTX_OPERAND("n", 1)));
   }
 }
 

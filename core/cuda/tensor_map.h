@@ -15,10 +15,10 @@ struct alignas(64) TensorMap {
 // A tensor of 16-bit numbers, whose dimensions are given innermost first. Box rows have 64 numbers,
 // which are 128 bytes, and chunks are exchanged as DescribeMatrix says.
 struct BoxedTensor {
-  void* data;            // at a multiple of 16 bytes
+  void* data;  // at a multiple of 16 bytes
   int64_t sizes[4];
-  int64_t strides[4];    // in elements, multiples of 8 but for strides[0], which is 1
-  int box_rows;          // of dimension 1; 1 of dimensions 2 and 3
+  int64_t strides[4];  // in elements, multiples of 8 but for strides[0], which is 1
+  int box_rows;        // of dimension 1; 1 of dimensions 2 and 3
 };
 
 }  // namespace tfb

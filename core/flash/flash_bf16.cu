@@ -1,10 +1,10 @@
-#include "core/flash/flash_mma.cuh"
+#include "core/flash/flash_hopper.cuh"
 
 namespace tfb {
 namespace {
 
 const char* Forward(const FlashArguments& arguments, void* stream) {
-  return LaunchFlashMma<__nv_bfloat16>(arguments, stream);
+  return LaunchFlash16<__nv_bfloat16>(arguments, stream);
 }
 
 }  // namespace

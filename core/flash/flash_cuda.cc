@@ -266,6 +266,9 @@ absl::StatusOr<FlashArguments> FlashCuda::ArgumentsOf(const Problem& problem,
   a.splits = 1;
   a.asked = call.asked;
   a.max_blocks = max_blocks_;
+  const CudaDevice& device = runtime_->properties();
+  a.multiprocessors = device.multiprocessors;
+  a.compute_capability = device.compute_capability_major * 10 + device.compute_capability_minor;
   a.decode_queries = static_cast<int>(query_tile_);
   return a;
 }

@@ -1,10 +1,10 @@
-#include "core/flash/flash_mma.cuh"
+#include "core/flash/flash_hopper.cuh"
 
 namespace tfb {
 namespace {
 
 const char* Forward(const FlashArguments& arguments, void* stream) {
-  return LaunchFlashMma<__half>(arguments, stream);
+  return LaunchFlash16<__half>(arguments, stream);
 }
 
 }  // namespace

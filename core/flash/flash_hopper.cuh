@@ -11,7 +11,7 @@
 //                   that one multiplies while the other exponentiates
 //   shared memory   queries and output 128 x D each, and stages of 128 keys and values: two at
 //                   D = 128, four at D = 64, 193 and 161 KiB
-//   registers       output D / 2, scores 64, probabilities 32 a thread, of 232; 40 of the first group
+//   registers       output D / 2, scores 64, probabilities 32 a thread, of 216; 72 of the first group
 //   rate            4 x 128 x 128 x D FLOPs a step, 2,048 cycles of the tensor cores at D = 128, and
 //                   128 x 128 exponentials, 1,024 cycles
 //
@@ -22,6 +22,7 @@
 #define TFB_CORE_FLASH_FLASH_HOPPER_CUH_
 
 #include "core/cuda/hopper.cuh"
+#include "core/cuda/tensor_map.cuh"
 #include "core/flash/flash_mma.cuh"
 
 namespace tfb {
@@ -48,18 +49,10 @@ __device__ inline int PlaceInPanels(int row, int chunk) {
   return chunk / 8 * Shape::kPanelBytes + row * Shape::kRowBytes + ((chunk ^ row) & 7) * 16;
 }
 
-// Two tiles of keys. Where there is no second one, it lies behind the last key.
-struct HopperStep {
-  int index[2];
-  int mask[2];  // as in KeyTile
-};
-
 // What the first group finds out of a task.
 struct HopperTask {
   FlashTask task;
   const int32_t* query_order;  // null: query n is token n
-  const int32_t* key_order;
-  const uint8_t* key_mask;  // null: every key is a token
   int first_query;
   int queries;  // of the batch row
   int steps;    // -1 behind the last task
@@ -69,6 +62,8 @@ struct HopperTask {
 template <int kDim>
 struct HopperCommon {
   static constexpr int kStages = HopperShape<kDim>::kStages;
+  // A step's words are written with its keys, and read until its values are, one step later.
+  static constexpr int kWords = kStages + 2;
 
   uint64_t queries_full;
   uint64_t queries_empty;
@@ -76,9 +71,12 @@ struct HopperCommon {
   uint64_t keys_empty[kStages];
   uint64_t values_full[kStages];
   uint64_t values_empty[kStages];
-  HopperStep steps[kStages];
-  HopperTask tasks[2];  // the n-th of a block is in tasks[n % 2]
-  WalkState walk;       // thread 0's
+  uint64_t values_checked[kStages];
+  HopperTask tasks[2];                    // the n-th of a block is in tasks[n % 2]
+  bool whole[kWords];                     // whether all queries see all keys of the step
+  bool checked[kWords];                   // whether values behind hidden keys may be not finite
+  bool not_finite[kStages];               // whether some are; the first group looks
+  uint64_t visible[kWords][2][kQueries];  // bit c of [t][r]: query r sees key c of tile t
 };
 
 template <int kDim>
@@ -101,145 +99,183 @@ struct HopperShared {
         common(of_block) {}
 };
 
-// A place in the ring of stages, and the parity of the phase that it is in.
-template <int kStages>
-struct StageOf {
-  int stage = 0;
+// A place in a ring, and the parity of the phase that it is in.
+template <int kPlaces>
+struct PlaceOf {
+  int place = 0;
   unsigned parity = 0;
 
   __device__ void Advance() {
-    if (++stage < kStages) return;
-    stage = 0;
+    if (++place < kPlaces) return;
+    place = 0;
     parity ^= 1;
   }
 };
 
-// How tensors are copied.
+// How tensors are copied: in boxes by one thread, with the maps, or row by row by the first group.
 struct HopperCopying {
   TensorMap q;
   TensorMap k;
   TensorMap v;
-  bool boxes_of_q;  // by boxes: rows are whole chunks, one behind the other
-  bool boxes_of_k;
-  bool boxes_of_v;
   InChunks in_chunks;
-  int heads;  // whose keys and values stay in the L2 cache together
 };
 
 // ---- Which task is next ----
 
-// Returns the n-th of all tasks. Those of `heads` heads are mixed, the longest first, so that blocks
-// that take them in turns have equal shares and the heads' keys and values are read from L2.
-__device__ inline FlashTask HopperTaskOf(const FlashArguments& a, int heads, int64_t n) {
-  const int64_t tiles = a.schedule.query_tiles, of_head = tiles * a.splits;
-  const int64_t section = n / (heads * of_head);
-  const int64_t first = section * heads;
-  const int64_t count = min(int64_t{heads}, a.batch * a.query_heads - first);
-  n -= first * of_head;
-  const int64_t head = first + n % count;
-  n /= count;
-  FlashTask task;
-  task.split = n % a.splits;
-  const int64_t rank = n / a.splits;
-  task.head = head % a.query_heads;
-  task.batch = head / a.query_heads;
-  task.kv_head = task.head / (a.query_heads / a.kv_heads);
-  // In bands, later queries see more keys or as many.
-  task.query_tile = a.schedule.order == nullptr
-                        ? tiles - 1 - rank
-                        : a.schedule.order[task.head % a.schedule.heads * tiles + rank];
-  return task;
-}
-// Returns the block's task of a round. Every other round goes backwards: a block that had a longer one
-// has a shorter one next.
-__device__ inline int64_t TaskOfRound(int64_t round) {
-  const int64_t blocks = gridDim.x, block = blockIdx.x;
-  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+// The tasks of a grid that has fewer blocks than there are. A block takes pairs of a head's tasks, a
+// long one and a short one, whose keys are about as many in all pairs; the blocks are at the same head
+// at the same time, so that its keys and values are read from L2.
+class HopperTasks {
+ public:
+  __device__ explicit HopperTasks(const FlashArguments& a) : a_(a) {
+    of_head_ = a.schedule.query_tiles * a.splits;
+    in_pairs_ = FlashTasks(a) > gridDim.x;
+    units_of_head_ = in_pairs_ ? (of_head_ + 1) / 2 : of_head_;
+    unit_ = blockIdx.x;
+  }
+  // Finds the block's next task. Returns false after the last.
+  __device__ bool Next(FlashTask* task) {
+    if (of_head_ == 0) return false;
+    if (second_ >= 0) {
+      *task = TaskOf(unit_ / units_of_head_, second_);
+      second_ = -1;
+      unit_ += gridDim.x;
+      return true;
+    }
+    const int64_t head = unit_ / units_of_head_, n = unit_ % units_of_head_;
+    if (head >= a_.batch * a_.query_heads) return false;
+    *task = TaskOf(head, n);
+    if (in_pairs_ && of_head_ - 1 - n > n) {
+      second_ = of_head_ - 1 - n;
+    } else {
+      unit_ += gridDim.x;
+    }
+    return true;
+  }
+
+ private:
+  // Returns the n-th task of a head, the longest first.
+  __device__ FlashTask TaskOf(int64_t head, int64_t n) const {
+    FlashTask task;
+    task.split = n % a_.splits;
+    const int64_t rank = n / a_.splits, tiles = a_.schedule.query_tiles;
+    task.head = head % a_.query_heads;
+    task.batch = head / a_.query_heads;
+    task.kv_head = task.head / (a_.query_heads / a_.kv_heads);
+    // In bands, later queries see more keys or as many.
+    task.query_tile = a_.schedule.order == nullptr
+                          ? tiles - 1 - rank
+                          : a_.schedule.order[task.head % a_.schedule.heads * tiles + rank];
+    return task;
+  }
+
+  const FlashArguments& a_;
+  int64_t of_head_;  // tasks
+  int64_t units_of_head_;
+  int64_t unit_;
+  int64_t second_ = -1;  // of a pair of which the first is done
+  bool in_pairs_;
+};
+
+// Returns the row of the call that query r of a block is; beyond the last query, that of the last.
+__device__ inline int64_t RowOfCall(const FlashArguments& a, const HopperTask& task, int r) {
+  return QueryRow(a, task.task.batch, min(task.first_query + r, task.queries - 1));
 }
 
 // ---- The first group ----
 
-template <class T, int kDim>
+template <class T, int kDim, bool kInBoxes>
 class HopperCopies {
  public:
   using Shape = HopperShape<kDim>;
+  using Common = HopperCommon<kDim>;
 
   __device__ HopperCopies(const FlashArguments& a, const HopperCopying& copying,
                           const HopperShared<kDim>& shared)
-      : a_(a),
-        copying_(copying),
-        shared_(shared),
-        common_(shared.common),
-        is_alone_(copying.boxes_of_q && copying.boxes_of_k && copying.boxes_of_v) {}
+      : a_(a), copying_(copying), shared_(shared), common_(shared.common) {}
 
-  // Does all tasks of the block. Boxes take one thread, rows all of the group.
+  // Does all tasks of the block. Of boxes, the first warp starts the copies, and the others look at
+  // values; of rows, all threads do both.
   __device__ void Run() {
-    if (is_alone_ && threadIdx.x > 0) return;
-    unsigned parity = 0;
-    for (int64_t round = 0;; ++round) {
+    if (kInBoxes && threadIdx.x >= kWarp) return RunChecks();
+    HopperTasks tasks(a_);
+    for (unsigned parity = 0;; parity ^= 1) {
       HopperTask& task = common_.tasks[parity];
-      if (threadIdx.x == 0) {
-        Wait(&common_.queries_empty, parity ^ 1);
-        FindTask(&round, task);
-      }
-      Together();
-      if (task.steps < 0) break;
+      WalkState walk;
+      Wait(&common_.queries_empty, parity ^ 1);
+      FindTask(tasks, walk, task);
       CopyQueries(task);
+      if (task.steps < 0) return;
       const int steps = task.steps;
+      if (steps == 0) continue;
+      // Keys of a step before values of the last, whose memory is in use for longer.
+      Step step = NextStep(walk);
+      CopyKeys(task, step);
 #pragma unroll 1
-      for (int n = 0; n < steps; ++n) {
-        CopyStep(task);
-        at_.Advance();
+      for (int n = 1; n < steps; ++n) {
+        const Step next = NextStep(walk);
+        CopyKeys(task, next);
+        CopyValues(task, step);
+        step = next;
       }
-      parity ^= 1;
+      CopyValues(task, step);
     }
-    if (threadIdx.x == 0) Arrive(&common_.queries_full);
   }
 
  private:
   static constexpr int kTogether = 4;  // a named barrier
   static constexpr int kChunks = kDim / 8;
+  static constexpr int kCheckThreads = kWarpGroup - kWarp;
+  struct Step {
+    KeyTile tiles[2];  // without a second one, that lies behind the last key
+    bool whole;
+    bool checked;
+  };
 
+  // Waits for the threads that copy.
   __device__ void Together() const {
-    if (!is_alone_) NamedSync(kTogether, kWarpGroup);
+    if (kInBoxes) {
+      __syncwarp();
+    } else {
+      NamedSync(kTogether, kWarpGroup);
+    }
   }
 
-  // Finds the next task with queries from a round on.
-  __device__ void FindTask(int64_t* round, HopperTask& to) {
-    const int64_t tasks = FlashTasks(a_);
-    for (;; ++*round) {
-      if (*round * gridDim.x >= tasks) break;
-      const int64_t n = TaskOfRound(*round);
-      if (n >= tasks) continue;
-      const FlashTask task = HopperTaskOf(a_, copying_.heads, n);
-      to.first_query = static_cast<int>(task.query_tile) * kQueries;
-      to.queries = static_cast<int>(QueriesOf(a_, task.batch));
-      if (to.first_query >= to.queries) continue;
-      to.task = task;
-      to.query_order = OrderOf(a_.query_order, task.batch, task.head);
-      to.key_order = OrderOf(a_.key_order, task.batch, task.kv_head);
-      to.key_mask =
-          a_.key_mask == nullptr ? nullptr : a_.key_mask + task.batch * a_.key_mask_strides[0];
-      common_.walk.Begin(a_, task, kQueries);
-      to.steps = (common_.walk.left + 1) / 2;
-      return;
+  // Finds the next task with queries, in all threads that copy.
+  __device__ void FindTask(HopperTasks& tasks, WalkState& walk, HopperTask& to) const {
+    HopperTask found = {};
+    found.steps = -1;
+    while (tasks.Next(&found.task)) {
+      const FlashTask& task = found.task;
+      found.first_query = static_cast<int>(task.query_tile) * kQueries;
+      found.queries = static_cast<int>(QueriesOf(a_, task.batch));
+      if (found.first_query >= found.queries) continue;
+      found.query_order =
+          a_.query_order.tokens == nullptr ? nullptr : a_.query_order.Of(task.batch, task.head);
+      walk.Begin(a_, task, kQueries);
+      found.steps = (walk.left + 1) / 2;
+      break;
     }
-    to.steps = -1;
-  }
-  __device__ static const int32_t* OrderOf(const TokenOrder& order, int64_t b, int64_t h) {
-    return order.tokens == nullptr ? nullptr : order.Of(b, h);
+    if (threadIdx.x == 0) to = found;
+    Together();
   }
 
   __device__ void CopyQueries(const HopperTask& task) {
     uint64_t* full = &common_.queries_full;
-    if (!copying_.boxes_of_q) {
-      const int64_t offset =
-          task.task.batch * a_.q.strides[0] + task.task.head * a_.q.strides[1];
-      CopyRows(shared_.queries, a_.q, offset, a_.head_dim, copying_.in_chunks.q, full, [&](int r) {
+    if (task.steps < 0) {
+      if (threadIdx.x == 0) Arrive(full);
+      return;
+    }
+    if (!kInBoxes) {
+      const int64_t offset = task.task.batch * a_.q.strides[0] + task.task.head * a_.q.strides[1];
+      const auto token_of = [&](int r) {
         if (task.first_query + r >= task.queries) return int64_t{-1};
-        const int64_t row = QueryRow(a_, task.task.batch, task.first_query + r);
+        const int64_t row = RowOfCall(a_, task, r);
         return task.query_order == nullptr ? row : int64_t{task.query_order[row]};
-      });
+      };
+      CopyRows(shared_.queries, a_.q, offset, a_.head_dim, copying_.in_chunks.q, token_of);
+      Together();
+      if (threadIdx.x == 0) Arrive(full);
       return;
     }
     if (threadIdx.x > 0) return;
@@ -251,39 +287,64 @@ class HopperCopies {
     }
   }
 
-  __device__ void CopyStep(const HopperTask& task) {
-    HopperStep& step = common_.steps[at_.stage];
+  __device__ void CopyKeys(const HopperTask& task, const Step& step) {
+    Wait(&common_.keys_empty[keys_.place], keys_.parity ^ 1);
     if (threadIdx.x == 0) {
-      Wait(&common_.keys_empty[at_.stage], at_.parity ^ 1);
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const bool exists = common_.walk.Next(a_.schedule);
-        const KeyTile tile = common_.walk.key_tile(a_.schedule);
-        step.index[t] =
-            exists ? tile.index : static_cast<int>((a_.kv_tokens + kKeys - 1) / kKeys);
-        step.mask[t] = exists ? tile.mask : TileRun::kFull;
-      }
+      common_.whole[words_.place] = step.whole;
+      common_.checked[words_.place] = step.checked;
     }
-    Together();
-    const FlashTask& of = task.task;
-    Copy(copying_.k, copying_.boxes_of_k, a_.k, of.batch * a_.k.strides[0] + of.kv_head * a_.k.strides[1],
-         a_.head_dim, copying_.in_chunks.k, shared_.keys, task, step, &common_.keys_full[at_.stage]);
-    if (threadIdx.x == 0) Wait(&common_.values_empty[at_.stage], at_.parity ^ 1);
-    Together();
-    Copy(copying_.v, copying_.boxes_of_v, a_.v, of.batch * a_.v.strides[0] + of.kv_head * a_.v.strides[1],
-         a_.value_dim, copying_.in_chunks.v, shared_.values, task, step,
-         &common_.values_full[at_.stage]);
+    if (!step.whole) FindVisible(task, step, common_.visible[words_.place]);
+    Copy(copying_.k, a_.k, a_.head_dim, copying_.in_chunks.k,
+         shared_.keys + keys_.place * Shape::kTileBytes, task, step,
+         &common_.keys_full[keys_.place]);
+    keys_.Advance();
+    words_.Advance();
   }
-  // Copies two tiles of keys or values to the stage.
-  __device__ void Copy(const TensorMap& map, bool boxes, const DeviceView& view, int64_t offset,
-                       int channels, bool in_chunks, unsigned char* ring, const HopperTask& task,
-                       const HopperStep& step, uint64_t* full) {
-    unsigned char* to = ring + at_.stage * Shape::kTileBytes;
-    if (!boxes) {
-      CopyRows(to, view, offset, channels, in_chunks, full,
-               [&](int r) { return KeyTokenOrNone(a_, task, step.index[r / kKeys], r % kKeys); });
+  __device__ void CopyValues(const HopperTask& task, const Step& step) {
+    const int stage = values_.place;
+    Wait(&common_.values_empty[stage], values_.parity ^ 1);
+    if (threadIdx.x == 0) common_.not_finite[stage] = false;
+    Copy(copying_.v, a_.v, a_.value_dim, copying_.in_chunks.v,
+         shared_.values + stage * Shape::kTileBytes, task, step, &common_.values_full[stage]);
+    if (!kInBoxes) {
+      if (step.checked) CheckValues(stage, threadIdx.x, kWarpGroup);
+      Together();
+      if (threadIdx.x == 0) Arrive(&common_.values_checked[stage]);
+    }
+    values_.Advance();
+  }
+  __device__ Step NextStep(WalkState& walk) const {
+    Step step = {};
+    bool full = true, tokens = true;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      step.tiles[t].index = static_cast<int>((a_.kv_tokens + kKeys - 1) / kKeys);
+      step.tiles[t].mask = TileRun::kFull;
+      if (walk.Next(a_.schedule)) step.tiles[t] = walk.key_tile(a_.schedule);
+      full = full && step.tiles[t].mask == TileRun::kFull;
+      tokens = tokens && AllTokens(a_, step.tiles[t].index);
+    }
+    step.whole = full && tokens;
+    // Beyond the last key and, in rows, behind padding there are zeros.
+    step.checked = !full || a_.key_mask != nullptr;
+    return step;
+  }
+  // Copies two tiles of keys or values, and says so.
+  __device__ void Copy(const TensorMap& map, const DeviceView& view, int channels, bool in_chunks,
+                       unsigned char* to, const HopperTask& task, const Step& step,
+                       uint64_t* full) {
+    const FlashTask& of = task.task;
+    if (!kInBoxes) {
+      CopyRows(to, view, of.batch * view.strides[0] + of.kv_head * view.strides[1], channels,
+               in_chunks, [&](int r) {
+                 return r < kKeys ? KeyTokenOrNone(of, step.tiles[0].index, r)
+                                  : KeyTokenOrNone(of, step.tiles[1].index, r - kKeys);
+               });
+      Together();
+      if (threadIdx.x == 0) Arrive(full);
       return;
     }
+    __syncwarp();
     if (threadIdx.x > 0) return;
     ArriveAndExpect(full, Shape::kTileBytes);
 #pragma unroll
@@ -291,29 +352,26 @@ class HopperCopies {
 #pragma unroll
       for (int p = 0; p < Shape::kPanels; ++p) {
         CopyBox(to + p * Shape::kPanelBytes + t * kKeys * Shape::kRowBytes, map, p * 64,
-                step.index[t] * kKeys, static_cast<int>(task.task.kv_head),
-                static_cast<int>(task.task.batch), full);
+                step.tiles[t].index * kKeys, static_cast<int>(of.kv_head),
+                static_cast<int>(of.batch), full);
       }
     }
   }
 
- public:
   // Returns the token of k and v that is key c of a tile, or -1 where there is none, or padding.
-  __device__ static int64_t KeyTokenOrNone(const FlashArguments& a, const HopperTask& task, int tile,
-                                           int c) {
-    if (int64_t{tile} * kKeys + c >= a.kv_tokens) return -1;
-    const int64_t row = FirstKeyRow(a, tile) + c;
-    const int64_t token = task.key_order == nullptr ? row : task.key_order[row];
-    if (task.key_mask == nullptr) return token;
-    return task.key_mask[token * a.key_mask_strides[1]] != 0 ? token : -1;
+  __device__ int64_t KeyTokenOrNone(const FlashTask& task, int tile, int c) const {
+    if (int64_t{tile} * kKeys + c >= a_.kv_tokens) return -1;
+    const int64_t token = KeyToken(a_, task, tile, c);
+    if (a_.key_mask == nullptr) return token;
+    const int64_t of_mask = task.batch * a_.key_mask_strides[0] + token * a_.key_mask_strides[1];
+    return a_.key_mask[of_mask] != 0 ? token : -1;
   }
 
- private:
-  // Copies 128 rows by all threads of the group; row r is that of token token_of(r), and zeros where
-  // that is below 0 and beyond the last channel.
+  // Starts copies of 128 rows, or makes them; row r is that of token token_of(r), and zeros where
+  // that is below 0 and beyond the last channel. They are visible to products after Together.
   template <class TokenOfRow>
   __device__ void CopyRows(unsigned char* to, const DeviceView& view, int64_t offset, int channels,
-                           bool in_chunks, uint64_t* full, const TokenOfRow& token_of) {
+                           bool in_chunks, const TokenOfRow& token_of) const {
 #pragma unroll 1
     for (int n = threadIdx.x; n < 128 * kChunks; n += kWarpGroup) {
       const int row = n / kChunks, chunk = n % kChunks;
@@ -339,16 +397,76 @@ class HopperCopies {
     __pipeline_commit();
     __pipeline_wait_prior(0);
     FenceAsync();
-    NamedSync(kTogether, kWarpGroup);
-    if (threadIdx.x == 0) Arrive(full);
+  }
+
+  // ---- Which keys a query sees ----
+
+  __device__ void FindVisible(const HopperTask& task, const Step& step,
+                              uint64_t (&visible)[2][kQueries]) const {
+    constexpr int kThreads = kInBoxes ? kWarp : kWarpGroup;
+#pragma unroll 1
+    for (int t = 0; t < 2; ++t) {
+      const KeyTile tile = t == 0 ? step.tiles[0] : step.tiles[1];
+      const uint64_t tokens = Tokens(task.task, tile.index);
+#pragma unroll 1
+      for (int r = threadIdx.x; r < kQueries; r += kThreads) {
+        visible[t][r] = tokens & MaskOf(a_.schedule, tile, RowOfCall(a_, task, r), r, kQueries);
+      }
+    }
+  }
+  // Returns which keys of a tile are tokens, in all lanes of a warp.
+  __device__ uint64_t Tokens(const FlashTask& task, int tile) const {
+    if (a_.key_mask == nullptr) return Bits(0, a_.kv_tokens - int64_t{tile} * kKeys);
+    const unsigned low = __ballot_sync(~0u, KeyTokenOrNone(task, tile, Lane()) >= 0);
+    const unsigned high = __ballot_sync(~0u, KeyTokenOrNone(task, tile, Lane() + 32) >= 0);
+    return low | static_cast<uint64_t>(high) << 32;
+  }
+
+  // Looks at the values of all steps of which some may be hidden.
+  __device__ void RunChecks() {
+    for (unsigned parity = 0;; parity ^= 1) {
+      Wait(&common_.queries_full, parity);
+      const int steps = common_.tasks[parity].steps;
+      if (steps < 0) return;
+#pragma unroll 1
+      for (int n = 0; n < steps; ++n) {
+        const int stage = values_.place;
+        Wait(&common_.values_full[stage], values_.parity);
+        if (common_.checked[words_.place]) {
+          CheckValues(stage, threadIdx.x - kWarp, kCheckThreads);
+        }
+        __syncwarp();
+        if (Lane() == 0) {
+          Arrive(&common_.values_checked[stage]);
+          Arrive(&common_.values_empty[stage]);
+        }
+        values_.Advance();
+        words_.Advance();
+      }
+      __syncwarp();
+      if (Lane() == 0) Arrive(&common_.queries_empty);
+    }
+  }
+  // Notes that a value of the stage is not finite: a hidden key's weight of 0 must not be multiplied
+  // by it.
+  __device__ void CheckValues(int stage, int thread, int threads) const {
+    const unsigned char* values = shared_.values + stage * Shape::kTileBytes;
+    unsigned found = 0;
+#pragma unroll 4
+    for (int at = thread * 16; at < Shape::kTileBytes; at += threads * 16) {
+      const uint4 x = *reinterpret_cast<const uint4*>(values + at);
+      found |= NonFinite<T>(x.x) | NonFinite<T>(x.y) | NonFinite<T>(x.z) | NonFinite<T>(x.w);
+    }
+    if (__any_sync(~0u, found != 0) && Lane() == 0) common_.not_finite[stage] = true;
   }
 
   const FlashArguments& a_;
   const HopperCopying& copying_;
   const HopperShared<kDim>& shared_;
-  HopperCommon<kDim>& common_;
-  const bool is_alone_;
-  StageOf<Shape::kStages> at_;
+  Common& common_;
+  PlaceOf<Shape::kStages> keys_;
+  PlaceOf<Shape::kStages> values_;
+  PlaceOf<Common::kWords> words_;
 };
 
 // ---- The others ----
@@ -357,6 +475,7 @@ template <class T, int kDim>
 class HopperProducts {
  public:
   using Shape = HopperShape<kDim>;
+  using Common = HopperCommon<kDim>;
 
   __device__ HopperProducts(const FlashArguments& a, bool out_in_chunks,
                             const HopperShared<kDim>& shared)
@@ -364,7 +483,7 @@ class HopperProducts {
         out_in_chunks_(out_in_chunks),
         shared_(shared),
         common_(shared.common),
-        group_(static_cast<int>(threadIdx.x) / kWarpGroup - 1),
+        group_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroup - 1, 0)),
         factor_(a.scale * kLog2E) {}
 
   __device__ void Run() {
@@ -380,73 +499,82 @@ class HopperProducts {
 
  private:
   static constexpr int kBoth = 2 * kWarpGroup;
-  static constexpr int kNonFinite = 3;               // a named barrier
-  static constexpr int kKeyTiles = 16;               // of 8 columns of scores
-  static constexpr int kOutputTiles = kDim / 8;      // of 8 columns of the output
-  static constexpr int kChunks = kDim / 8;           // of 16 bytes of a row
+  static constexpr int kAside = 3;               // a named barrier
+  static constexpr int kKeyTiles = 16;           // of 8 columns of scores
+  static constexpr int kOutputTiles = kDim / 8;  // of 8 columns of the output
+  static constexpr int kChunks = kDim / 8;       // of 16 bytes of a row
   using Scores = float[kKeyTiles * 4];
+  using Words = uint64_t[2][kQueries];
 
   __device__ static int TurnOf(int group) { return 1 + group; }  // a named barrier
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
   // The first of the 16 queries of the warp.
-  __device__ int warp_row() const { return static_cast<int>(threadIdx.x) / kWarp * 16 - kWarpGroup / 2; }
+  __device__ int warp_row() const {
+    return static_cast<int>(threadIdx.x) / kWarp * 16 - kWarpGroup / 2;
+  }
   __device__ int RowOf(int half) const { return warp_row() + half * 8 + lane() / 4; }
   __device__ static int column() { return lane() % 4 * 2; }
 
   __device__ void RunTask(const HopperTask& task) {
+    const int steps = task.steps;
 #pragma unroll
     for (int n = 0; n < kOutputTiles * 4; ++n) output_[n] = 0;
     sum_[0] = sum_[1] = 0;
     maximum_[0] = maximum_[1] = -INFINITY;
-    if (task.steps > 0) RunSteps(task);
-    if (task.steps == 0) Release(&common_.queries_empty);
+    has_aside_ = false;
+    if (steps > 0) {
+      RunSteps(steps);
+    } else {
+      Release(&common_.queries_empty);
+    }
     Store(task);
   }
 
-  __device__ void RunSteps(const HopperTask& task) {
-    StageOf<Shape::kStages> keys = at_;
+  __device__ void RunSteps(int steps) {
+    PlaceOf<Shape::kStages> keys = at_;
     Scores score;
     unsigned weight[kKeyTiles * 2];
-    Wait(&common_.keys_full[keys.stage], keys.parity);
-    HopperStep step = common_.steps[keys.stage];
-    StartScores(keys.stage, score);
+    float rescale[2];
+    Wait(&common_.keys_full[keys.place], keys.parity);
+    StartScores(keys.place, score);
     WaitForProducts<0>();
     Pin(score);
-    Release(&common_.keys_empty[keys.stage]);
-    float rescale[2];
-    Exponentiate(task, step, score, rescale);
+    Exponentiate(common_.whole[words_.place], score, rescale);
+    Release(&common_.keys_empty[keys.place]);
     Round(score, weight);
 #pragma unroll 1
-    for (int n = 1; n < task.steps; ++n) {
+    for (int n = 1; n < steps; ++n) {
       keys.Advance();
-      Wait(&common_.keys_full[keys.stage], keys.parity);
-      const HopperStep next = common_.steps[keys.stage];
-      if (Hides(step)) SetAsideNonFinite(task, step);
+      Wait(&common_.keys_full[keys.place], keys.parity);
+      if (common_.checked[words_.place]) SetAside();
+      words_.Advance();
+      const bool whole = common_.whole[words_.place];
       NamedSync(TurnOf(group_), kBoth);
-      StartScores(keys.stage, score);
-      Wait(&common_.values_full[at_.stage], at_.parity);
-      StartOutput(at_.stage, weight);
+      StartScores(keys.place, score);
+      Wait(&common_.values_full[at_.place], at_.parity);
+      StartOutput(at_.place, weight);
       NamedArrive(TurnOf(1 - group_), kBoth);
       WaitForProducts<1>();
       Pin(score);
-      Release(&common_.keys_empty[keys.stage]);
-      Exponentiate(task, next, score, rescale);
+      Release(&common_.keys_empty[keys.place]);
+      Exponentiate(whole, score, rescale);
+      Before(sum_[0] + sum_[1]);
       WaitForProducts<0>();
       Pin(output_);
-      Release(&common_.values_empty[at_.stage]);
+      Release(&common_.values_empty[at_.place]);
       at_.Advance();
       Rescale(rescale);
       Round(score, weight);
-      step = next;
     }
     // All products with queries are done.
     Release(&common_.queries_empty);
-    if (Hides(step)) SetAsideNonFinite(task, step);
-    Wait(&common_.values_full[at_.stage], at_.parity);
-    StartOutput(at_.stage, weight);
+    if (common_.checked[words_.place]) SetAside();
+    words_.Advance();
+    Wait(&common_.values_full[at_.place], at_.parity);
+    StartOutput(at_.place, weight);
     WaitForProducts<0>();
     Pin(output_);
-    Release(&common_.values_empty[at_.stage]);
+    Release(&common_.values_empty[at_.place]);
     at_.Advance();
   }
 
@@ -487,45 +615,16 @@ class HopperProducts {
     EndProducts();
   }
 
-  // ---- Which keys a query sees ----
+  // ---- Softmax: see FlashMmaBlock::Shift ----
 
-  // Tells whether keys that there are may be hidden.
-  __device__ bool Hides(const HopperStep& step) const {
-    return step.mask[0] != TileRun::kFull || step.mask[1] != TileRun::kFull ||
-           a_.key_mask != nullptr;
-  }
-  __device__ bool IsWhole(const HopperStep& step) const {
-    return !Hides(step) && AllTokens(a_, step.index[0]) && AllTokens(a_, step.index[1]);
-  }
-  // Returns the row of the call that query r of the block is; beyond the last query, that of the last.
-  __device__ int64_t RowOfCall(const HopperTask& task, int r) const {
-    return QueryRow(a_, task.task.batch, min(task.first_query + r, task.queries - 1));
-  }
-  // Returns which keys of a tile are tokens, in all lanes of a warp.
-  __device__ uint64_t Tokens(const HopperTask& task, int tile) const {
-    if (a_.key_mask == nullptr) return Bits(0, a_.kv_tokens - int64_t{tile} * kKeys);
-    using Copies = HopperCopies<T, kDim>;
-    const unsigned low =
-        __ballot_sync(~0u, Copies::KeyTokenOrNone(a_, task, tile, lane()) >= 0);
-    const unsigned high =
-        __ballot_sync(~0u, Copies::KeyTokenOrNone(a_, task, tile, lane() + 32) >= 0);
-    return low | static_cast<uint64_t>(high) << 32;
-  }
-  // Returns a word whose bit c says that query r of the block sees key c of tile t.
-  __device__ uint64_t Visible(const HopperTask& task, const HopperStep& step, int t, int r,
-                              uint64_t tokens) const {
-    const KeyTile tile = {step.index[t], step.mask[t]};
-    return MaskOf(a_.schedule, tile, RowOfCall(task, r), r, kQueries) & tokens;
-  }
-  __device__ void Hide(const HopperTask& task, const HopperStep& step, Scores& score) const {
+  __device__ void Hide(const Words& visible, Scores& score) const {
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const uint64_t tokens = Tokens(task, step.index[t]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint64_t visible = Visible(task, step, t, RowOf(half), tokens) >> column();
-        const unsigned low = static_cast<unsigned>(visible);
-        const unsigned high = static_cast<unsigned>(visible >> 32);
+        const uint64_t word = visible[t][RowOf(half)] >> column();
+        const unsigned low = static_cast<unsigned>(word);
+        const unsigned high = static_cast<unsigned>(word >> 32);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -539,13 +638,9 @@ class HopperProducts {
       }
     }
   }
-
-  // ---- Softmax: see FlashMmaBlock::Shift ----
-
   // Turns scores into weights, updates maxima and sums, and returns the factors of earlier outputs.
-  __device__ void Exponentiate(const HopperTask& task, const HopperStep& step, Scores& score,
-                               float (&rescale)[2]) {
-    if (!IsWhole(step)) Hide(task, step, score);
+  __device__ void Exponentiate(bool whole, Scores& score, float (&rescale)[2]) {
+    if (!whole) Hide(common_.visible[words_.place], score);
     float minus[2];
     bool far = false;
 #pragma unroll
@@ -579,11 +674,11 @@ class HopperProducts {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-        float(&x)[kKeyTiles * 4] = score;
-        const int at = n * 4 + half * 2;
-        x[at] = Exp2(fmaf(x[at], factor_, -minus[half]));
-        x[at + 1] = Exp2(fmaf(x[at + 1], factor_, -minus[half]));
-        sum_[half] += x[at] + x[at + 1];
+        float& x = score[n * 4 + half * 2];
+        float& y = score[n * 4 + half * 2 + 1];
+        x = Exp2(fmaf(x, factor_, -minus[half]));
+        y = Exp2(fmaf(y, factor_, -minus[half]));
+        sum_[half] += x + y;
       }
     }
   }
@@ -596,73 +691,78 @@ class HopperProducts {
     for (int n = 0; n < kOutputTiles * 4; ++n) output_[n] *= rescale[n / 2 % 2];
   }
 
-  // ---- Values that are not finite: see FlashMmaBlock::SetAsideNonFinite ----
+  // ---- Values that are not finite ----
 
-  __device__ void SetAsideNonFinite(const HopperTask& task, const HopperStep& step) {
-    unsigned char* values = shared_.values + at_.stage * Shape::kTileBytes;
-    Wait(&common_.values_full[at_.stage], at_.parity);
-    const int thread = static_cast<int>(threadIdx.x) - kWarpGroup;
-    unsigned found = 0;
-#pragma unroll 4
-    for (int at = thread * 16; at < Shape::kTileBytes; at += kBoth * 16) {
-      const uint4 x = *reinterpret_cast<const uint4*>(values + at);
-      found |= NonFinite<T>(x.x) | NonFinite<T>(x.y) | NonFinite<T>(x.z) | NonFinite<T>(x.w);
-    }
-    if (!NamedAny(kNonFinite, kBoth, found)) return;
+  // Puts zeros in the place of values that are not finite, and adds these to what is kept for the rows
+  // that see them, in the output's memory: they stay infinite or NaN under any weight above 0.
+  __device__ void SetAside() {
+    const int stage = at_.place;
+    Wait(&common_.values_full[stage], at_.parity);
+    Wait(&common_.values_checked[stage], at_.parity);
+    if (!common_.not_finite[stage]) return;
+    unsigned char* values = shared_.values + stage * Shape::kTileBytes;
+    const Words& visible = common_.visible[words_.place];
+    const bool whole = common_.whole[words_.place];
 #pragma unroll 1
-    for (int first = 0; first < Shape::kStepKeys; first += 32) {
-      const int t = first / kKeys;
-      const uint64_t tokens = Tokens(task, t == 0 ? step.index[0] : step.index[1]);
-      unsigned seen[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint64_t visible = t == 0 ? Visible(task, step, 0, RowOf(half), tokens)
-                                        : Visible(task, step, 1, RowOf(half), tokens);
-        seen[half] = static_cast<unsigned>(visible >> first % kKeys);
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+      for (int n = 0; n < kOutputTiles; ++n) {
+        unsigned* kept = PairOfOutput(half, n);
+        float sums[2] = {0, 0};
+        if (has_aside_) {
+          sums[0] = Half<T>(*kept, 0);
+          sums[1] = Half<T>(*kept, 1);
+        }
+#pragma unroll 1
+        for (int key = 0; key < Shape::kStepKeys; ++key) {
+          if (!whole && (visible[key / kKeys][RowOf(half)] >> key % kKeys & 1) == 0) continue;
+          const unsigned pair = *reinterpret_cast<const unsigned*>(
+              values + PlaceInPanels<kDim>(key, n) + column() * 2);
+          const unsigned not_finite = NonFinite<T>(pair);
+          if ((not_finite & 0x8000u) != 0) sums[0] += Half<T>(pair, 0);
+          if ((not_finite & 0x80000000u) != 0) sums[1] += Half<T>(pair, 1);
+        }
+        *kept = Pair<T>(sums[0], sums[1]);
       }
-#pragma unroll 1
-      for (int c = 0; c < 32; ++c) AddNonFinite(values, first + c, c, seen);
     }
-    NamedSync(kNonFinite, kBoth);
+    has_aside_ = true;
+    NamedSync(kAside, kBoth);
 #pragma unroll 1
-    for (int at = thread * 16; at < Shape::kTileBytes; at += kBoth * 16) {
-      unsigned* pairs = reinterpret_cast<unsigned*>(values + at);
-      for (int n = 0; n < 4; ++n) {
-        const unsigned non_finite = NonFinite<T>(pairs[n]);
-        if ((non_finite & 0x8000u) != 0) pairs[n] &= 0xffff0000u;
-        if ((non_finite & 0x80000000u) != 0) pairs[n] &= 0x0000ffffu;
-      }
+    for (int at = (static_cast<int>(threadIdx.x) - kWarpGroup) * 4; at < Shape::kTileBytes;
+         at += kBoth * 4) {
+      unsigned* pair = reinterpret_cast<unsigned*>(values + at);
+      const unsigned not_finite = NonFinite<T>(*pair);
+      if ((not_finite & 0x8000u) != 0) *pair &= 0xffff0000u;
+      if ((not_finite & 0x80000000u) != 0) *pair &= 0x0000ffffu;
     }
     FenceAsync();
-    NamedSync(kNonFinite, kBoth);
-  }
-  __device__ void AddNonFinite(const unsigned char* values, int key, int bit,
-                               const unsigned (&seen)[2]) {
-#pragma unroll
-    for (int n = 0; n < kOutputTiles; ++n) {
-      const unsigned pair =
-          *reinterpret_cast<const unsigned*>(values + PlaceInPanels<kDim>(key, n) + column() * 2);
-      const unsigned non_finite = NonFinite<T>(pair);
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        if ((non_finite >> (15 + 16 * x) & 1) == 0) continue;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if ((seen[half] >> bit & 1) != 0) output_[n * 4 + half * 2 + x] += Half<T>(pair, x);
-        }
-      }
-    }
+    NamedSync(kAside, kBoth);
   }
 
   // ---- Results ----
 
+  // Returns the place of the lane's pair of columns of tile n, of one of its two rows.
+  __device__ unsigned* PairOfOutput(int half, int n) const {
+    const int row = RowOf(half);
+    return reinterpret_cast<unsigned*>(shared_.output + row * kDim * 2 + (n ^ (row & 7)) * 16 +
+                                       column() * 2);
+  }
+
   __device__ void Store(const HopperTask& task) {
+    if (has_aside_) {
+#pragma unroll
+      for (int n = 0; n < kOutputTiles * 2; ++n) {
+        const unsigned kept = *PairOfOutput(n % 2, n / 2);
+        output_[n * 2] += Half<T>(kept, 0);
+        output_[n * 2 + 1] += Half<T>(kept, 1);
+      }
+    }
     float sum[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum[half] = SumOfFour(sum_[half]);
       if (lane() % 4 > 0 || !IsQuery(task, RowOf(half))) continue;
-      const int64_t i = RowOfCall(task, RowOf(half));
+      const int64_t i = RowOfCall(a_, task, RowOf(half));
       StoreSums(a_, task.task, i, QueryToken(task, i), maximum_[half] * a_.scale, sum[half]);
     }
     if (out_in_chunks_) {
@@ -679,18 +779,13 @@ class HopperProducts {
   }
   // Stores the output through shared memory, from where whole rows are written in order.
   __device__ void StoreInChunks(const HopperTask& task, const float (&sum)[2]) {
-    unsigned char* rows = shared_.output + warp_row() * kDim * 2;
-    const auto place = [&](int row, int chunk) {
-      return rows + row * kDim * 2 + ((chunk ^ (row & 7)) * 16);
-    };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float inverse = sum[half] == 0 ? 0 : 1 / sum[half];
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) {
         const float* x = output_ + n * 4 + half * 2;
-        *reinterpret_cast<unsigned*>(place(half * 8 + lane() / 4, n) + column() * 2) =
-            Pair<T>(x[0] * inverse, x[1] * inverse);
+        *PairOfOutput(half, n) = Pair<T>(x[0] * inverse, x[1] * inverse);
       }
     }
     __syncwarp();
@@ -698,11 +793,13 @@ class HopperProducts {
             task.task.head * a_.out.strides[1];
 #pragma unroll 1
     for (int n = lane(); n < 16 * kChunks; n += kWarp) {
-      const int row = n / kChunks, chunk = n % kChunks;
-      if (!IsQuery(task, warp_row() + row) || chunk * 8 >= a_.value_dim) continue;
-      const int64_t i = RowOfCall(task, warp_row() + row);
+      const int row = warp_row() + n / kChunks, chunk = n % kChunks;
+      if (!IsQuery(task, row) || chunk * 8 >= a_.value_dim) continue;
+      const int64_t i = RowOfCall(a_, task, row);
       *reinterpret_cast<uint4*>(to + OutRow(a_, i, QueryToken(task, i)) * a_.out.strides[2] +
-                                chunk * 8) = *reinterpret_cast<const uint4*>(place(row, chunk));
+                                chunk * 8) =
+          *reinterpret_cast<const uint4*>(shared_.output + row * kDim * 2 +
+                                          (chunk ^ (row & 7)) * 16);
     }
     __syncwarp();
   }
@@ -710,7 +807,7 @@ class HopperProducts {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!IsQuery(task, RowOf(half))) continue;
-      const int64_t i = RowOfCall(task, RowOf(half));
+      const int64_t i = RowOfCall(a_, task, RowOf(half));
       const OutputRow row(a_, task.task, i, QueryToken(task, i), sum[half]);
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) {
@@ -723,18 +820,20 @@ class HopperProducts {
   const FlashArguments& a_;
   const bool out_in_chunks_;
   const HopperShared<kDim>& shared_;
-  HopperCommon<kDim>& common_;
+  Common& common_;
   const int group_;
-  const float factor_;  // exponent of 2 for a unit of products
-  StageOf<Shape::kStages> at_;  // of values
+  const float factor_;             // exponent of 2 for a unit of products
+  PlaceOf<Shape::kStages> at_;     // of values
+  PlaceOf<Common::kWords> words_;  // of the step whose weights are next or known
   float output_[kOutputTiles * 4];
   float maximum_[2];  // of products
   float sum_[2];      // over this lane's keys
+  bool has_aside_ = false;
 };
 
 // ---- Launching ----
 
-template <class T, int kDim>
+template <class T, int kDim, bool kInBoxes>
 __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
     FlashHopper(const __grid_constant__ FlashArguments a,
                 const __grid_constant__ HopperCopying copying) {
@@ -745,36 +844,28 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
   const unsigned past = SharedAddress(memory) % Shared::kAlignment;
   const Shared shared(memory + (past == 0 ? 0 : Shared::kAlignment - past), common);
   if (threadIdx.x == 0) {
-    constexpr int kWarps = 2 * kWarpGroup / kWarp;  // that multiply
+    constexpr int kWarps = 2 * kWarpGroup / kWarp;                  // that multiply
+    constexpr int kChecks = kInBoxes ? kWarpGroup / kWarp - 1 : 0;  // warps that look at values
     InitBarrier(&common.queries_full, 1);
-    InitBarrier(&common.queries_empty, kWarps);
+    InitBarrier(&common.queries_empty, kWarps + kChecks);
     for (int n = 0; n < HopperShape<kDim>::kStages; ++n) {
       InitBarrier(&common.keys_full[n], 1);
       InitBarrier(&common.keys_empty[n], kWarps);
       InitBarrier(&common.values_full[n], 1);
-      InitBarrier(&common.values_empty[n], kWarps);
+      InitBarrier(&common.values_empty[n], kWarps + kChecks);
+      InitBarrier(&common.values_checked[n], kChecks > 0 ? kChecks : 1);
     }
     FenceBarrierInit();
   }
   __syncthreads();
   if (threadIdx.x < kWarpGroup) {
-    FewerRegisters<40>();
-    HopperCopies<T, kDim>(a, copying, shared).Run();
+    FewerRegisters<72>();
+    HopperCopies<T, kDim, kInBoxes>(a, copying, shared).Run();
   } else {
-    MoreRegisters<232>();
+    MoreRegisters<216>();
     HopperProducts<T, kDim>(a, copying.in_chunks.out, shared).Run();
   }
 #endif
-}
-
-// Returns how many heads' keys and values, of which the L2 cache of 50 MB holds a part, are read at
-// a time.
-inline int HeadsAtATime(const FlashArguments& a) {
-  constexpr int64_t kBytes = 24 << 20;
-  const int64_t of_head = a.kv_tokens * (a.head_dim + a.value_dim) * 2;
-  const int64_t kv_heads = of_head == 0 ? a.batch * a.kv_heads : kBytes / of_head;
-  const int64_t heads = (kv_heads < 1 ? 1 : kv_heads) * (a.query_heads / a.kv_heads);
-  return static_cast<int>(heads < a.batch * a.query_heads ? heads : a.batch * a.query_heads);
 }
 
 // Describes a tensor for copies of boxes. Returns false where it is none for them.
@@ -790,43 +881,34 @@ bool Describe(const DeviceView& view, bool in_chunks, int64_t batch, int64_t hea
 }
 
 template <class T, int kDim>
-const char* LaunchHopperOf(const FlashArguments& a, const InChunks& in_chunks, void* stream) {
+const char* LaunchHopper(const FlashArguments& a, void* stream) {
+  const InChunks in_chunks = InChunksOf<T>(a);
   HopperCopying copying = {};
   copying.in_chunks = in_chunks;
-  copying.heads = HeadsAtATime(a);
-  const bool of_keys = a.key_order.tokens == nullptr && a.ring_tiles == 0;
-  const bool of_queries = a.query_order.tokens == nullptr && a.asked.rows == nullptr;
-  copying.boxes_of_q =
-      of_queries && Describe<T>(a.q, in_chunks.q, a.batch, a.query_heads, a.query_tokens, a.head_dim,
-                                kQueries, &copying.q);
-  copying.boxes_of_k = of_keys && Describe<T>(a.k, in_chunks.k, a.batch, a.kv_heads, a.kv_tokens,
-                                              a.head_dim, kKeys, &copying.k);
-  copying.boxes_of_v = of_keys && Describe<T>(a.v, in_chunks.v, a.batch, a.kv_heads, a.kv_tokens,
-                                              a.value_dim, kKeys, &copying.v);
-  int device = 0, blocks = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&blocks, cudaDevAttrMultiProcessorCount, device);
-  return Launch("FlashHopper", &FlashHopper<T, kDim>,
-                {BlocksInTurns(FlashTasks(a), blocks < a.max_blocks ? blocks : a.max_blocks),
-                 HopperShape<kDim>::kThreads, HopperShared<kDim>::kBytes},
-                stream, a, copying);
+  const bool in_boxes = a.key_order.tokens == nullptr && a.ring_tiles == 0 &&
+                        a.query_order.tokens == nullptr && a.asked.rows == nullptr &&
+                        Describe<T>(a.q, in_chunks.q, a.batch, a.query_heads, a.query_tokens,
+                                    a.head_dim, kQueries, &copying.q) &&
+                        Describe<T>(a.k, in_chunks.k, a.batch, a.kv_heads, a.kv_tokens, a.head_dim,
+                                    kKeys, &copying.k) &&
+                        Describe<T>(a.v, in_chunks.v, a.batch, a.kv_heads, a.kv_tokens, a.value_dim,
+                                    kKeys, &copying.v);
+  const int64_t most = a.multiprocessors < a.max_blocks ? a.multiprocessors : a.max_blocks;
+  return Launch(
+      "FlashHopper", in_boxes ? &FlashHopper<T, kDim, true> : &FlashHopper<T, kDim, false>,
+      {BlocksInTurns(FlashTasks(a), most), HopperShape<kDim>::kThreads, HopperShared<kDim>::kBytes},
+      stream, a, copying);
 }
 
-// Tells whether the device is of compute capability 9.0 and the program has code for sm_90a.
+// Tells whether the device is a Hopper GPU and the program has code for sm_90a.
 template <class T, int kDim>
-bool HasHopper() {
-  int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-      major != 9 || minor != 0) {
-    return false;
-  }
+bool HasHopper(const FlashArguments& a) {
+  if (a.compute_capability != 90) return false;
 #ifdef __CUDACC__
   // An empty body has no shared memory.
   static const bool has_code = [] {
     cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, &FlashHopper<T, kDim>) == cudaSuccess &&
+    return cudaFuncGetAttributes(&attributes, &FlashHopper<T, kDim, true>) == cudaSuccess &&
            attributes.sharedSizeBytes > 0;
   }();
   return has_code;
@@ -835,13 +917,19 @@ bool HasHopper() {
 #endif
 }
 
-// Tells whether the kernels here do the call. Strides and what there is of orders and masks do not
-// matter, so that they change no bit of the result.
-template <class T, int kDim>
-bool IsForHopper(const FlashArguments& a) {
-  return a.rule.is_plain() && a.rule.content_bias == nullptr &&
-         a.rule.relative_key_rows.rows == nullptr && a.scale > 0 &&
-         (a.asked.rows == nullptr || a.packs_asked) && HasHopper<T, kDim>();
+// Launches the kernel of the call's shape that the device has. On Hopper GPUs all calls without a rule
+// and with 33 to 128 channels go one way: strides, orders and masks change no bit of the result.
+template <class T>
+const char* LaunchFlash16(const FlashArguments& a, void* stream) {
+  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
+  const bool plain = IsPlain(a) && (a.asked.rows == nullptr || a.packs_asked);
+  if (plain && widest > 32 && widest <= 64 && HasHopper<T, 64>(a)) {
+    return LaunchHopper<T, 64>(a, stream);
+  }
+  if (plain && widest > 64 && widest <= 128 && HasHopper<T, 128>(a)) {
+    return LaunchHopper<T, 128>(a, stream);
+  }
+  return LaunchFlashMma<T>(a, stream);
 }
 
 }  // namespace

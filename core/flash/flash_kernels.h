@@ -72,8 +72,10 @@ struct FlashArguments {
   float* partial;  // [splits][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
                    // running maximum, sum
   int first_split;
-  bool partial_by_token;  // rows of `partial` are tokens of `out`, not rows of the call
-  int64_t max_blocks;     // blocks of a grid; they take further work in turns
+  bool partial_by_token;   // rows of `partial` are tokens of `out`, not rows of the call
+  int64_t max_blocks;      // blocks of a grid; they take further work in turns
+  int multiprocessors;     // of the device
+  int compute_capability;  // 10 major + minor, of the device
   // Decoding: queries of the schedule's tiles, whose masks have that many rows.
   int decode_queries;
 };

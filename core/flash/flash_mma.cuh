@@ -1244,20 +1244,27 @@ bool IsInChunks(const DeviceView& view, int64_t batch, int64_t heads, int channe
          (batch == 1 || view.strides[0] % kChunk == 0);
 }
 
+template <class T>
+InChunks InChunksOf(const FlashArguments& a) {
+  return {IsInChunks<T>(a.q, a.batch, a.query_heads, a.head_dim),
+          IsInChunks<T>(a.k, a.batch, a.kv_heads, a.head_dim),
+          IsInChunks<T>(a.v, a.batch, a.kv_heads, a.value_dim),
+          a.partial == nullptr && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
+}
+// Tells whether a call has no rule. The largest product has the largest score where the scale is
+// above 0.
+inline bool IsPlain(const FlashArguments& a) {
+  return a.rule.relative_key_rows.rows == nullptr && a.rule.is_plain() &&
+         a.rule.content_bias == nullptr && a.scale > 0;
+}
+
 template <class T, int kDim>
 const char* LaunchMmaOfRule(const FlashArguments& a, void* stream) {
-  const InChunks in_chunks = {
-      IsInChunks<T>(a.q, a.batch, a.query_heads, a.head_dim),
-      IsInChunks<T>(a.k, a.batch, a.kv_heads, a.head_dim),
-      IsInChunks<T>(a.v, a.batch, a.kv_heads, a.value_dim),
-      a.partial == nullptr && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
+  const InChunks in_chunks = InChunksOf<T>(a);
   if (a.rule.relative_key_rows.rows != nullptr) {
     return LaunchMma<T, kDim, Rule::kRelativeKeys>(a, in_chunks, stream);
   }
-  // The largest product has the largest score where the scale is above 0.
-  if (a.rule.is_plain() && a.rule.content_bias == nullptr && a.scale > 0) {
-    return LaunchMma<T, kDim, Rule::kNone>(a, in_chunks, stream);
-  }
+  if (IsPlain(a)) return LaunchMma<T, kDim, Rule::kNone>(a, in_chunks, stream);
   return LaunchMma<T, kDim, Rule::kTables>(a, in_chunks, stream);
 }
 

@@ -292,6 +292,9 @@ class Subject {
                                        : splits * rows * (problem.value_dim + 2) * sizeof(float)));
     a.partial = partial.As<float>();
     a.max_blocks = max_blocks;
+    const CudaDevice& device = runtime_->properties();
+    a.multiprocessors = device.multiprocessors;
+    a.compute_capability = device.compute_capability_major * 10 + device.compute_capability_minor;
     const auto forward = problem.dtype == DType::kBF16
                              ? KernelsOn<FlashBf16Kernels>(runtime_->target()).forward
                              : KernelsOn<FlashF16Kernels>(runtime_->target()).forward;
