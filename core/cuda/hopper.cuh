@@ -183,13 +183,6 @@ template <int kGroups>
 __device__ TFB_PTX_INLINE void WaitForProducts() {
   TFB_PTX_MEMORY(TFB_PTX_WGMMA_WAIT, (TFB_PTX_NONE), (TFB_PTX_OPERAND("n", kGroups)));
 }
-// Has the computation of a sum of non-negative numbers end before the waits that follow, behind which
-// the assembler else moves the work that products should cover.
-__device__ TFB_PTX_INLINE void Before([[maybe_unused]] float sum) {
-#ifdef __CUDACC__
-  if (__any_sync(~0u, sum < 0)) asm volatile("trap;");  // which a warp never does
-#endif
-}
 // Keeps the compiler from moving accesses to the registers across this place.
 template <int kCount>
 __device__ TFB_PTX_INLINE void Pin(float (&registers)[kCount]) {

@@ -58,6 +58,11 @@ struct HopperTask {
   int steps;    // -1 behind the last task
 };
 
+enum HopperFlags : unsigned char {
+  kHides = 1,   // a query may not see all keys of the step
+  kChecks = 2,  // values behind hidden keys may be not finite
+};
+
 // What the groups of a block share beside panels.
 template <int kDim>
 struct HopperCommon {
@@ -73,9 +78,8 @@ struct HopperCommon {
   uint64_t values_empty[kStages];
   uint64_t values_checked[kStages];
   HopperTask tasks[2];                    // the n-th of a block is in tasks[n % 2]
-  bool whole[kWords];                     // whether all queries see all keys of the step
-  bool checked[kWords];                   // whether values behind hidden keys may be not finite
-  bool not_finite[kStages];               // whether some are; the first group looks
+  unsigned char flags[kWords];            // of HopperFlags
+  int not_finite[kStages];                // 1 where some are; the first group looks
   uint64_t visible[kWords][2][kQueries];  // bit c of [t][r]: query r sees key c of tile t
 };
 
@@ -194,16 +198,16 @@ class HopperCopies {
                           const HopperShared<kDim>& shared)
       : a_(a), copying_(copying), shared_(shared), common_(shared.common) {}
 
-  // Does all tasks of the block. Of boxes, the first warp starts the copies, and the others look at
+  // Does all tasks of the block. Of boxes, the first warp starts the copies, and the second looks at
   // values; of rows, all threads do both.
   __device__ void Run() {
-    if (kInBoxes && threadIdx.x >= kWarp) return RunChecks();
+    if (kInBoxes && Warp() == 1) RunChecks();
+    if (kInBoxes && Warp() > 0) return;
     HopperTasks tasks(a_);
     for (unsigned parity = 0;; parity ^= 1) {
       HopperTask& task = common_.tasks[parity];
       WalkState walk;
-      Wait(&common_.queries_empty, parity ^ 1);
-      FindTask(tasks, walk, task);
+      FindTask(tasks, walk, parity, task);
       CopyQueries(task);
       if (task.steps < 0) return;
       const int steps = task.steps;
@@ -225,11 +229,9 @@ class HopperCopies {
  private:
   static constexpr int kTogether = 4;  // a named barrier
   static constexpr int kChunks = kDim / 8;
-  static constexpr int kCheckThreads = kWarpGroup - kWarp;
   struct Step {
-    KeyTile tiles[2];  // without a second one, that lies behind the last key
-    bool whole;
-    bool checked;
+    KeyTile tiles[2];     // without a second one, that lies behind the last key
+    unsigned char flags;  // of HopperFlags
   };
 
   // Waits for the threads that copy.
@@ -242,7 +244,8 @@ class HopperCopies {
   }
 
   // Finds the next task with queries, in all threads that copy.
-  __device__ void FindTask(HopperTasks& tasks, WalkState& walk, HopperTask& to) const {
+  __device__ void FindTask(HopperTasks& tasks, WalkState& walk, unsigned parity,
+                           HopperTask& to) const {
     HopperTask found = {};
     found.steps = -1;
     while (tasks.Next(&found.task)) {
@@ -256,6 +259,7 @@ class HopperCopies {
       found.steps = (walk.left + 1) / 2;
       break;
     }
+    Wait(&common_.queries_empty, parity ^ 1);
     if (threadIdx.x == 0) to = found;
     Together();
   }
@@ -289,11 +293,8 @@ class HopperCopies {
 
   __device__ void CopyKeys(const HopperTask& task, const Step& step) {
     Wait(&common_.keys_empty[keys_.place], keys_.parity ^ 1);
-    if (threadIdx.x == 0) {
-      common_.whole[words_.place] = step.whole;
-      common_.checked[words_.place] = step.checked;
-    }
-    if (!step.whole) FindVisible(task, step, common_.visible[words_.place]);
+    if (threadIdx.x == 0) common_.flags[words_.place] = step.flags;
+    if ((step.flags & kHides) != 0) FindVisible(task, step, common_.visible[words_.place]);
     Copy(copying_.k, a_.k, a_.head_dim, copying_.in_chunks.k,
          shared_.keys + keys_.place * Shape::kTileBytes, task, step,
          &common_.keys_full[keys_.place]);
@@ -303,11 +304,11 @@ class HopperCopies {
   __device__ void CopyValues(const HopperTask& task, const Step& step) {
     const int stage = values_.place;
     Wait(&common_.values_empty[stage], values_.parity ^ 1);
-    if (threadIdx.x == 0) common_.not_finite[stage] = false;
+    if (threadIdx.x == 0) common_.not_finite[stage] = 0;
     Copy(copying_.v, a_.v, a_.value_dim, copying_.in_chunks.v,
          shared_.values + stage * Shape::kTileBytes, task, step, &common_.values_full[stage]);
     if (!kInBoxes) {
-      if (step.checked) CheckValues(stage, threadIdx.x, kWarpGroup);
+      if ((step.flags & kChecks) != 0) CheckValues(stage, threadIdx.x, kWarpGroup);
       Together();
       if (threadIdx.x == 0) Arrive(&common_.values_checked[stage]);
     }
@@ -324,9 +325,8 @@ class HopperCopies {
       full = full && step.tiles[t].mask == TileRun::kFull;
       tokens = tokens && AllTokens(a_, step.tiles[t].index);
     }
-    step.whole = full && tokens;
-    // Beyond the last key and, in rows, behind padding there are zeros.
-    step.checked = !full || a_.key_mask != nullptr;
+    // Beyond the last key there are zeros.
+    step.flags = (full && tokens ? 0 : kHides) | (full && a_.key_mask == nullptr ? 0 : kChecks);
     return step;
   }
   // Copies two tiles of keys or values, and says so.
@@ -432,9 +432,7 @@ class HopperCopies {
       for (int n = 0; n < steps; ++n) {
         const int stage = values_.place;
         Wait(&common_.values_full[stage], values_.parity);
-        if (common_.checked[words_.place]) {
-          CheckValues(stage, threadIdx.x - kWarp, kCheckThreads);
-        }
+        if ((common_.flags[words_.place] & kChecks) != 0) CheckValues(stage, Lane(), kWarp);
         __syncwarp();
         if (Lane() == 0) {
           Arrive(&common_.values_checked[stage]);
@@ -457,7 +455,7 @@ class HopperCopies {
       const uint4 x = *reinterpret_cast<const uint4*>(values + at);
       found |= NonFinite<T>(x.x) | NonFinite<T>(x.y) | NonFinite<T>(x.z) | NonFinite<T>(x.w);
     }
-    if (__any_sync(~0u, found != 0) && Lane() == 0) common_.not_finite[stage] = true;
+    if (found != 0) atomicOr(&common_.not_finite[stage], 1);
   }
 
   const FlashArguments& a_;
@@ -539,16 +537,17 @@ class HopperProducts {
     StartScores(keys.place, score);
     WaitForProducts<0>();
     Pin(score);
-    Exponentiate(common_.whole[words_.place], score, rescale);
+    unsigned flags = common_.flags[words_.place];
+    Exponentiate(flags, score, rescale);
     Release(&common_.keys_empty[keys.place]);
     Round(score, weight);
 #pragma unroll 1
     for (int n = 1; n < steps; ++n) {
       keys.Advance();
       Wait(&common_.keys_full[keys.place], keys.parity);
-      if (common_.checked[words_.place]) SetAside();
+      if ((flags & kChecks) != 0) SetAside(flags);
       words_.Advance();
-      const bool whole = common_.whole[words_.place];
+      flags = common_.flags[words_.place];
       NamedSync(TurnOf(group_), kBoth);
       StartScores(keys.place, score);
       Wait(&common_.values_full[at_.place], at_.parity);
@@ -557,8 +556,7 @@ class HopperProducts {
       WaitForProducts<1>();
       Pin(score);
       Release(&common_.keys_empty[keys.place]);
-      Exponentiate(whole, score, rescale);
-      Before(sum_[0] + sum_[1]);
+      Exponentiate(flags, score, rescale);
       WaitForProducts<0>();
       Pin(output_);
       Release(&common_.values_empty[at_.place]);
@@ -568,7 +566,7 @@ class HopperProducts {
     }
     // All products with queries are done.
     Release(&common_.queries_empty);
-    if (common_.checked[words_.place]) SetAside();
+    if ((flags & kChecks) != 0) SetAside(flags);
     words_.Advance();
     Wait(&common_.values_full[at_.place], at_.parity);
     StartOutput(at_.place, weight);
@@ -639,8 +637,8 @@ class HopperProducts {
     }
   }
   // Turns scores into weights, updates maxima and sums, and returns the factors of earlier outputs.
-  __device__ void Exponentiate(bool whole, Scores& score, float (&rescale)[2]) {
-    if (!whole) Hide(common_.visible[words_.place], score);
+  __device__ void Exponentiate(unsigned flags, Scores& score, float (&rescale)[2]) {
+    if ((flags & kHides) != 0) Hide(common_.visible[words_.place], score);
     float minus[2];
     bool far = false;
 #pragma unroll
@@ -695,14 +693,14 @@ class HopperProducts {
 
   // Puts zeros in the place of values that are not finite, and adds these to what is kept for the rows
   // that see them, in the output's memory: they stay infinite or NaN under any weight above 0.
-  __device__ void SetAside() {
+  __device__ void SetAside(unsigned flags) {
     const int stage = at_.place;
     Wait(&common_.values_full[stage], at_.parity);
     Wait(&common_.values_checked[stage], at_.parity);
-    if (!common_.not_finite[stage]) return;
+    if (common_.not_finite[stage] == 0) return;
     unsigned char* values = shared_.values + stage * Shape::kTileBytes;
     const Words& visible = common_.visible[words_.place];
-    const bool whole = common_.whole[words_.place];
+    const bool whole = (flags & kHides) == 0;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
 #pragma unroll 1
@@ -844,16 +842,16 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
   const unsigned past = SharedAddress(memory) % Shared::kAlignment;
   const Shared shared(memory + (past == 0 ? 0 : Shared::kAlignment - past), common);
   if (threadIdx.x == 0) {
-    constexpr int kWarps = 2 * kWarpGroup / kWarp;                  // that multiply
-    constexpr int kChecks = kInBoxes ? kWarpGroup / kWarp - 1 : 0;  // warps that look at values
+    constexpr int kWarps = 2 * kWarpGroup / kWarp;  // that multiply
+    constexpr int kLooks = kInBoxes ? 1 : 0;        // warps that look at values
     InitBarrier(&common.queries_full, 1);
-    InitBarrier(&common.queries_empty, kWarps + kChecks);
+    InitBarrier(&common.queries_empty, kWarps + kLooks);
     for (int n = 0; n < HopperShape<kDim>::kStages; ++n) {
       InitBarrier(&common.keys_full[n], 1);
       InitBarrier(&common.keys_empty[n], kWarps);
       InitBarrier(&common.values_full[n], 1);
-      InitBarrier(&common.values_empty[n], kWarps + kChecks);
-      InitBarrier(&common.values_checked[n], kChecks > 0 ? kChecks : 1);
+      InitBarrier(&common.values_empty[n], kWarps + kLooks);
+      InitBarrier(&common.values_checked[n], 1);
     }
     FenceBarrierInit();
   }
