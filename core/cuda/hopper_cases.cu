@@ -42,6 +42,7 @@ template <class At>
 __device__ inline void ForEachSum(int count, int columns, const At& at) {
   const int warp = static_cast<int>(threadIdx.x) % kWarpGroup / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
   for (int n = 0; n < count; ++n) {
     const int row = warp * 16 + n / 2 % 2 * 8 + lane / 4;
     const int column = n / 4 * 8 + lane % 4 * 2 + n % 2;
@@ -193,6 +194,7 @@ __global__ void __launch_bounds__(3 * kWarpGroup)
       CopyBox(a, a_map, k * kRowNumbers, 0, 0, 0, &full[stage]);
       CopyBox(a + kPanelBytes, b_map, k * kRowNumbers, 0, 0, 0, &full[stage]);
     }
+    __syncwarp();
     NamedArrive(kEveryoneDone, 3 * kWarpGroup);
     return;
   }

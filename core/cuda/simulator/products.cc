@@ -53,7 +53,8 @@ class Products::Issued : public Condition {
 };
 
 void Products::StartBlock() {
-  if (!machine_->checker.order.tracks_all()) return;  // no product in this launch
+  if (!is_used_) return;
+  is_used_ = false;
   std::fill(warps_.begin(), warps_.end(), Warp{});
   std::fill(threads_.begin(), threads_.end(), Thread{});
   for (std::vector<Product>& products : products_) products.clear();
@@ -75,6 +76,7 @@ void Products::FinishThread() {
 }
 
 void Products::Fence(const void* site) {
+  is_used_ = true;
   MeetInWholeWarp("wgmma.fence", nullptr, &DoNothing, site);
   Thread& self = threads_[machine_->block.running()];
   self.has_fenced = true;
@@ -86,6 +88,7 @@ void Products::Commit(const void* site) {
   struct Meeting {
     static void Complete(void* const*, unsigned) {
       Products& products = running_machine->products;
+      products.is_used_ = true;
       Warp& warp = products.warps_[running_machine->block.running() / kWarp];
       warp.groups.push_back(warp.issued);
     }
@@ -128,6 +131,7 @@ void Products::Complete(void* const lanes[kWarp], unsigned) {
   for (int lane = 0; lane < kWarp; ++lane) {
     operands[lane] = static_cast<const ProductOperands*>(lanes[lane]);
   }
+  running_machine->products.is_used_ = true;
   running_machine->products.Multiply(operands);
 }
 
