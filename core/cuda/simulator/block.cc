@@ -153,14 +153,15 @@ bool Block::ArriveAt(const BarrierCall& call) {
   has_progressed_ = true;
   if (waits) {
     ++barrier.waiting;
-    self.barrier = call;
+    self.barrier = call.place;
+    self.barrier_number = static_cast<int8_t>(call.number);
     self.state = State::kAtBarrier;
   } else {
     machine_->checker.order.Release(running_, &barrier.known);
   }
   if (barrier.arrived == call.threads) CompleteBarrier(call.number);
   if (waits) SwitchAway();
-  return self.barrier.any;
+  return self.barrier_any;
 }
 
 // Finds calls that no barrier may have, or not beside those before.
@@ -191,7 +192,7 @@ void Block::CompleteBarrier(int number) {
   Barrier& barrier = barriers_[number];
   const auto for_each_waiting = [&](auto&& call) {
     for (int t = 0; t < count_; ++t) {
-      if (threads_[t].state == State::kAtBarrier && threads_[t].barrier.number == number) call(t);
+      if (threads_[t].state == State::kAtBarrier && threads_[t].barrier_number == number) call(t);
     }
   };
   Order& order = machine_->checker.order;
@@ -212,7 +213,7 @@ void Block::CompleteBarrier(int number) {
     }
   }
   for_each_waiting([&](int t) {
-    threads_[t].barrier.any = barrier.any;
+    threads_[t].barrier_any = barrier.any;
     MakeReady(t);
   });
   barrier = {};
@@ -248,7 +249,7 @@ bool Block::GoOn() {
     while (threads_[waiting].state != State::kAtBarrier) ++waiting;
     while (threads_[missing].state != State::kFinished) ++missing;
     machine_->ReportOf(
-        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.place.site, [&] {
+        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.site, [&] {
           return Format(
               "waits at __syncthreads, which %d of %d threads reach; thread %s has finished",
               all.waiting, count_, Text(index_of(missing)).c_str());
@@ -276,10 +277,9 @@ void Block::ReportStuck() {
   if (in_warp) ReportStuckWarp();
   for (int t = 0; t < count_; ++t) {
     const Thread& thread = threads_[t];
-    const bool at_numbered =
-        thread.state == State::kAtBarrier && thread.barrier.place.file == nullptr;
+    const bool at_numbered = thread.state == State::kAtBarrier && thread.barrier.file == nullptr;
     if (!at_numbered && thread.state != State::kWaiting) continue;
-    const void* site = at_numbered ? thread.barrier.place.site : thread.condition_site;
+    const void* site = at_numbered ? thread.barrier.site : thread.condition_site;
     machine_->ReportOf(t, FindingKind::kDivergentBarrier, site,
                        [&] { return WhereItWaits(t) + ", and all other threads wait, too"; });
   }
@@ -290,10 +290,10 @@ std::string Block::WhereItWaits(int thread) const {
   const Thread& waiting = threads_[thread];
   if (waiting.state == State::kWaiting) return waiting.condition->Text();
   if (waiting.state != State::kAtBarrier) return "waits";
-  const BarrierCall& call = waiting.barrier;
-  if (call.place.file != nullptr) return "waits at __syncthreads";
-  return Format("waits at barrier %d for %d threads, of which %d have come", call.number,
-                call.threads, barriers_[call.number].arrived);
+  if (waiting.barrier.file != nullptr) return "waits at __syncthreads";
+  const Barrier& barrier = barriers_[waiting.barrier_number];
+  return Format("waits at barrier %d for %d threads, of which %d have come", waiting.barrier_number,
+                barrier.last.threads, barrier.arrived);
 }
 
 namespace {
@@ -311,12 +311,12 @@ std::string PlaceOf(const BarrierSite& barrier) {
 void Block::ReportDifferentBarriers() {
   int first = 0;
   while (threads_[first].state != State::kAtBarrier) ++first;
-  const BarrierSite& expected = threads_[first].barrier.place;
+  const BarrierSite& expected = threads_[first].barrier;
   const std::string expected_place = PlaceOf(expected);
   BarrierSite same = expected;
   for (int t = first; t < count_; ++t) {
     if (threads_[t].state != State::kAtBarrier) continue;
-    const BarrierSite& barrier = threads_[t].barrier.place;
+    const BarrierSite& barrier = threads_[t].barrier;
     if (barrier.site == same.site && barrier.line == same.line) continue;
     std::string place = PlaceOf(barrier), other_place = expected_place;
     if (place == other_place) {

@@ -131,7 +131,9 @@ class Block {
     State state = State::kFinished;
     bool has_fibre = false;
     Index3 index;
-    BarrierCall barrier = {};              // the barrier where it waits, or has waited
+    BarrierSite barrier = {};  // the barrier where it waits, or has waited
+    int8_t barrier_number = 0;
+    bool barrier_any = false;              // what the wait returns
     const Meeting* meeting = nullptr;      // the meeting where it waits
     const Condition* condition = nullptr;  // what it waits for
     const void* condition_site = nullptr;
