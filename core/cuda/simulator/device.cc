@@ -25,9 +25,7 @@ void* DynamicSharedBytes(size_t most) {
 }
 
 void __syncthreads(const char* file, int line) {
-  Block& block = running_machine->block;
-  block.ArriveAt(
-      {0, block.count(), BarrierUse::kSync, false, {__builtin_return_address(0), file, line}});
+  running_machine->block.SyncThreads(__builtin_return_address(0), file, line);
 }
 
 void __threadfence() { running_machine->checker.Fence(); }
