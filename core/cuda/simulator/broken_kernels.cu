@@ -589,11 +589,10 @@ __global__ void Pipeline(const __grid_constant__ TensorMap map, float* values, P
     const int stage = k % kStages;
     unsigned char* rows = stages + stage * kStageBytes;
     if (bug != Bug::kReadsTooEarly) Wait(&full[stage], static_cast<unsigned>(k / kStages) & 1);
-    if (bug == Bug::kStoresWithoutFence) {
-      // A number of row 1, of which there are only zeros.
-      if (t == 0) *reinterpret_cast<unsigned*>(rows + 128) = 0;
-      NamedSync(1, 2 * kWarpGroup);
-    }
+    // A number of row 1, of which there are only zeros.
+    if (t == 0) *reinterpret_cast<unsigned*>(rows + 128) = 0;
+    if (bug != Bug::kStoresWithoutFence) FenceAsync();
+    NamedSync(1, 2 * kWarpGroup);
     const uint64_t a = DescribeMatrix(rows + group * 64 * 128), b = DescribeMatrix(rows);
     if (bug != Bug::kNoProductFence && (k == 0 || bug != Bug::kChangesSumsUnfenced))
       BeginProducts();

@@ -725,6 +725,43 @@ TEST(MmaSums, AProductHasTheSumOfItsFactorsExponents) {
   EXPECT_EQ(MmaOn("sm_80", MmaSums::kTruncated, wide, b, 0), 0);
 }
 
+// Two products of 64 x 16 numbers in registers and 16 x 64 in swizzled rows: Products above.
+TEST(MmaSums, ProductsOfWarpGroupsHaveThem) {
+  const std::vector<unsigned> pairs = RandomPairs(kGroupBytes / 4, 11);
+  const auto half = [&](int n) {
+    return __half2float({static_cast<unsigned short>(pairs[n / 2] >> 16 * (n % 2))});
+  };
+  for (const MmaSums sums : {MmaSums::kRounded, MmaSums::kTruncated}) {
+    Settings settings;
+    settings.gpu = *FindGpu("sm_90");
+    settings.mma_sums = sums;
+    Configure(settings);
+    const Result result = In(&Products<__half, 64>, "none", "").run_header();
+    Configure({});
+    ASSERT_FALSE(result.empty()) << cudaGetErrorString(cudaErrorLaunchFailure);
+    for (int i = 0; i < kGroupThreads * 32; ++i) {
+      const int t = i / 32, n = i % 32;
+      const int row = t % 32 / 4 + n / 2 % 2 * 8;  // of the warp's 16
+      const int column = n / 4 * 8 + t % 4 * 2 + n % 2;
+      float sum = static_cast<float>(i) / 3;
+      for (int product = 0; product < 2; ++product) {
+        MmaTerm terms[17];
+        double exact = sum;
+        for (int k = 0; k < 16; ++k) {
+          const int holder = t / 32 * 32 + row % 8 * 4 + k % 8 / 2;
+          const double a = half((holder * 4 + row / 8 + k / 8 * 2) * 2 + k % 2);
+          const double b = half(k * 64 + ((column / 8) ^ (k % 8)) * 8 + column % 8);
+          terms[k] = {a * b, std::ilogb(a) + std::ilogb(b)};
+          exact += a * b;
+        }
+        terms[16] = {sum, sum == 0 ? -126 : std::ilogb(sum)};
+        sum = sums == MmaSums::kRounded ? static_cast<float>(exact) : TruncatedSum(terms, 17, 25);
+      }
+      ASSERT_EQ(__uint_as_float(result[i]), sum) << t << ", " << n;
+    }
+  }
+}
+
 TEST(MmaSums, AreWithinTheirBoundOfTheRoundedOnes) {
   EXPECT_EQ(Settings().mma_sums, MmaSums::kRounded);
   for (const char* type : {TFB_PTX_MMA("bf16"), TFB_PTX_MMA("f16")}) {
