@@ -179,23 +179,24 @@ __attribute__((noinline)) bool Block::NoteArrival(int number, int threads, Barri
 
 // Finds arrivals that no barrier may have, or not beside those before.
 void Block::CheckArrival(int number, int threads, BarrierUse use, const void* site) {
-  const auto report = [&](const std::string& why) {
+  // An abandoned thread destroys nothing, so texts are made within.
+  const auto report = [&](auto why) {
     machine_->Report(FindingKind::kBadBarrier, site, [&] {
-      return Format("arrives at barrier %d for %d threads", number, threads) + why;
+      return Format("arrives at barrier %d for %d threads", number, threads) + why();
     });
     Abandon();
   };
-  if (number < 0 || number >= kBlockBarriers) report("; barriers are 0 to 15");
+  if (number < 0 || number >= kBlockBarriers) report([] { return "; barriers are 0 to 15"; });
   if (threads != count_ && (threads <= 0 || threads > count_ || threads % kWarp != 0)) {
-    report(Format(" of %d; a barrier is for a multiple of 32", count_));
+    report([&] { return Format(" of %d; a barrier is for a multiple of 32", count_); });
   }
   const Barrier& barrier = barriers_[number];
   if (barrier.arrived == 0) return;
   if (barrier.threads != threads) {
-    report(Format(", at which others arrived for %d", barrier.threads));
+    report([&] { return Format(", at which others arrived for %d", barrier.threads); });
   }
   if ((barrier.use == BarrierUse::kAny) != (use == BarrierUse::kAny)) {
-    report(", at which only some threads give a predicate");
+    report([] { return ", at which only some threads give a predicate"; });
   }
 }
 

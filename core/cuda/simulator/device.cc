@@ -160,8 +160,9 @@ void __pipeline_wait_prior(size_t groups) {
     if (copy.group + groups >= pending.open_group) break;
     Note(AccessKind::kCopyEnd, copy.to, copy.bytes, __builtin_return_address(0));
     char* to = static_cast<char*>(copy.to);
-    std::memcpy(to, copy.from, copy.bytes - copy.zero_bytes);
-    std::memset(to + copy.bytes - copy.zero_bytes, 0, copy.zero_bytes);
+    const size_t copied = copy.bytes - copy.zero_bytes;
+    if (copied > 0) std::memcpy(to, copy.from, copied);  // no source needs to exist for zeros
+    std::memset(to + copied, 0, copy.zero_bytes);
     ++done;
   }
   pending.copies.erase(pending.copies.begin(), pending.copies.begin() + static_cast<long>(done));

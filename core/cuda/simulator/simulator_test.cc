@@ -574,7 +574,7 @@ TEST(Product, TakesDescriptorsOfOneLayout) {
   EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kMisaligned, 4).message,
               HasSubstr("does not begin in the first of 8 rows"));
   EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kOutOfBounds, 13).message,
-              HasSubstr("of the block's shared memory"));
+              HasSubstr("which is not all in the block's shared memory"));
   EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kUnwrittenRead, 6).message,
               HasSubstr("multiplies by 16 bytes at byte "));
   EXPECT_THAT(Find("MultiplyInHalfAGroup", FindingKind::kBadInstruction).message,
