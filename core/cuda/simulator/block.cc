@@ -138,51 +138,65 @@ void Block::OnOverflow(const void* site) {
   block.Abandon();
 }
 
-bool Block::ArriveAt(const BarrierCall& call) {
-  CheckCall(call);
-  Barrier& barrier = barriers_[call.number];
-  Thread& self = threads_[running_];
-  const bool waits = call.use != BarrierUse::kArrive;
-  if (call.threads != count_ || !waits) machine_->checker.TrackAll(count_);
-  const BarrierSite &place = call.place, &last = barrier.last.place;
+// Little of a thread's stack is in use while it waits, nor in the caches of those that run.
+void Block::SyncThreads(const void* site, const char* file, int line) {
+  if (NoteArrival(0, count_, BarrierUse::kSync, false, site, file, line)) SwitchAway();
+}
+
+bool Block::ArriveAt(int number, int threads, BarrierUse use, bool any, const void* site) {
+  CheckArrival(number, threads, use, site);
+  if (NoteArrival(number, threads, use, any, site, nullptr, 0)) SwitchAway();
+  return threads_[running_].barrier_any;
+}
+
+// Returns whether the thread waits.
+__attribute__((noinline)) bool Block::NoteArrival(int number, int threads, BarrierUse use, bool any,
+                                                  const void* site, const char* file, int line) {
+  Barrier& barrier = barriers_[number];
+  if (barrier.threads != threads || barrier.use != use) CheckArrival(number, threads, use, site);
+  const bool waits = use != BarrierUse::kArrive;
+  if (threads != count_ || !waits) machine_->checker.TrackAll(count_);
   barrier.places_differ |=
-      barrier.waiting > 0 && (place.site != last.site || place.line != last.line);
-  barrier.last = call;
-  barrier.any |= call.any;
+      barrier.waiting > 0 && (site != barrier.place.site || line != barrier.place.line);
+  barrier.threads = threads;
+  barrier.use = use;
+  barrier.place = {site, file, line};
+  barrier.any |= any;
   ++barrier.arrived;
   has_progressed_ = true;
   if (waits) {
+    Thread& self = threads_[running_];
     ++barrier.waiting;
-    self.barrier = call;
+    self.barrier = {site, file, line};
+    self.barrier_number = static_cast<int8_t>(number);
     self.state = State::kAtBarrier;
   } else {
     machine_->checker.order.Release(running_, &barrier.known);
   }
-  if (barrier.arrived == call.threads) CompleteBarrier(call.number);
-  if (waits) SwitchAway();
-  return self.barrier.any;
+  if (barrier.arrived == threads) CompleteBarrier(number);
+  return waits;
 }
 
-// Finds calls that no barrier may have, or not beside those before.
-void Block::CheckCall(const BarrierCall& call) {
-  const auto report = [&](const std::string& why) {
-    machine_->Report(FindingKind::kBadBarrier, call.place.site, [&] {
-      return Format("arrives at barrier %d for %d threads", call.number, call.threads) + why;
+// Finds arrivals that no barrier may have, or not beside those before.
+void Block::CheckArrival(int number, int threads, BarrierUse use, const void* site) {
+  // An abandoned thread destroys nothing, so texts are made within.
+  const auto report = [&](auto why) {
+    machine_->Report(FindingKind::kBadBarrier, site, [&] {
+      return Format("arrives at barrier %d for %d threads", number, threads) + why();
     });
     Abandon();
   };
-  if (call.number < 0 || call.number >= kBlockBarriers) report("; barriers are 0 to 15");
-  const bool is_whole = call.threads == count_;
-  if (!is_whole && (call.threads <= 0 || call.threads > count_ || call.threads % kWarp != 0)) {
-    report(Format(" of %d; a barrier is for a multiple of 32", count_));
+  if (number < 0 || number >= kBlockBarriers) report([] { return "; barriers are 0 to 15"; });
+  if (threads != count_ && (threads <= 0 || threads > count_ || threads % kWarp != 0)) {
+    report([&] { return Format(" of %d; a barrier is for a multiple of 32", count_); });
   }
-  const Barrier& barrier = barriers_[call.number];
+  const Barrier& barrier = barriers_[number];
   if (barrier.arrived == 0) return;
-  if (barrier.last.threads != call.threads) {
-    report(Format(", at which others arrived for %d", barrier.last.threads));
+  if (barrier.threads != threads) {
+    report([&] { return Format(", at which others arrived for %d", barrier.threads); });
   }
-  if ((barrier.last.use == BarrierUse::kAny) != (call.use == BarrierUse::kAny)) {
-    report(", at which only some threads give a predicate");
+  if ((barrier.use == BarrierUse::kAny) != (use == BarrierUse::kAny)) {
+    report([] { return ", at which only some threads give a predicate"; });
   }
 }
 
@@ -191,13 +205,13 @@ void Block::CompleteBarrier(int number) {
   Barrier& barrier = barriers_[number];
   const auto for_each_waiting = [&](auto&& call) {
     for (int t = 0; t < count_; ++t) {
-      if (threads_[t].state == State::kAtBarrier && threads_[t].barrier.number == number) call(t);
+      if (threads_[t].state == State::kAtBarrier && threads_[t].barrier_number == number) call(t);
     }
   };
   Order& order = machine_->checker.order;
   ++machine_->counts.barriers;
-  if (barrier.last.threads == count_ && barrier.arrived == barrier.waiting) {
-    if (barrier.places_differ && barrier.last.place.file != nullptr) ReportDifferentBarriers();
+  if (barrier.threads == count_ && barrier.arrived == barrier.waiting) {
+    if (barrier.places_differ && barrier.place.file != nullptr) ReportDifferentBarriers();
     order.PassBarrier();
     MeetAtBanks();
   } else {
@@ -212,7 +226,7 @@ void Block::CompleteBarrier(int number) {
     }
   }
   for_each_waiting([&](int t) {
-    threads_[t].barrier.any = barrier.any;
+    threads_[t].barrier_any = barrier.any;
     MakeReady(t);
   });
   barrier = {};
@@ -243,12 +257,12 @@ void Block::Wake() {
 bool Block::GoOn() {
   if (finished_ == count_) return false;
   const Barrier& all = barriers_[0];
-  if (all.last.threads == count_ && all.waiting > 0 && all.waiting + finished_ == count_) {
+  if (all.threads == count_ && all.waiting > 0 && all.waiting + finished_ == count_) {
     int waiting = 0, missing = 0;
     while (threads_[waiting].state != State::kAtBarrier) ++waiting;
     while (threads_[missing].state != State::kFinished) ++missing;
     machine_->ReportOf(
-        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.place.site, [&] {
+        waiting, FindingKind::kDivergentBarrier, threads_[waiting].barrier.site, [&] {
           return Format(
               "waits at __syncthreads, which %d of %d threads reach; thread %s has finished",
               all.waiting, count_, Text(index_of(missing)).c_str());
@@ -276,10 +290,9 @@ void Block::ReportStuck() {
   if (in_warp) ReportStuckWarp();
   for (int t = 0; t < count_; ++t) {
     const Thread& thread = threads_[t];
-    const bool at_numbered =
-        thread.state == State::kAtBarrier && thread.barrier.place.file == nullptr;
+    const bool at_numbered = thread.state == State::kAtBarrier && thread.barrier.file == nullptr;
     if (!at_numbered && thread.state != State::kWaiting) continue;
-    const void* site = at_numbered ? thread.barrier.place.site : thread.condition_site;
+    const void* site = at_numbered ? thread.barrier.site : thread.condition_site;
     machine_->ReportOf(t, FindingKind::kDivergentBarrier, site,
                        [&] { return WhereItWaits(t) + ", and all other threads wait, too"; });
   }
@@ -290,10 +303,10 @@ std::string Block::WhereItWaits(int thread) const {
   const Thread& waiting = threads_[thread];
   if (waiting.state == State::kWaiting) return waiting.condition->Text();
   if (waiting.state != State::kAtBarrier) return "waits";
-  const BarrierCall& call = waiting.barrier;
-  if (call.place.file != nullptr) return "waits at __syncthreads";
-  return Format("waits at barrier %d for %d threads, of which %d have come", call.number,
-                call.threads, barriers_[call.number].arrived);
+  if (waiting.barrier.file != nullptr) return "waits at __syncthreads";
+  const Barrier& barrier = barriers_[waiting.barrier_number];
+  return Format("waits at barrier %d for %d threads, of which %d have come", waiting.barrier_number,
+                barrier.threads, barrier.arrived);
 }
 
 namespace {
@@ -311,12 +324,12 @@ std::string PlaceOf(const BarrierSite& barrier) {
 void Block::ReportDifferentBarriers() {
   int first = 0;
   while (threads_[first].state != State::kAtBarrier) ++first;
-  const BarrierSite& expected = threads_[first].barrier.place;
+  const BarrierSite& expected = threads_[first].barrier;
   const std::string expected_place = PlaceOf(expected);
   BarrierSite same = expected;
   for (int t = first; t < count_; ++t) {
     if (threads_[t].state != State::kAtBarrier) continue;
-    const BarrierSite& barrier = threads_[t].barrier.place;
+    const BarrierSite& barrier = threads_[t].barrier;
     if (barrier.site == same.site && barrier.line == same.line) continue;
     std::string place = PlaceOf(barrier), other_place = expected_place;
     if (place == other_place) {

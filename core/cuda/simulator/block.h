@@ -58,13 +58,6 @@ struct BarrierSite {
 // A barrier of the block: PTX's barrier.cta. __syncthreads is barrier 0, for all threads.
 enum class BarrierUse : uint8_t { kSync, kArrive, kAny };
 constexpr int kBlockBarriers = 16;
-struct BarrierCall {
-  int number;
-  int threads;  // that it is for
-  BarrierUse use;
-  bool any;  // of kAny: what the threads are asked
-  BarrierSite place;
-};
 
 // Something that a thread waits for, besides barriers of the block and lanes of its warp. Whoever
 // makes it hold calls Block::Wake.
@@ -111,9 +104,10 @@ class Block {
   PendingCopies& running_copies() { return threads_[running_].copies; }
   // Returns the lanes of the running thread's warp that have not finished.
   unsigned live_lanes() const { return warps_[running_ / kWarp].live; }
-  // Arrives at a barrier, and waits for the others but where the use is kArrive. Returns whether
-  // `any` was true of a thread that came.
-  bool ArriveAt(const BarrierCall& call);
+  void SyncThreads(const void* site, const char* file, int line);
+  // Arrives at a barrier that is for that many threads, and waits for the others but where the use is
+  // kArrive. Returns whether `any` was true of a thread that came.
+  bool ArriveAt(int number, int threads, BarrierUse use, bool any, const void* site);
   // Waits until the condition holds. Returns false where nothing else can go on, as a wait that
   // times out does; where nothing has happened since it last did, that is a deadlock.
   bool WaitFor(const Condition& condition, const void* site);
@@ -131,7 +125,9 @@ class Block {
     State state = State::kFinished;
     bool has_fibre = false;
     Index3 index;
-    BarrierCall barrier = {};              // the barrier where it waits, or has waited
+    BarrierSite barrier = {};  // the barrier where it waits, or has waited
+    int8_t barrier_number = 0;
+    bool barrier_any = false;              // what the wait returns
     const Meeting* meeting = nullptr;      // the meeting where it waits
     const Condition* condition = nullptr;  // what it waits for
     const void* condition_site = nullptr;
@@ -140,9 +136,11 @@ class Block {
   // The arrivals since a barrier was last complete.
   struct Barrier {
     int arrived = 0;
-    int waiting = 0;   // of these, threads that wait
-    BarrierCall last;  // the arrival that came last, and whether an earlier one waits elsewhere
-    bool places_differ = false;
+    int waiting = 0;  // of these, threads that wait
+    int threads = 0;  // of the arrival that came last, as are the next two
+    BarrierUse use = BarrierUse::kSync;
+    BarrierSite place = {};
+    bool places_differ = false;  // whether an earlier one waits elsewhere
     bool any = false;
     Order::Knowledge known;  // what came before arrivals that do not wait
   };
@@ -158,7 +156,9 @@ class Block {
   // Makes the next thread the running one; returns -1 where there is none, or it was abandoned.
   int PickNext();
   bool GoOn();
-  void CheckCall(const BarrierCall& call);
+  bool NoteArrival(int number, int threads, BarrierUse use, bool any, const void* site,
+                   const char* file, int line);
+  void CheckArrival(int number, int threads, BarrierUse use, const void* site);
   void CompleteBarrier(int number);
   void ReportDifferentBarriers();
   void ReportStuck();

@@ -1,8 +1,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/hopper.cuh"
 #include "core/cuda/simulator/broken_kernels.h"
+#include "core/cuda/tensor_map.cuh"
 
 namespace tfb {
 namespace {
@@ -436,6 +437,202 @@ __global__ void ReadVectors(float* values, int) {
   values[t] = vector.x + 2 * vector.y + 3 * vector.z + 4 * vector.w;
 }
 
+// ---- Barriers of the block by number ----
+
+// Two of three warps wait for each other; the third reads what they wrote, where `number` is 1.
+__global__ void SyncTwoOfThreeWarps(float* values, int number) {
+  __shared__ float row[96];
+  const unsigned t = threadIdx.x;
+  row[t] = static_cast<float>(t);
+  if (t < 64) NamedSync(1, 64);
+  if (t >= 64) __syncwarp();
+  const float other = row[t < 64 ? t ^ 32 : number == 1 ? t - 64 : t ^ 1];
+  if (t < 64 || other < 0) values[t % 64] = other;
+}
+
+// One warp arrives at a barrier and the other waits; number 1: the wrong one of them reads.
+__global__ void ArriveAndRead(float* values, int number) {
+  __shared__ float row[64];
+  const unsigned t = threadIdx.x;
+  row[t] = static_cast<float>(t);
+  if (t < 32) {
+    NamedArrive(2, 64);
+  } else {
+    NamedSync(2, 64);
+  }
+  if (number == 1 ? t < 32 : t >= 32) values[t % 32] = row[t ^ 32];
+}
+
+__global__ void OtherCounts(float* values, int number) {
+  NamedSync(3, threadIdx.x < 32 ? 64 : number);
+  values[threadIdx.x] = 1;
+}
+
+__global__ void BarrierWithoutOthers(float* values, int number) {
+  if (threadIdx.x < 32) NamedSync(number, 64);
+  values[threadIdx.x] = 1;
+}
+
+__global__ void MixedBarriers(float* values, int) {
+  if (threadIdx.x < 32) {
+    values[threadIdx.x] = NamedAny(1, 64, threadIdx.x) ? 1 : 0;
+  } else {
+    NamedSync(1, 64);
+  }
+}
+
+// ---- Barriers in shared memory, copies and products ----
+
+#if TFB_IS_HOPPER
+__device__ inline unsigned char* AlignedShared() {
+  unsigned char* memory = DynamicShared();
+  return memory + (1024 - SharedAddress(memory) % 1024) % 1024;
+}
+#endif
+
+// Numbers: 0 does not set the barrier up; 1 stores over it; 2 sets it up twice; 3 for no arrivals;
+// 4 at an odd address; 5 expects more bytes than a barrier counts; 6 arrives once too often.
+__global__ void MisusedBarrier(float* values, int number) {
+#if TFB_IS_HOPPER
+  __shared__ uint64_t barriers[2];
+  uint64_t* barrier = barriers;
+  if (number == 4) barrier = reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(barrier) + 4);
+  if (number != 0) InitBarrier(barrier, number == 3 ? 0 : 1);
+  if (number == 1) barriers[0] = 0;
+  if (number == 2) InitBarrier(barrier, 1);
+  if (number == 5) ArriveAndExpect(barrier, 1 << 20);
+  if (number == 6) ArriveAndExpect(barrier, 64);
+  Arrive(barrier);
+  Wait(barrier, 0);
+  values[0] = 1;
+#endif
+}
+
+// The numbers are the descriptor's bits that are changed.
+__global__ void MultiplyOtherLayout(float* values, int number) {
+#if TFB_IS_HOPPER
+  unsigned char* rows = AlignedShared();
+  for (unsigned n = threadIdx.x; n < 128 * 32; n += 128) reinterpret_cast<unsigned*>(rows)[n] = 0;
+  FenceAsync();
+  __syncthreads();
+  const uint64_t matrix = DescribeMatrix(rows);
+  float d[64];
+  for (float& sum : d) sum = 0;
+  BeginProducts();
+  MultiplyN128<__half, 0>(d, matrix, matrix ^ uint64_t{1} << number);
+  EndProducts();
+  WaitForProducts<0>();
+  if (threadIdx.x == 0) values[0] = d[0];
+#endif
+}
+
+// Copies a box that is the tensor's first row. Numbers: 1 takes another map than EncodeTensorMap's.
+__global__ void CopyRow(const __grid_constant__ TensorMap map, float* values, int number) {
+#if TFB_IS_HOPPER
+  __shared__ uint64_t full;
+  unsigned char* rows = AlignedShared();
+  InitBarrier(&full, 1);
+  FenceBarrierInit();
+  ArriveAndExpect(&full, 128);
+  TensorMap other = {};
+  CopyBox(rows, number == 1 ? other : map, 0, 0, 0, 0, &full);
+  Wait(&full, 0);
+  values[32] = reinterpret_cast<const float*>(rows)[0];
+#endif
+}
+
+// The first 32 floats are a row of 64 numbers, of which each second one is 0 in bf16. The kernel sums
+// up its square four times, in row and column 0 of a product; values[32] receives it.
+__global__ void Pipeline(const __grid_constant__ TensorMap map, float* values, PipelineBug bug) {
+#if TFB_IS_HOPPER
+  using Bug = PipelineBug;
+  constexpr int kSteps = 4, kStages = 2, kStageBytes = 128 * 128;
+  __shared__ uint64_t full[kStages], empty[kStages];
+  unsigned char* stages = AlignedShared();
+  const int t = static_cast<int>(threadIdx.x), group = t / kWarpGroup;
+  if (t == 0) {
+    const int releases = bug == Bug::kTooFewArrivals ? 9 : bug == Bug::kOneGroupReleases ? 4 : 8;
+    for (int s = 0; s < kStages; ++s) {
+      InitBarrier(&full[s], 1);
+      InitBarrier(&empty[s], releases);
+    }
+    if (bug != Bug::kBarriersUnfenced) FenceBarrierInit();
+  }
+  if (bug != Bug::kBarriersUnsynced) __syncthreads();
+  if (group == 2) {
+    for (int k = 0; t == 2 * kWarpGroup && k < kSteps; ++k) {
+      const int stage = k % kStages;
+      unsigned char* to = stages + stage * kStageBytes;
+      if (bug == Bug::kMisalignedStage) to += 128;
+      if (bug != Bug::kCopiesTooEarly)
+        Wait(&empty[stage], static_cast<unsigned>(k / kStages + 1) & 1);
+      int bytes = kStageBytes;
+      if (bug == Bug::kExpectsTooLittle) bytes -= 128;
+      if (bug == Bug::kExpectsTooMuch) bytes += 128;
+      ArriveAndExpect(&full[stage], static_cast<unsigned>(bytes));
+      CopyBox(to, map, 0, 0, 0, 0, &full[stage]);
+    }
+    if (t == 2 * kWarpGroup && bug == Bug::kCopyUnawaited) {
+      Wait(&empty[0], 1);
+      ArriveAndExpect(&full[0], kStageBytes);
+      CopyBox(stages, map, 0, 0, 0, 0, &full[0]);
+    }
+    return;
+  }
+  float d[64];
+  for (float& sum : d) sum = 0;
+  const auto release = [&](int stage) {
+    __syncwarp();
+    if (t % 32 == 0 && (group == 0 || bug != Bug::kOneGroupReleases)) Arrive(&empty[stage]);
+  };
+  for (int k = 0; k < kSteps; ++k) {
+    const int stage = k % kStages;
+    unsigned char* rows = stages + stage * kStageBytes;
+    if (bug != Bug::kReadsTooEarly) Wait(&full[stage], static_cast<unsigned>(k / kStages) & 1);
+    // A number of row 1, of which there are only zeros.
+    if (t == 0) *reinterpret_cast<unsigned*>(rows + 128) = 0;
+    if (bug != Bug::kStoresWithoutFence) FenceAsync();
+    NamedSync(1, 2 * kWarpGroup);
+    const uint64_t a = DescribeMatrix(rows + group * 64 * 128), b = DescribeMatrix(rows);
+    if (bug != Bug::kNoProductFence && (k == 0 || bug != Bug::kChangesSumsUnfenced))
+      BeginProducts();
+    for (unsigned on = 0; on < 128; on += 32) {
+      if (bug == Bug::kWarpMissing && t / 32 == 6 && k == kSteps - 1) continue;
+      const unsigned more = bug == Bug::kOtherProduct && t / 32 == 6 && k == 2 ? 32 : 0;
+      MultiplyN128<__nv_bfloat16, 1>(d, MatrixOn(a, on), MatrixOn(b, on ^ more));
+    }
+    if (bug != Bug::kNoCommit) EndProducts();
+    if (bug == Bug::kReleasesTooEarly) release(stage);
+    if (bug == Bug::kStoresDuringProduct && t == 7) *reinterpret_cast<unsigned*>(rows + 128) = 0;
+    if (bug == Bug::kChangesSums) d[5] = 0;
+    if (bug != Bug::kNoWaitForProduct || k < kSteps - 1) WaitForProducts<0>();
+    if (bug == Bug::kChangesSumsUnfenced) d[5] += 1;
+    if (bug != Bug::kReleasesTooEarly) release(stage);
+  }
+  if (t % kWarpGroup == 0) values[32 + group] = d[0];
+#endif
+}
+
+// Describes rows of 32 floats as 64 numbers.
+const char* DescribeRows(float* values, int64_t rows, int box_rows, TensorMap* map) {
+  const BoxedTensor tensor = {values, {64, rows, 1, 1}, {1, 64, 64 * rows, 64 * rows}, box_rows};
+  return EncodeTensorMap(tensor, Element::kBf16, map);
+}
+const char* LaunchCopyRow(const char* name, float* values, int number) {
+  TensorMap map;
+  // Number 2: the rows are behind the buffer.
+  const char* error = DescribeRows(values + (number == 2 ? 64 : 0), 1, 1, &map);
+  if (error != nullptr) return error;
+  return Launch(name, &CopyRow, KernelShape(1, 1, 2048), nullptr, map, values, number);
+}
+const char* LaunchPipeline(const char* name, float* values, int number) {
+  TensorMap map;
+  const char* error = DescribeRows(values, 1, 128, &map);
+  if (error != nullptr) return error;
+  return Launch(name, &Pipeline, KernelShape(1, 3 * kWarpGroup, 34 << 10), nullptr, map, values,
+                static_cast<PipelineBug>(number));
+}
+
 // ---- The table ----
 
 using Kernel = void (*)(float* values, int number);
@@ -517,6 +714,16 @@ const struct {
     {"ReadVectors", &LaunchOf<&ReadVectors<1>, 1, 32>},
     {"ReadEverySecondVector", &LaunchOf<&ReadVectors<2>, 1, 32>},
     {"ReadEveryEighthVector", &LaunchOf<&ReadVectors<8>, 1, 32>},
+    {"SyncTwoOfThreeWarps", &LaunchOf<&SyncTwoOfThreeWarps, 1, 96>},
+    {"ArriveAndRead", &LaunchOf<&ArriveAndRead, 1, 64>},
+    {"OtherCounts", &LaunchOf<&OtherCounts, 1, 64>},
+    {"BarrierWithoutOthers", &LaunchOf<&BarrierWithoutOthers, 1, 64>},
+    {"MixedBarriers", &LaunchOf<&MixedBarriers, 1, 64>},
+    {"MisusedBarrier", &LaunchOf<&MisusedBarrier, 1, 1>},
+    {"MultiplyOtherLayout", &LaunchOf<&MultiplyOtherLayout, 1, 128, 20 << 10>},
+    {"MultiplyInHalfAGroup", &LaunchOf<&MultiplyOtherLayout, 1, 64, 20 << 10>},
+    {"CopyRow", &LaunchCopyRow},
+    {"Pipeline", &LaunchPipeline},
     {"LastWriterWins", &LaunchOf<&LastWriterWins, 16, 64>},
 };
 

@@ -7,6 +7,32 @@
 
 namespace tfb {
 
+// What is wrong with the kernel Pipeline of broken_kernels.cu, whose number it is: one warp group
+// copies, and two multiply.
+enum class PipelineBug {
+  kNone,
+  kBarriersUnfenced,  // no fence follows the set-up of barriers
+  kBarriersUnsynced,  // other threads may use them before
+  kTooFewArrivals,    // at a barrier
+  kOneGroupReleases,  // a stage that both read
+  kExpectsTooLittle,  // bytes of a copy
+  kExpectsTooMuch,
+  kCopiesTooEarly,      // to a stage that products may still read
+  kReadsTooEarly,       // from a stage that is not full
+  kReleasesTooEarly,    // gives a stage back before it waits for the products
+  kStoresWithoutFence,  // to a stage that products then read
+  kStoresDuringProduct,
+  kNoProductFence,
+  kChangesSums,  // while a product adds to them
+  kChangesSumsUnfenced,
+  kNoCommit,
+  kNoWaitForProduct,  // at the end
+  kWarpMissing,       // from a product
+  kOtherProduct,      // in one warp
+  kCopyUnawaited,
+  kMisalignedStage
+};
+
 struct BrokenKernels {
   // Sums 64 floats; with `barrier` false, __syncthreads is missing and there is a race.
   const char* (*reduce)(const float* values, float* sum, bool barrier);

@@ -25,9 +25,7 @@ void* DynamicSharedBytes(size_t most) {
 }
 
 void __syncthreads(const char* file, int line) {
-  Block& block = running_machine->block;
-  block.ArriveAt(
-      {0, block.count(), BarrierUse::kSync, false, {__builtin_return_address(0), file, line}});
+  running_machine->block.SyncThreads(__builtin_return_address(0), file, line);
 }
 
 void __threadfence() { running_machine->checker.Fence(); }
@@ -162,8 +160,9 @@ void __pipeline_wait_prior(size_t groups) {
     if (copy.group + groups >= pending.open_group) break;
     Note(AccessKind::kCopyEnd, copy.to, copy.bytes, __builtin_return_address(0));
     char* to = static_cast<char*>(copy.to);
-    std::memcpy(to, copy.from, copy.bytes - copy.zero_bytes);
-    std::memset(to + copy.bytes - copy.zero_bytes, 0, copy.zero_bytes);
+    const size_t copied = copy.bytes - copy.zero_bytes;
+    if (copied > 0) std::memcpy(to, copy.from, copied);  // no source needs to exist for zeros
+    std::memset(to + copied, 0, copy.zero_bytes);
     ++done;
   }
   pending.copies.erase(pending.copies.begin(), pending.copies.begin() + static_cast<long>(done));

@@ -70,7 +70,10 @@ void Fibre::Arrive(void* from_context, const Switch& jump) {
 bool Stacks::Reserve(int count, size_t bytes) {
   const size_t stride = (bytes + kPageBytes - 1) / kPageBytes * kPageBytes + kPageBytes;
   if (stride == stride_ && total_bytes_ >= stride * count) return false;
-  if (begin_ != nullptr) munmap(begin_, total_bytes_);
+  if (begin_ != nullptr) {
+    ForgetFrames(begin_, total_bytes_);  // something else may be there next
+    munmap(begin_, total_bytes_);
+  }
   stride_ = stride;
   total_bytes_ = stride * count;
   void* memory = mmap(nullptr, total_bytes_, PROT_READ | PROT_WRITE,

@@ -40,17 +40,17 @@ class PhaseBarriers::PhaseEnd : public Condition {
 
 void PhaseBarriers::Init(void* place, unsigned count, const void* site) {
   CheckAlignment(place, "an mbarrier", sizeof(kContent), site);
-  const auto report = [&](const std::string& why) {
+  const auto report = [&](auto why) {  // makes texts within: an abandoned thread destroys nothing
     machine_->Report(FindingKind::kBadBarrier, site,
-                     [&] { return "sets up " + Place(machine_, place) + why; });
+                     [&] { return "sets up " + Place(machine_, place) + why(); });
     machine_->block.Abandon();
   };
-  if (count < 1 || count > kMost) report(Format(" for %u arrivals", count));
+  if (count < 1 || count > kMost) report([&] { return Format(" for %u arrivals", count); });
   Note(AccessKind::kWrite, place, sizeof(kContent), site);
   std::memcpy(place, &kContent, sizeof(kContent));
   const size_t number = barriers_.size();
   const auto [entry, is_new] = barriers_.try_emplace(place);
-  if (!is_new) report(", which is one already");
+  if (!is_new) report([] { return ", which is one already"; });
   Order& order = machine_->checker.order;
   PhaseBarrier& barrier = entry->second;
   barrier.count = barrier.pending = static_cast<int>(count);

@@ -3,6 +3,7 @@
 #include "core/cuda/simulator/products.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "core/cuda/simulator/device.h"
@@ -53,7 +54,8 @@ class Products::Issued : public Condition {
 };
 
 void Products::StartBlock() {
-  if (!machine_->checker.order.tracks_all()) return;  // no product in this launch
+  if (!is_used_) return;
+  is_used_ = false;
   std::fill(warps_.begin(), warps_.end(), Warp{});
   std::fill(threads_.begin(), threads_.end(), Thread{});
   for (std::vector<Product>& products : products_) products.clear();
@@ -75,6 +77,7 @@ void Products::FinishThread() {
 }
 
 void Products::Fence(const void* site) {
+  is_used_ = true;
   MeetInWholeWarp("wgmma.fence", nullptr, &DoNothing, site);
   Thread& self = threads_[machine_->block.running()];
   self.has_fenced = true;
@@ -86,6 +89,7 @@ void Products::Commit(const void* site) {
   struct Meeting {
     static void Complete(void* const*, unsigned) {
       Products& products = running_machine->products;
+      products.is_used_ = true;
       Warp& warp = products.warps_[running_machine->block.running() / kWarp];
       warp.groups.push_back(warp.issued);
     }
@@ -94,8 +98,9 @@ void Products::Commit(const void* site) {
 }
 
 void Products::Wait(int groups, const void* site) {
-  const std::string name = Format("wgmma.wait_group %d", groups);
-  MeetInWholeWarp(name.c_str(), nullptr, &DoNothing, site);
+  char name[32];  // all lanes wait for the same
+  std::snprintf(name, sizeof(name), "wgmma.wait_group %d", groups);
+  MeetInWholeWarp(name, nullptr, &DoNothing, site);
   const int thread = machine_->block.running(), warp = thread / kWarp;
   const std::vector<size_t>& ends = warps_[warp].groups;
   if (static_cast<size_t>(groups) >= ends.size()) return;
@@ -128,19 +133,21 @@ void Products::Complete(void* const lanes[kWarp], unsigned) {
   for (int lane = 0; lane < kWarp; ++lane) {
     operands[lane] = static_cast<const ProductOperands*>(lanes[lane]);
   }
+  running_machine->products.is_used_ = true;
   running_machine->products.Multiply(operands);
 }
 
 // Returns the warp's next product, as the first warp of its group issued it.
 const Products::Product& Products::Issue(int warp, const ProductOperands& operands) {
-  const auto fail = [&](const std::string& why) {
-    machine_->Report(FindingKind::kBadInstruction, operands.site,
-                     [&] { return operands.opcode + why; });
+  const auto fail = [&](const char* why) {  // no string: an abandoned thread destroys nothing
+    machine_->Report(FindingKind::kBadInstruction, operands.site, [&] {
+      return std::string(operands.opcode) + Format(" in warp %d, ", warp) + why;
+    });
     machine_->block.Abandon();
   };
   const int group = warp / kGroupWarps;
   if ((group + 1) * kGroupWarps * kWarp > machine_->block.count()) {
-    fail(Format(" in warp %d, whose group of four the block has not", warp));
+    fail("whose group of four the block has not");
   }
   std::vector<Product>& products = products_[group];
   const size_t number = warps_[warp].issued++;
@@ -151,7 +158,7 @@ const Products::Product& Products::Issue(int warp, const ProductOperands& operan
   const Product& product = products[number];
   if (product.shape != operands.shape || product.a_matrix != operands.a_matrix ||
       product.b_matrix != operands.b_matrix || product.adds != operands.adds) {
-    fail(Format(" in warp %d, where another warp of its group issued another product", warp));
+    fail("where another warp of its group issued another product");
   }
   return product;
 }
@@ -222,7 +229,7 @@ void Products::Load(const ProductOperands& operands, uint64_t descriptor, bool t
   const Matrix matrix(descriptor);
   const SharedShadow::Agent agent{kMaxThreads + machine_->block.running() / (kWarp * kGroupWarps),
                                   when};
-  const auto fail = [&](FindingKind kind, const std::string& why) {
+  const auto fail = [&](FindingKind kind, const char* why) {
     machine_->Report(kind, operands.site, [&] {
       return operands.opcode +
              Format(" of the matrix %016llx, ", static_cast<unsigned long long>(descriptor)) + why;
@@ -246,7 +253,7 @@ void Products::Load(const ProductOperands& operands, uint64_t descriptor, bool t
       address ^= (address >> 7 & 7) << 4;
       const auto* place = static_cast<const char*>(machine_->checker.SharedAt(address));
       if (place == nullptr) {
-        fail(FindingKind::kOutOfBounds, Format("at %u of the block's shared memory", address));
+        fail(FindingKind::kOutOfBounds, "which is not all in the block's shared memory");
       }
       machine_->checker.Check({reinterpret_cast<uintptr_t>(place), 16, AccessKind::kProductRead,
                                operands.site, &agent});

@@ -88,6 +88,7 @@ class Products {
             Stamp when, float* numbers, int of_row, int of_k);
 
   Machine* const machine_;
+  bool is_used_ = false;  // since StartBlock
   std::vector<Warp> warps_;
   std::vector<Thread> threads_;
   std::vector<Product> products_[kProductAgents];  // of each warp group

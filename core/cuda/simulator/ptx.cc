@@ -77,8 +77,7 @@ void Log2(const Call& call) { call.At<float>(0) = log2f(call.At<float>(1)); }
 
 unsigned ArriveAtBlockBarrier(const Call& call, int first, BarrierUse use, bool any) {
   const int number = call.At<int>(first), threads = call.At<int>(first + 1);
-  const BarrierCall arrival = {number, threads, use, any, {call.site, nullptr, 0}};
-  return running_machine->block.ArriveAt(arrival) ? 1 : 0;
+  return running_machine->block.ArriveAt(number, threads, use, any, call.site) ? 1 : 0;
 }
 template <BarrierUse kUse>
 void BlockBarrier(const Call& call) {

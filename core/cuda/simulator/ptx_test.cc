@@ -1,4 +1,4 @@
-// Tests the texts of core/cuda/ptx.cuh in the simulator, and that a changed text gives another
+// Tests the texts of core/cuda/ptx.cuh and hopper.cuh in the simulator, and that a changed text gives another
 // result or a finding.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -7,16 +7,19 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/hopper.cuh"
 #include "core/cuda/simulator/cuda_runtime.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/cuda/simulator/warp_matrix.h"
+#include "core/cuda/tensor_map.cuh"
 
 namespace cuda_simulator {
 namespace {
@@ -156,15 +159,237 @@ Result Function(const std::string& text) {
   return ok ? result : Result();
 }
 
+template <int kCount, size_t... kIndices>
+auto AsOperands(float (&d)[kCount], std::index_sequence<kIndices...>) {
+  return std::make_tuple(PtxOperand("+f", d[kIndices])...);
+}
+
+// ---- Instructions of warp groups: programs of several, of which one has another text ----
+
+constexpr int kGroupThreads = 128;
+constexpr size_t kGroupBytes = 24 << 10;
+
+// Runs `body` in a warp group with dynamic shared memory, aligned as panels are.
+template <class Body>
+bool RunGroup(const Body& body) {
+  const auto run = [](void* data) {
+    (*static_cast<const Body*>(data))(static_cast<int>(threadIdx.x),
+                                      static_cast<char*>(DynamicSharedBytes()));
+  };
+  const cudaError_t error = LaunchBody("Group", {dim3(1), dim3(kGroupThreads), kGroupBytes}, run,
+                                       const_cast<Body*>(&body), sizeof(body));
+  return error == cudaSuccess;
+}
+
+// Says which of a program's instructions has which text; the others are those of the header's
+// functions.
+class Replacement {
+ public:
+  Replacement(const char* place, const std::string& text)
+      : place_(place), text_(text.empty() ? "" : Literal(text)) {}
+  // Executes the text with these operands if it is of that place; otherwise calls the function.
+  template <class Function, class... Operands>
+  void Do(const char* place, const Function& function, const Operands&... operands) const {
+    if (std::strcmp(place, place_) == 0) {
+      ExecutePtx(text_, operands...);
+    } else {
+      function();
+    }
+  }
+
+ private:
+  const char* place_;
+  const char* text_;
+};
+
+// A tensor of 16-bit numbers 0, 1, 2, ..., of sizes 72, 16, 3 and 4.
+const std::vector<uint16_t>& TensorNumbers() {
+  static const auto* numbers = [] {
+    auto* filled = new std::vector<uint16_t>(72 * 16 * 3 * 4);
+    for (size_t n = 0; n < filled->size(); ++n) (*filled)[n] = static_cast<uint16_t>(n);
+    return filled;
+  }();
+  return *numbers;
+}
+
+// A barrier of three arrivals, and a box of 8 rows for which all threads wait: thread t reports its
+// 4 numbers of 128 * 4.
+Result CopyOnBarrier(const Replacement& replacement) {
+  const std::vector<uint16_t>& numbers = TensorNumbers();
+  RegisterBuffer(numbers.data(), numbers.size() * 2, /*written=*/true);
+  const tfb::BoxedTensor tensor = {
+      const_cast<uint16_t*>(numbers.data()), {72, 16, 3, 4}, {1, 72, 72 * 16, 72 * 16 * 3}, 8};
+  tfb::TensorMap map;
+  EXPECT_EQ(tfb::EncodeTensorMap(tensor, tfb::Element::kBf16, &map), nullptr);
+  Result result(kGroupThreads * 2);
+  const bool ok = RunGroup([&](int t, char* memory) {
+    // The map is a parameter on a GPU; here, in the thread's memory.
+    const tfb::TensorMap own_map = map;
+    auto* barrier = reinterpret_cast<uint64_t*>(memory + 2048);
+    const unsigned address = tfb::SharedAddress(barrier), to = tfb::SharedAddress(memory);
+    const unsigned bytes = 8 * 128;
+    if (t == 0) {
+      replacement.Do(
+          "init", [&] { tfb::InitBarrier(barrier, 3); }, PtxOperand("r", address),
+          PtxOperand("r", 3));
+      replacement.Do("fence", [] { tfb::FenceBarrierInit(); });
+    }
+    __syncthreads();
+    if (t == 1 || t == 2) {
+      replacement.Do(
+          "arrive", [&] { tfb::Arrive(barrier); }, PtxOperand("r", address));
+    }
+    if (t == 3) {
+      replacement.Do(
+          "expect", [&] { tfb::ArriveAndExpect(barrier, bytes); }, PtxOperand("r", address),
+          PtxOperand("r", bytes));
+      replacement.Do(
+          "copy", [&] { tfb::CopyBox(memory, own_map, 8, 3, 1, 2, barrier); }, PtxOperand("r", to),
+          PtxOperand("l", &own_map), PtxOperand("r", 8), PtxOperand("r", 3), PtxOperand("r", 1),
+          PtxOperand("r", 2), PtxOperand("r", address));
+    }
+    unsigned done = 0;
+    const unsigned parity = 0;
+    for (int n = 0; n < 100 && done == 0; ++n) {
+      replacement.Do(
+          "wait", [&] { tfb::Wait(barrier, 0), done = 1; }, PtxOperand("=r", done),
+          PtxOperand("r", address), PtxOperand("r", parity));
+    }
+    result[t * 2] = done;
+    std::memcpy(&result[t * 2 + 1], memory + t * 8, 4);
+  });
+  UnregisterBuffer(numbers.data());
+  return ok ? result : Result();
+}
+
+// Two halves exchange numbers past a barrier; in the second, one warp arrives and the other waits.
+Result NumberedBarriers(const Replacement& replacement) {
+  Result result(kGroupThreads);
+  const bool ok = RunGroup([&](int t, char* memory) {
+    auto* numbers = reinterpret_cast<unsigned*>(memory);
+    numbers[t] = static_cast<unsigned>(t);
+    const unsigned own = t == 5 ? 4 : 0;
+    unsigned any = 7;
+    if (t < 64) {
+      replacement.Do(
+          "any", [&] { any = tfb::NamedAny(2, 64, own) ? 1 : 0; }, PtxOperand("=r", any),
+          PtxOperand("r", 2), PtxOperand("r", 64), PtxOperand("r", own));
+      numbers[t] += 100;
+      replacement.Do(
+          "sync", [&] { tfb::NamedSync(3, 64); }, PtxOperand("r", 3), PtxOperand("r", 64));
+    } else if (t < 96) {
+      replacement.Do(
+          "arrive", [&] { tfb::NamedArrive(4, 64); }, PtxOperand("r", 4), PtxOperand("r", 64));
+      __syncwarp();
+    } else {
+      tfb::NamedSync(4, 64);
+    }
+    result[t] = any * 1000 + numbers[t < 64 || t >= 96 ? t ^ 32 : t ^ 1];
+  });
+  return ok ? result : Result();
+}
+
+// Two products of 64 x 16 numbers by `columns` columns, of which the second adds to the first.
+template <class T, int kColumns>
+Result Products(const Replacement& replacement) {
+  constexpr bool kFromMemory = kColumns == 0;  // a, too, and 128 columns
+  constexpr int kSums = kFromMemory ? 64 : kColumns / 2;
+  const std::vector<unsigned> pairs = RandomPairs(kGroupBytes / 4, 11);
+  RegisterBuffer(pairs.data(), kGroupBytes, /*written=*/true);
+  Result result(kGroupThreads * kSums);
+  const bool ok = RunGroup([&](int t, char* memory) {
+    for (size_t n = static_cast<size_t>(t) * 4; n < pairs.size(); n += kGroupThreads * 4) {
+      __pipeline_memcpy_async(memory + n * 4, &pairs[n], 16);
+    }
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    tfb::FenceAsync();
+    __syncthreads();
+    float d[kSums];
+    for (int n = 0; n < kSums; ++n) d[n] = static_cast<float>(t * kSums + n) / 3;
+    const unsigned* a = &pairs[t * 4];
+    const uint64_t rows = tfb::DescribeMatrix(memory + 16384, 4096);
+    const uint64_t columns = tfb::DescribeMatrix(memory, 8192);
+    replacement.Do("fence", [] { tfb::BeginProducts(); });
+    for (int product = 0; product < 2; ++product) {
+      if constexpr (kFromMemory) {
+        const auto multiply = [&](auto... sums) {
+          replacement.Do(
+              "product", [&] { tfb::MultiplyN128<T, 1>(d, rows, columns); }, sums...,
+              PtxOperand("l", rows), PtxOperand("l", columns), PtxOperand("n", 1));
+        };
+        std::apply(multiply, AsOperands(d, std::make_index_sequence<kSums>()));
+      } else {
+        const auto multiply = [&](auto... sums) {
+          replacement.Do(
+              "product", [&] { tfb::MultiplyTransposed<T>(d, a, columns); }, sums...,
+              PtxOperand("r", a[0]), PtxOperand("r", a[1]), PtxOperand("r", a[2]),
+              PtxOperand("r", a[3]), PtxOperand("l", columns), PtxOperand("n", 1));
+        };
+        std::apply(multiply, AsOperands(d, std::make_index_sequence<kSums>()));
+      }
+    }
+    replacement.Do("commit", [] { tfb::EndProducts(); });
+    replacement.Do(
+        "wait", [] { tfb::WaitForProducts<0>(); }, PtxOperand("n", 0));
+    std::memcpy(&result[t * kSums], d, sizeof(d));
+  });
+  UnregisterBuffer(pairs.data());
+  return ok ? result : Result();
+}
+
+Result SetRegisters(const Replacement& replacement) {
+  const bool ok = RunGroup([&](int, char*) {
+    replacement.Do(
+        "set", [] { tfb::FewerRegisters<24>(); }, PtxOperand("n", 24));
+  });
+  return ok ? Result{1} : Result();
+}
+
 struct Case {
   const char* text;
   RunText run;
+  std::function<Result()> run_header = nullptr;  // gives the result of the header's function
 };
+template <class Program>
+Case In(const Program& program, const char* place, const char* text) {
+  return {text, [=](const std::string& other) { return program(Replacement(place, other)); },
+          [=] { return program(Replacement("", "")); }};
+}
 const Case kCases[] = {
-    {TFB_PTX_LDMATRIX, &LdMatrix},    {TFB_PTX_LDMATRIX_TRANSPOSED, &LdMatrix},
-    {TFB_PTX_MMA("bf16"), &Mma},      {TFB_PTX_MMA("f16"), &Mma},
-    {TFB_PTX_COPY_ASYNC, &CopyAsync}, {TFB_PTX_EXP2, &Function},
+    {TFB_PTX_LDMATRIX, &LdMatrix},
+    {TFB_PTX_LDMATRIX_TRANSPOSED, &LdMatrix},
+    {TFB_PTX_MMA("bf16"), &Mma},
+    {TFB_PTX_MMA("f16"), &Mma},
+    {TFB_PTX_COPY_ASYNC, &CopyAsync},
+    {TFB_PTX_EXP2, &Function},
     {TFB_PTX_LOG2, &Function},
+    In(&CopyOnBarrier, "init", TFB_PTX_BARRIER_INIT),
+    In(&CopyOnBarrier, "fence", TFB_PTX_FENCE_BARRIER_INIT),
+    In(&CopyOnBarrier, "fence", TFB_PTX_FENCE_ASYNC),
+    In(&CopyOnBarrier, "arrive", TFB_PTX_BARRIER_ARRIVE),
+    In(&CopyOnBarrier, "expect", TFB_PTX_BARRIER_EXPECT),
+    In(&CopyOnBarrier, "wait", TFB_PTX_BARRIER_TRY_WAIT),
+    In(&CopyOnBarrier, "copy", TFB_PTX_TMA_LOAD_4D),
+    In(&NumberedBarriers, "sync", TFB_PTX_NAMED_SYNC),
+    In(&NumberedBarriers, "arrive", TFB_PTX_NAMED_ARRIVE),
+    In(&NumberedBarriers, "any", TFB_PTX_NAMED_OR),
+    In(&SetRegisters, "set", TFB_PTX_MORE_REGISTERS),
+    In(&SetRegisters, "set", TFB_PTX_FEWER_REGISTERS),
+    In(&Products<__half, 64>, "fence", TFB_PTX_WGMMA_FENCE),
+    In(&Products<__half, 64>, "commit", TFB_PTX_WGMMA_COMMIT),
+    In(&Products<__half, 64>, "wait", TFB_PTX_WGMMA_WAIT),
+};
+// With 64 sums, of which only those side by side are swapped.
+const Case kProductCases[] = {
+    In(&Products<__nv_bfloat16, 0>, "product",
+       TFB_PTX_WGMMA("128", "bf16", TFB_PTX_REGISTERS_64, "%64, %65", "%66", "0, 0")),
+    In(&Products<__half, 0>, "product",
+       TFB_PTX_WGMMA("128", "f16", TFB_PTX_REGISTERS_64, "%64, %65", "%66", "0, 0")),
+    In(&Products<__nv_bfloat16, 128>, "product",
+       TFB_PTX_WGMMA("128", "bf16", TFB_PTX_REGISTERS_64, "{%64, %65, %66, %67}, %68", "%69", "1")),
+    In(&Products<__half, 64>, "product",
+       TFB_PTX_WGMMA("64", "f16", TFB_PTX_REGISTERS_32, "{%32, %33, %34, %35}, %36", "%37", "1")),
 };
 
 TEST(Ptx, MatricesAreDistributedAsPtxSays) {
@@ -247,6 +472,43 @@ TEST(Ptx, FunctionsOfTheHeaderGiveTheTextsTheirOperands) {
   EXPECT_EQ(tfb::Log2(2.5f), std::log2(2.5f));
 }
 
+TEST(Ptx, FunctionsOfHopperGiveTheTextsTheirOperands) {
+  int compared = 0;
+  const auto compare = [&](const Case& c) {
+    if (c.run_header == nullptr) return;
+    const Result result = c.run(c.text);
+    ASSERT_FALSE(result.empty()) << c.text << cudaGetErrorString(cudaErrorLaunchFailure);
+    EXPECT_EQ(result, c.run_header()) << c.text;
+    ++compared;
+  };
+  for (const Case& c : kCases) compare(c);
+  for (const Case& c : kProductCases) compare(c);
+  EXPECT_EQ(compared, 15 + 4);
+}
+
+TEST(Ptx, ABoxIsCopiedAndSwizzled) {
+  const Result result = In(&CopyOnBarrier, "none", "").run_header();
+  ASSERT_FALSE(result.empty()) << cudaGetErrorString(cudaErrorLaunchFailure);
+  for (int t = 0; t < kGroupThreads; ++t) {
+    EXPECT_EQ(result[t * 2], 1u);
+    // Thread t has two numbers from 4 t on in the swizzled rows of 64.
+    const int row = t / 16, chunk = (t / 2 % 8) ^ row, column = chunk * 8 + t % 2 * 4;
+    const int number = 8 + column + 72 * (3 + row) + 72 * 16 * 1 + 72 * 16 * 3 * 2;
+    EXPECT_EQ(result[t * 2 + 1] & 0xffff, static_cast<unsigned>(number) & 0xffff) << t;
+    EXPECT_EQ(result[t * 2 + 1] >> 16, static_cast<unsigned>(number + 1) & 0xffff) << t;
+  }
+}
+
+TEST(Ptx, NumberedBarriersExchangeNumbersAndPredicates) {
+  const Result result = In(&NumberedBarriers, "none", "").run_header();
+  ASSERT_FALSE(result.empty()) << cudaGetErrorString(cudaErrorLaunchFailure);
+  for (int t = 0; t < kGroupThreads; ++t) {
+    EXPECT_EQ(result[t], static_cast<unsigned>(t < 64   ? 1100 + (t ^ 32)
+                                               : t < 96 ? 7000 + (t ^ 1)
+                                                        : 7000 + (t ^ 32)));
+  }
+}
+
 // Returns the places of "%0", "%1", ... in a text, each with its length.
 std::vector<std::pair<size_t, size_t>> OperandsIn(const std::string& text) {
   std::vector<std::pair<size_t, size_t>> operands;
@@ -279,25 +541,73 @@ TEST(Ptx, ATextWithTwoSwappedOperandsGivesAnotherResultOrAFinding) {
       }
     }
   }
-  EXPECT_EQ(texts, 10 + 10 + 87 + 87 + 3 + 1 + 1);
+  EXPECT_EQ(texts, 10 + 10 + 87 + 87 + 3 + 1 + 1 + 1 + 1 + 3 + 21 + 1 + 1 + 6);
+}
+
+TEST(Ptx, AProductWithTwoSwappedOperandsGivesAnotherResultOrAFinding) {
+  for (const Case& c : kProductCases) {
+    const Result expected = c.run(c.text);
+    ASSERT_FALSE(expected.empty()) << c.text << cudaGetErrorString(cudaErrorLaunchFailure);
+    const auto operands = OperandsIn(c.text);
+    ASSERT_GE(operands.size(), 38u);
+    for (size_t n = 0; n + 1 < operands.size(); ++n) {
+      const std::string mutant = WithSwapped(c.text, operands[n], operands[n + 1]);
+      EXPECT_NE(c.run(mutant), expected) << mutant;
+    }
+  }
 }
 
 TEST(Ptx, ATextWithAnotherOpcodeOrNumberGivesAnotherResultOrAFinding) {
   const std::pair<const char*, const char*> changes[] = {
-      {".trans", ""},       {".x4.shared", ".x4.trans.shared"},
-      {".x4", ".x2"},       {"bf16", "f16"},
-      {".f16", ".bf16"},    {"row.col", "row.row"},
-      {"16, %2", "%2, 16"}, {"16, %2", "8, %2"},
-      {".cg", ".ca"},       {";", ""},
-      {"[%4]", "%4"},       {"{%8, %9}", "{%8}"},
-      {"%3", "%13"},        {"ex2", "lg2"},
-      {"lg2", "ex2"},       {"[%1]", "[%3]"},
-      {".approx", ""},      {"%0, %1;", "%0;"},
+      {".trans", ""},
+      {".x4.shared", ".x4.trans.shared"},
+      {".x4", ".x2"},
+      {"bf16", "f16"},
+      {".f16", ".bf16"},
+      {"row.col", "row.row"},
+      {"16, %2", "%2, 16"},
+      {"16, %2", "8, %2"},
+      {".cg", ".ca"},
+      {";", ""},
+      {"[%4]", "%4"},
+      {"{%8, %9}", "{%8}"},
+      {"%3", "%13"},
+      {"ex2", "lg2"},
+      {"lg2", "ex2"},
+      {"[%1]", "[%3]"},
+      {".approx", ""},
+      {"%0, %1;", "%0;"},
+      {"shared::cta", "shared"},
+      {"shared::cluster", "shared::cta"},
+      {".parity", ""},
+      {".expect_tx", ""},
+      {"_, ", ""},
+      {"p, [%1], %2", "p, [%1]"},
+      {"setp.ne", "setp.eq"},
+      {"1, 0, p", "0, 1, p"},
+      {".or.pred", ".and.pred"},
+      {"q, %1, %2, p", "p, %1, %2, q"},
+      {".reg .pred p; ", ""},
+      {"bar.sync", "bar.arrive"},
+      {".4d", ".3d"},
+      {"%2, %3, %4, %5", "%2, %3, %4"},
+      {"commit_group", "commit"},
+      {".async", ""},
+      {"release", "acquire"},
+      {"aligned.u32 %0", "aligned.u32 %1"},
+      {"wait_group", "wait"},
+      {"fence.sync", "fence"},
+  };
+  const std::pair<const char*, const char*> product_changes[] = {
+      {"m64n128", "m64n64"},   {"m64n64", "m64n128"},  {"bf16", "f16"},
+      {"p, 1, 1", "p, 1, -1"}, {"setp.ne", "setp.eq"}, {"; }", ";"},
+      {"0, 0; }", "0, 1; }"},  {"0, 0; }", "1, 0; }"}, {"1, 1, 1; }", "1, 1, 0; }"},
+      {"{ .reg", ".reg"},      {"{%0", "%0"},
   };
   int texts = 0;
-  for (const Case& c : kCases) {
+  const auto change = [&](const Case& c, const auto& all_changes) {
     const Result expected = c.run(c.text);
-    for (const auto& [from, to] : changes) {
+    for (const auto& [from, to] : all_changes) {
       std::string mutant = c.text;
       size_t at = mutant.find(from);
       if (at == std::string::npos) continue;
@@ -308,8 +618,10 @@ TEST(Ptx, ATextWithAnotherOpcodeOrNumberGivesAnotherResultOrAFinding) {
       ++texts;
       EXPECT_NE(c.run(mutant), expected) << mutant;
     }
-  }
-  EXPECT_GT(texts, 30);
+  };
+  for (const Case& c : kCases) change(c, changes);
+  for (const Case& c : kProductCases) change(c, product_changes);
+  EXPECT_GT(texts, 90);
 }
 
 TEST(Ptx, FindingsSayWhatIsWrong) {
@@ -327,6 +639,15 @@ TEST(Ptx, FindingsSayWhatIsWrong) {
               HasSubstr("with the operands [l],[r],16,r; it has [r],[l],16,r"));
   EXPECT_THAT(message(&CopyAsync, "cp.async.cg.shared.global.L2::128B [%2], [%1], 16, %0;"),
               HasSubstr("cp.async.cg.shared.global.L2::128B of "));
+  const RunText sets = [](const std::string& text) {
+    const bool ok = RunGroup([&](int, char*) { ExecutePtx(Literal(text), PtxOperand("n", 20)); });
+    return ok ? Result{1} : Result();
+  };
+  EXPECT_THAT(message(sets, TFB_PTX_MORE_REGISTERS),
+              HasSubstr("of 20 registers; allowed are multiples of 8 from 24 to 256"));
+  EXPECT_THAT(
+      message(sets, "{ .reg .pred p; bar.sync %0, 32; }"),
+      HasSubstr("\"{ .reg .pred p; bar.sync %0, 32; }\", which the simulator does not know"));
 }
 
 // ---- Sums of mma ----
@@ -402,6 +723,43 @@ TEST(MmaSums, AProductHasTheSumOfItsFactorsExponents) {
   EXPECT_EQ(MmaOn("sm_80", MmaSums::kTruncated, a, b, 0), 0x1p-24);
   const std::array<float, 16> wide = {2, 2, 1};
   EXPECT_EQ(MmaOn("sm_80", MmaSums::kTruncated, wide, b, 0), 0);
+}
+
+// Two products of 64 x 16 numbers in registers and 16 x 64 in swizzled rows: Products above.
+TEST(MmaSums, ProductsOfWarpGroupsHaveThem) {
+  const std::vector<unsigned> pairs = RandomPairs(kGroupBytes / 4, 11);
+  const auto half = [&](int n) {
+    return __half2float({static_cast<unsigned short>(pairs[n / 2] >> 16 * (n % 2))});
+  };
+  for (const MmaSums sums : {MmaSums::kRounded, MmaSums::kTruncated}) {
+    Settings settings;
+    settings.gpu = *FindGpu("sm_90");
+    settings.mma_sums = sums;
+    Configure(settings);
+    const Result result = In(&Products<__half, 64>, "none", "").run_header();
+    Configure({});
+    ASSERT_FALSE(result.empty()) << cudaGetErrorString(cudaErrorLaunchFailure);
+    for (int i = 0; i < kGroupThreads * 32; ++i) {
+      const int t = i / 32, n = i % 32;
+      const int row = t % 32 / 4 + n / 2 % 2 * 8;  // of the warp's 16
+      const int column = n / 4 * 8 + t % 4 * 2 + n % 2;
+      float sum = static_cast<float>(i) / 3;
+      for (int product = 0; product < 2; ++product) {
+        MmaTerm terms[17];
+        double exact = sum;
+        for (int k = 0; k < 16; ++k) {
+          const int holder = t / 32 * 32 + row % 8 * 4 + k % 8 / 2;
+          const double a = half((holder * 4 + row / 8 + k / 8 * 2) * 2 + k % 2);
+          const double b = half(k * 64 + ((column / 8) ^ (k % 8)) * 8 + column % 8);
+          terms[k] = {a * b, std::ilogb(a) + std::ilogb(b)};
+          exact += a * b;
+        }
+        terms[16] = {sum, sum == 0 ? -126 : std::ilogb(sum)};
+        sum = sums == MmaSums::kRounded ? static_cast<float>(exact) : TruncatedSum(terms, 17, 25);
+      }
+      ASSERT_EQ(__uint_as_float(result[i]), sum) << t << ", " << n;
+    }
+  }
 }
 
 TEST(MmaSums, AreWithinTheirBoundOfTheRoundedOnes) {

@@ -63,8 +63,12 @@ SharedShadow::Cell* SharedShadow::Split(size_t granule) {
   if (split == 0) {
     split = static_cast<uint32_t>(splits_.size());
     splits_.emplace_back();
-    splits_.back().fill(granules_[granule].cell);
+    const Cell& cell = granules_[granule].cell;
+    splits_.back().fill(cell);
     split_granules_.push_back(granule);
+    if (cell.lists) {
+      for (Cell& copy : splits_.back()) CopyList(cell, &copy);
+    }
   }
   return splits_[split].data();
 }
@@ -130,6 +134,16 @@ void SharedShadow::MakeList(Cell* cell) {
   if (old.stranger == 0) return;
   const int stranger = old.stranger - 1;
   AddReaders(cell, old.read, 1u << stranger % kWarp, stranger / kWarp * kWarp);
+}
+
+// Gives the copy of a cell a list of its own.
+void SharedShadow::CopyList(const Cell& cell, Cell* copy) {
+  copy->lanes = 0;
+  if (cell.read < order_.block_start()) return;  // of an earlier block
+  for (uint32_t place = cell.lanes; place != 0; place = readers_[place].next) {
+    const Readers readers = readers_[place];
+    AddReaders(copy, readers.when, readers.lanes, readers.first);
+  }
 }
 
 void SharedShadow::AddReaders(Cell* cell, Stamp when, uint32_t lanes, int first) {

@@ -146,6 +146,7 @@ class SharedShadow {
   bool IsUnfenced(const Cell& cell, AccessKind kind) const;
   void NoteWrite(Cell* cell, AccessKind kind, const Agent* agent);
   void MakeList(Cell* cell);
+  void CopyList(const Cell& cell, Cell* copy);
   void NoteInList(Cell* cell, const Agent* agent);
   void AddReaders(Cell* cell, Stamp when, uint32_t lanes, int first);
   int ReaderNotBefore(const Cell& cell) const;  // returns -1 where there is none

@@ -1,5 +1,5 @@
-// Tests random programs of a block's threads against an oracle that keeps every access and, for
-// every pair of threads, how much of the one comes before the other's current access.
+// Tests random programs of a block's threads and agents against an oracle that keeps every access
+// and, for every thread, how much of each other comes before its current access.
 #include "core/cuda/simulator/shared_shadow.h"
 
 #include <gtest/gtest.h>
@@ -20,25 +20,40 @@ constexpr uintptr_t kBegin = 0x10000;
 constexpr size_t kBytes = 16;
 constexpr int kPrograms = 400;
 constexpr int kThreads = 3 * kWarp - 5;  // the last warp is not whole
+constexpr int kAgentNumbers[] = {kMaxThreads + 1, kMaxThreads + kProductAgents + 3};
+constexpr int kActors = kThreads + 2;  // threads and agents, which follow them
 
 class Oracle {
  public:
-  Oracle() : knows_(kThreads, std::vector<int>(kThreads, 0)) {}
+  using Knowledge = std::vector<int>;  // of each actor, the accesses before that time
+  Oracle() : knows_(kThreads, Knowledge(kActors, 0)), fences_(kThreads) {}
 
   void StartBlock() { *this = Oracle(); }
   void PassBarrier() { WaitForAll(0, kThreads, ~0u); }
   void SyncWarp(int warp, unsigned lanes) {
     WaitForAll(warp * kWarp, std::min(kThreads, (warp + 1) * kWarp), lanes);
   }
+  void Release(int thread, Knowledge* to) {
+    knows_[thread][thread] = now_;
+    Join(knows_[thread], to);
+  }
+  void Acquire(int thread, const Knowledge& from) { Join(from, &knows_[thread]); }
+  void FenceProxy(int thread) {
+    fences_[thread].push_back(now_);
+    accesses_.push_back({kBytes, AccessKind::kRead, thread, now_});  // for the time that it takes
+    ++now_;
+  }
+  int now() const { return now_; }
 
-  // Returns the verdict that the access must get.
-  Verdict Access(size_t at, size_t bytes, AccessKind kind, int thread) {
+  // Returns the verdict that the access by `actor` must get, a thread or an agent that the thread set
+  // to work.
+  Verdict Access(size_t at, size_t bytes, AccessKind kind, int thread, int actor) {
     Verdict worst = Verdict::kFine;
     for (size_t byte = at; byte < at + bytes; ++byte) {
       worst = std::max(worst, AccessByte(byte, kind, thread));
     }
     for (size_t byte = at; byte < at + bytes; ++byte) {
-      accesses_.push_back({byte, kind, thread, static_cast<int>(accesses_.size())});
+      accesses_.push_back({byte, kind, actor, static_cast<int>(accesses_.size())});
     }
     now_ = static_cast<int>(accesses_.size());
     return worst;
@@ -48,44 +63,63 @@ class Oracle {
   struct Past {
     size_t byte;
     AccessKind kind;
-    int thread;
+    int actor;
     int time;
   };
+  static bool Reads(AccessKind kind) {
+    return kind == AccessKind::kRead || kind == AccessKind::kProductRead;
+  }
 
   Verdict AccessByte(size_t byte, AccessKind kind, int thread) const {
-    bool written = false, reads_before = false, writes_before = false;
+    bool reads_before = false, writes_before = false;
+    const Past* last_write = nullptr;
     for (const Past& past : accesses_) {
       if (past.byte != byte) continue;
-      const bool wrote = past.kind != AccessKind::kRead;
-      written |= wrote;
-      if (past.thread == thread || past.time < knows_[thread][past.thread]) continue;
+      if (!Reads(past.kind)) last_write = &past;
+      if (past.actor == thread || past.time < knows_[thread][past.actor]) continue;
       if (past.kind == AccessKind::kAtomic && kind == AccessKind::kAtomic) continue;
-      writes_before |= wrote;
-      reads_before |= !wrote && kind != AccessKind::kRead;
+      writes_before |= !Reads(past.kind);
+      reads_before |= Reads(past.kind) && !Reads(kind);
     }
     if (writes_before) return Verdict::kRaceWithWrite;
     if (reads_before) return Verdict::kRaceWithRead;
-    return written || kind == AccessKind::kWrite ? Verdict::kFine : Verdict::kUnwritten;
+    if (last_write == nullptr) {
+      const bool writes = kind == AccessKind::kWrite || kind == AccessKind::kBulkWrite;
+      return writes ? Verdict::kFine : Verdict::kUnwritten;
+    }
+    const bool by_agent = kind == AccessKind::kProductRead || kind == AccessKind::kBulkWrite;
+    if (!by_agent || last_write->actor >= kThreads) return Verdict::kFine;
+    for (const int fence : fences_[last_write->actor]) {
+      const bool follows = fence > last_write->time;
+      if (follows && (last_write->actor == thread || fence < knows_[thread][last_write->actor])) {
+        return Verdict::kFine;
+      }
+    }
+    return Verdict::kUnfenced;
+  }
+
+  static void Join(const Knowledge& from, Knowledge* to) {
+    for (int actor = 0; actor < kActors; ++actor)
+      (*to)[actor] = std::max((*to)[actor], from[actor]);
   }
 
   // Lets the threads of [first, last) that `lanes` names, by number modulo 32, wait for each other.
   void WaitForAll(int first, int last, unsigned lanes) {
-    std::vector<int> joined(kThreads, 0), members;
+    Knowledge joined(kActors, 0);
+    std::vector<int> members;
     for (int t = first; t < last; ++t) {
       if ((lanes >> t % kWarp & 1) != 0) members.push_back(t);
     }
     for (const int t : members) {
       knows_[t][t] = now_;
-      for (int other = 0; other < kThreads; ++other) {
-        joined[other] = std::max(joined[other], knows_[t][other]);
-      }
+      Join(knows_[t], &joined);
     }
     for (const int t : members) knows_[t] = joined;
   }
 
   std::vector<Past> accesses_;
-  // [thread][other]: the accesses of `other` before that time.
-  std::vector<std::vector<int>> knows_;
+  std::vector<Knowledge> knows_;
+  std::vector<std::vector<int>> fences_;  // of each thread, the times before its fences
   int now_ = 0;
 };
 
@@ -94,6 +128,7 @@ bool IsRace(Verdict verdict) { return verdict >= Verdict::kRaceWithRead; }
 struct Tally {
   int races = 0;        // accesses that race, in programs that had no race before
   int races_found = 0;  // of these
+  int unfenced = 0;     // accesses
   int syncs_of_parts = 0;
 };
 
@@ -138,7 +173,7 @@ void RunProgram(uint64_t seed, bool with_parts, Tally* tally) {
     const size_t at = below(kBytes / bytes) * bytes;
     const AccessKind kind = static_cast<AccessKind>(below(3));
     order.Resume(thread);
-    const Verdict expected = oracle.Access(at, bytes, kind, thread);
+    const Verdict expected = oracle.Access(at, bytes, kind, thread, thread);
     int other = SharedShadow::kSeveral;
     const Verdict verdict = shadow.Access(kBegin + at, bytes, kind, &other);
     if (!IsRace(expected)) {
@@ -171,6 +206,128 @@ TEST(SharedShadow, InventsNoRaceWherePartsOfWarpsSyncAndMissesFew) {
   EXPECT_GT(tally.syncs_of_parts, kPrograms);
   EXPECT_GT(tally.races, kPrograms);
   EXPECT_GT(tally.races_found, 0.99 * tally.races) << tally.races_found << " of " << tally.races;
+}
+
+// Runs a program of threads that also pass on what they know through two places, and of agents that
+// they set to work. Two actors' atomic accesses, after which a third may miss a race, are left out
+// unless `with_atomics`.
+void RunProgramWithAgents(uint64_t seed, bool with_atomics, Tally* tally) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](uint64_t limit) { return static_cast<int>(random() % limit); };
+  Order order;
+  SharedShadow shadow(kBegin, kBytes, &order);
+  Oracle oracle;
+  struct Place {
+    Order::Knowledge known;
+    Oracle::Knowledge expected = Oracle::Knowledge(kActors, 0);
+  } places[2];
+  struct Work {
+    Stamp stamp;
+    int time;
+  };
+  std::vector<Work> works[2];  // of the agents
+  shadow.StartLaunch(kBytes, /*admits_quick_accesses=*/false);
+  const auto start_block = [&] {
+    order.StartBlock();
+    oracle.StartBlock();
+    for (Place& place : places) place = {};
+    for (std::vector<Work>& work : works) work.clear();
+  };
+  start_block();
+  order.TrackAll(kThreads);
+  const int active = 2 + below(kThreads - 1);
+  const int syncs_per_access = 2 + below(5);  // of 8 steps
+  const bool narrow = below(2) == 0;
+  bool raced = false;
+  for (int step = 0; step < 160; ++step) {
+    const int thread = below(active), a = below(2);
+    order.Resume(thread);
+    if (below(8) < syncs_per_access) {
+      Place& place = places[below(2)];
+      const int warp = thread / kWarp, what = below(12);
+      const unsigned live = warp == 2 ? (1u << (kThreads - 2 * kWarp)) - 1 : ~0u;
+      if (what < 3) {
+        order.Release(thread, &place.known);
+        oracle.Release(thread, &place.expected);
+      } else if (what < 6) {
+        order.Acquire(thread, place.known);
+        oracle.Acquire(thread, place.expected);
+      } else if (what == 6) {
+        order.FenceProxy();
+        oracle.FenceProxy(thread);
+      } else if (what == 7 && below(3) == 0) {
+        order.PassBarrier();
+        oracle.PassBarrier();
+      } else if (what == 8 && below(8) == 0) {
+        start_block();
+        raced = false;
+      } else if (what < 10 && !works[a].empty()) {
+        // The thread, or the place, learns of some of what the agent did.
+        const Work& work = works[a][below(works[a].size())];
+        Oracle::Knowledge known(kActors, 0);
+        known[kThreads + a] = work.time;
+        if (below(2) == 0) {
+          order.EndOf(kAgentNumbers[a] - kMaxThreads, work.stamp);
+          oracle.Acquire(thread, known);
+        } else {
+          Order::AddAgent(kAgentNumbers[a] - kMaxThreads, work.stamp, &place.known);
+          for (int n = 0; n < kActors; ++n) {
+            place.expected[n] = std::max(place.expected[n], known[n]);
+          }
+        }
+      } else {
+        const unsigned lanes = below(2) == 0 ? live & static_cast<unsigned>(random()) : live;
+        tally->syncs_of_parts += lanes != live;
+        order.SyncWarp(warp, lanes, live);
+        oracle.SyncWarp(warp, lanes);
+      }
+      continue;
+    }
+    const size_t bytes = narrow ? size_t{1} << below(4) : 4;
+    const size_t at = below(kBytes / bytes) * bytes;
+    const AccessKind kinds[] = {AccessKind::kRead, AccessKind::kWrite, AccessKind::kProductRead,
+                                AccessKind::kBulkWrite, AccessKind::kAtomic};
+    const AccessKind kind = kinds[below(with_atomics ? 5 : 4)];
+    const bool by_agent = kind == AccessKind::kProductRead || kind == AccessKind::kBulkWrite;
+    const SharedShadow::Agent agent{kAgentNumbers[a], by_agent ? order.Next() : 0};
+    const Verdict expected =
+        oracle.Access(at, bytes, kind, thread, by_agent ? kThreads + a : thread);
+    if (by_agent) works[a].push_back({agent.when, oracle.now()});
+    int other = SharedShadow::kSeveral;
+    const Verdict verdict =
+        shadow.Access(kBegin + at, bytes, kind, &other, by_agent ? &agent : nullptr);
+    if (!IsRace(expected) && !(with_atomics && expected == Verdict::kUnfenced)) {
+      ASSERT_EQ(verdict, expected) << "seed " << seed << ", step " << step;
+    }
+    if (IsRace(expected) && !raced) {
+      raced = true;
+      ++tally->races;
+      tally->races_found += IsRace(verdict);
+    }
+    tally->unfenced += expected == Verdict::kUnfenced;
+  }
+}
+
+TEST(SharedShadow, FindsExactlyTheFirstRaceOfThreadsAndAgentsThatPassOnWhatTheyKnow) {
+  Tally tally;
+  for (uint64_t seed = 0; seed < kPrograms; ++seed) {
+    RunProgramWithAgents(seed, /*with_atomics=*/false, &tally);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(tally.syncs_of_parts, kPrograms);
+  EXPECT_GT(tally.races, kPrograms);
+  EXPECT_GT(tally.unfenced, kPrograms);
+  EXPECT_EQ(tally.races_found, tally.races);
+}
+
+TEST(SharedShadow, InventsNoRaceOfAtomicsWithAgents) {
+  Tally tally;
+  for (uint64_t seed = 0; seed < kPrograms; ++seed) {
+    RunProgramWithAgents(seed, /*with_atomics=*/true, &tally);
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(tally.races, kPrograms);
+  EXPECT_GT(tally.races_found, 0.9 * tally.races) << tally.races_found << " of " << tally.races;
 }
 
 // The quick check, which the hooks call first, agrees with Access and has the same effect.

@@ -491,6 +491,159 @@ TEST(StackOverflow, IsFoundInItsThread) {
   Configure({});
 }
 
+// ---- Barriers by number and in shared memory, bulk copies, products ----
+
+// Runs a kernel in several orders; there must be findings of this kind, one of them with `text`, and
+// none of another unless `others`.
+void FindInAnyOrder(const char* kernel, FindingKind kind, int number, const char* text,
+                    bool others = false) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(testing::Message() << "number " << number << ", seed " << seed);
+    ConfigureSeed(seed);
+    Find(kernel, kind, number, /*written=*/true, others);
+    EXPECT_THAT(FindingsOf(kind),
+                testing::Contains(testing::Field(&Finding::message, HasSubstr(text))));
+  }
+  Configure({});
+}
+void ExpectNothing(const char* kernel, int number) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    ConfigureSeed(seed);
+    const char* error = RunBroken(kernel, number);
+    EXPECT_EQ(error, nullptr) << error;
+  }
+  Configure({});
+}
+
+TEST(NumberedBarrier, OrdersTheThreadsThatWaitAndNoOthers) {
+  ExpectNothing("SyncTwoOfThreeWarps", 0);
+  ExpectNothing("ArriveAndRead", 0);
+  ExpectNothing("OtherCounts", 64);
+  // Where the readers run first, they also read what nothing wrote.
+  FindInAnyOrder("SyncTwoOfThreeWarps", FindingKind::kRace, 1, "with no barrier between", true);
+  FindInAnyOrder("ArriveAndRead", FindingKind::kRace, 1, "with no barrier between", true);
+}
+
+TEST(NumberedBarrier, HasOneCountAndItsThreads) {
+  FindInAnyOrder("OtherCounts", FindingKind::kBadBarrier, 32, "arrives at barrier 3 for ");
+  FindInAnyOrder("OtherCounts", FindingKind::kBadBarrier, 48,
+                 "arrives at barrier 3 for 48 threads of 64; a barrier is for a multiple of 32");
+  FindInAnyOrder("OtherCounts", FindingKind::kBadBarrier, 96,
+                 "arrives at barrier 3 for 96 threads");
+  FindInAnyOrder("BarrierWithoutOthers", FindingKind::kBadBarrier, 16, "barriers are 0 to 15");
+  FindInAnyOrder("MixedBarriers", FindingKind::kBadBarrier, 0,
+                 "at which only some threads give a predicate");
+  FindInAnyOrder("BarrierWithoutOthers", FindingKind::kDivergentBarrier, 7,
+                 "waits at barrier 7 for 64 threads, of which 32 have come");
+}
+
+TEST(PhaseBarrier, MisuseIsFound) {
+  const std::pair<int, const char*> misuses[] = {
+      {0,
+       "an arrival of the mbarrier at byte 0 of the shared variable barriers (16 bytes), which no "
+       "thread has set up"},
+      {1, "over which something was stored"},
+      {2, ", which is one already"},
+      {3, " for 0 arrivals"},
+      {6, ", where all 1 arrivals of the phase have come"},
+      {5, "makes 1048576 bytes missing in a phase, of which the most are 1048575"}};
+  for (const auto& [number, text] : misuses) {
+    FindInAnyOrder("MisusedBarrier", FindingKind::kBadBarrier, number, text);
+  }
+  FindInAnyOrder("MisusedBarrier", FindingKind::kMisaligned, 4, "8-byte alignment of an mbarrier");
+}
+
+TEST(BulkCopy, ReadsWhatTheTensorHas) {
+  EXPECT_EQ(RunBroken("CopyRow"), nullptr);
+  EXPECT_THAT(Find("CopyRow", FindingKind::kUnwrittenRead, 0, /*written=*/false).message,
+              HasSubstr("reads 128 bytes at byte 0 of a buffer of 256 bytes, which nothing wrote"));
+  EXPECT_THAT(Find("CopyRow", FindingKind::kBadInstruction, 1).message,
+              HasSubstr("of a tensor map that no cuTensorMapEncodeTiled wrote"));
+  EXPECT_THAT(Find("CopyRow", FindingKind::kOutOfBounds, 2).message,
+              HasSubstr("reads 128 bytes at an address that is no device memory: 0 bytes behind"));
+  ConfigureGpu("sm_89");
+  EXPECT_THAT(Find("CopyRow", FindingKind::kBadInstruction).message,
+              HasSubstr("executes mbarrier.init.shared::cta.b64, which sm_89 has not"));
+  Configure({});
+}
+
+TEST(Product, TakesDescriptorsOfOneLayout) {
+  EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kBadInstruction, 63).message,
+              HasSubstr("whose layout the simulator does not know"));
+  Find("MultiplyOtherLayout", FindingKind::kBadInstruction, 49);
+  EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kMisaligned, 4).message,
+              HasSubstr("does not begin in the first of 8 rows"));
+  EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kOutOfBounds, 13).message,
+              HasSubstr("which is not all in the block's shared memory"));
+  EXPECT_THAT(Find("MultiplyOtherLayout", FindingKind::kUnwrittenRead, 6).message,
+              HasSubstr("multiplies by 16 bytes at byte "));
+  EXPECT_THAT(Find("MultiplyInHalfAGroup", FindingKind::kBadInstruction).message,
+              HasSubstr(", whose group of four the block has not"));
+}
+
+TEST(Pipeline, IsSilentWhereNothingIsWrong) {
+  for (uint64_t seed = 1; seed <= 12; ++seed) {
+    ConfigureSeed(seed);
+    const Values values(true);
+    const char* error = KernelsOn<BrokenKernels>(CudaTarget::kSimulator)
+                            .run("Pipeline", values.data(), static_cast<int>(PipelineBug::kNone));
+    ASSERT_EQ(error, nullptr) << error;
+    EXPECT_EQ(values.Download()[32], 4 * 32 * 33 * 65 / 6);  // four times 1 + 4 + 9 + ... + 32^2
+    EXPECT_EQ(values.Download()[33], 0);
+  }
+  Configure({});
+}
+
+TEST(Pipeline, EachBugIsFoundWhateverTheOrder) {
+  using Bug = PipelineBug;
+  using Kind = FindingKind;
+  const struct {
+    Bug bug;
+    Kind kind;
+    const char* text;
+  } bugs[] = {
+      {Bug::kBarriersUnfenced, Kind::kMissingFence,
+       "which thread (0, 0, 0) set up with no fence.mbarrier_init or fence.proxy.async"},
+      {Bug::kOneGroupReleases, Kind::kRace,
+       ", which a product of warps 4 to 7 reads that the thread"},
+      {Bug::kTooFewArrivals, Kind::kDivergentBarrier, "in which 1 of 9 arrivals and 0 bytes are"},
+      {Bug::kExpectsTooLittle, Kind::kDivergentBarrier,
+       "0 of 1 arrivals and -128 bytes are missing"},
+      {Bug::kExpectsTooMuch, Kind::kDivergentBarrier, "0 of 1 arrivals and 128 bytes are missing"},
+      {Bug::kCopiesTooEarly, Kind::kRace, "copies 128 bytes asynchronously at byte "},
+      {Bug::kReadsTooEarly, Kind::kRace, "to which a bulk copy is under way"},
+      {Bug::kReleasesTooEarly, Kind::kRace, ", which a product of warps "},
+      {Bug::kStoresWithoutFence, Kind::kMissingFence,
+       "with no fence.proxy.async of its own between"},
+      {Bug::kStoresDuringProduct, Kind::kRace, ", which a product of warps "},
+      {Bug::kNoProductFence, Kind::kMissingFence, "with no wgmma.fence before it"},
+      {Bug::kChangesSums, Kind::kRace, "waits for a product whose sums have changed meanwhile"},
+      {Bug::kChangesSumsUnfenced, Kind::kMissingFence,
+       "with sums that have changed since the last wgmma.fence"},
+      {Bug::kNoCommit, Kind::kUnfinishedWork,
+       "starts a product that no wgmma.commit_group follows"},
+      {Bug::kNoWaitForProduct, Kind::kUnfinishedWork,
+       "for which it does not wait before it finishes"},
+      {Bug::kWarpMissing, Kind::kDivergentBarrier, "waits for a product that warp 6 has not begun"},
+      {Bug::kOtherProduct, Kind::kBadInstruction, "warp of its group issued another product"},
+      {Bug::kCopyUnawaited, Kind::kUnfinishedWork,
+       "starts a bulk copy for which no thread has waited"},
+      {Bug::kMisalignedStage, Kind::kMisaligned, "1024-byte alignment of cp.async.bulk.tensor"},
+  };
+  for (const auto& [bug, kind, text] : bugs) {
+    FindInAnyOrder("Pipeline", kind, static_cast<int>(bug), text, /*others=*/true);
+  }
+  // A barrier may be used before it is set up, or after.
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    ConfigureSeed(seed);
+    const char* error = RunBroken("Pipeline", static_cast<int>(Bug::kBarriersUnsynced));
+    ASSERT_NE(error, nullptr);
+    EXPECT_THAT(error, testing::AnyOf(HasSubstr("which no thread has set up"),
+                                      HasSubstr("set up with no barrier between")));
+  }
+  Configure({});
+}
+
 // ---- The text of findings, and calls after them ----
 
 TEST(Findings, NameTheLineOfTheSource) {
@@ -536,8 +689,10 @@ TEST(Findings, TheNextLaunchIsAsIfThereHadBeenNone) {
   const BrokenKernels& kernels = KernelsOn<BrokenKernels>(CudaTarget::kSimulator);
   for (const char* kernel :
        {"ReadAt", "ReturnBeforeBarrier", "BarrierInBranch", "DifferentMasks", "MultiplyInHalfWarp",
-        "ShuffleByOutsider", "TooManyThreads", "BigArray", "WriteAfterRead", "OverwriteStage"}) {
-    ASSERT_NE(RunBroken(kernel, kValues), nullptr) << kernel;
+        "ShuffleByOutsider", "TooManyThreads", "BigArray", "WriteAfterRead", "OverwriteStage",
+        "BarrierWithoutOthers", "MultiplyInHalfAGroup", "Pipeline"}) {
+    ASSERT_NE(RunBroken(kernel, kernel == std::string("Pipeline") ? 17 : kValues), nullptr)
+        << kernel;
     const Values sum(false);
     ASSERT_EQ(kernels.reduce(values.data(), sum.data(), true), nullptr) << "after " << kernel;
     EXPECT_EQ(sum.Download()[0], 64 * 65 / 2);
