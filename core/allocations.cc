@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "core/tested_devices.h"
+
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define TFB_HAS_SANITIZER 1
 #elif defined(__has_feature)
@@ -74,6 +76,9 @@ void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace tfb {
 
-int64_t AllocationCount() { return count.load(std::memory_order_relaxed); }
+int64_t AllocationCount() {
+  static const bool counts = KernelDevice() != Device::kCuda;
+  return counts ? count.load(std::memory_order_relaxed) : 0;
+}
 
 }  // namespace tfb

@@ -6,7 +6,8 @@
 // flush-to-zero (a denormal result becomes 0) and denormals-are-zero (a denormal operand counts as
 // 0) in force, on the calling thread and on every thread of the pool, and leave the caller's
 // floating-point state as it was. CUDA kernels are compiled with the same rule (nvcc --ftz=true), and
-// the simulator follows it. An fp32 result is thereby off by up to 2^-126 for each operation that
+// the simulator follows it. cuBLAS and cuDNN do not: on a GPU, which is as fast on denormal numbers as
+// on others, their products may be denormal. An fp32 result is thereby off by up to 2^-126 for each operation that
 // would have been denormal. Definitions in float64 run in the caller's state and are not affected.
 #ifndef TFB_CORE_DENORMALS_H_
 #define TFB_CORE_DENORMALS_H_

@@ -62,6 +62,7 @@ std::string CudaBlas::name() const {
 }
 
 absl::Status CudaBlas::Use(void* workspace, void* stream) {
+  ++products_;
   void* aligned =
       reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace) + kWorkspaceAlignment - 1) /
                               kWorkspaceAlignment * kWorkspaceAlignment);

@@ -2,6 +2,7 @@
 #ifndef TFB_CORE_CUDA_BLAS_H_
 #define TFB_CORE_CUDA_BLAS_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -49,7 +50,9 @@ struct SixteenBitGemmCall {
 
 // A handle of cuBLAS. It is thread-safe: it runs one call at a time. Its math mode stays the
 // default, in which fp32 products are fp32 throughout (no TF32). On one GPU, and with the workspace
-// that a call brings, the same call gives the same bits.
+// that a call brings, the same call gives the same bits. A row's bits depend on the number of rows of
+// the call, by which cuBLAS chooses its kernel, and so the order of sums. Denormal numbers are not
+// flushed (core/denormals.h).
 class CudaBlas {
  public:
   // Returns the handle of the first GPU, which lives as long as the program. Returns Unavailable,
@@ -61,6 +64,8 @@ class CudaBlas {
   // Returns the scratch of a call in bytes: what NVIDIA recommends for the GPU, and room to align
   // it.
   size_t workspace_bytes() const { return workspace_bytes_ + kWorkspaceAlignment; }
+  // Returns the number of products so far, by which tests know whether a layer's are cuBLAS's.
+  int64_t products() const { return products_; }
 
   // Enqueues the product on the stream. `workspace` is device memory of workspace_bytes().
   absl::Status Multiply(const GemmCall& call, void* workspace, void* stream);
@@ -75,13 +80,14 @@ class CudaBlas {
         version_(version),
         workspace_bytes_(workspace_bytes) {}
   static absl::StatusOr<CudaBlas*> Create(Device device);
-  // Gives the handle, which is locked, the stream and the workspace.
+  // Gives the handle, which is locked, the stream and the workspace of the next product.
   absl::Status Use(void* workspace, void* stream);
 
   CublasFunctions functions_;
   void* handle_;
   int version_;  // 10000 major + 100 minor + patch
   size_t workspace_bytes_;
+  std::atomic<int64_t> products_{0};
   std::mutex mutex_;  // guards the handle
 };
 

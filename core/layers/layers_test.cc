@@ -365,7 +365,9 @@ TEST(MatMulBackend, OurKernelAndCublasAgree) {
                   mirror.CopyForWriting(ours.view()).value(), Activation::kGelu};
   ASSERT_OK(MultiplyWithKernel(matrix, call, machine.execution()));
   call.y = mirror.CopyForWriting(theirs.view()).value();
+  const int64_t products = (*blas)->products();
   ASSERT_OK(MultiplyWithBlas(*blas, matrix, call, machine.execution()));
+  EXPECT_EQ((*blas)->products(), products + 1);
   ASSERT_OK(mirror.CopyBack());
   for (const Tensor* y : {&ours, &theirs}) {
     ExpectProduct(x.view(), weights.view(), bias.view(), residual.view(), Activation::kGelu,

@@ -11,7 +11,9 @@
 // CUDA. Arithmetic is fp32, and W is row-major. On a GPU cuBLAS computes the product
 // where the library can be opened, and a kernel adds the rest; else, and in the simulator, one
 // kernel of our own does all of it (layer_kernels.cu), whose sums are in the order of the input
-// channels too. MatMulBackend tells which. Our own kernel computes products of listed rows on a GPU
+// channels too. MatMulBackend tells which. cuBLAS chooses its kernel, and so the order of sums, by the
+// number of rows: a row's result may differ in rounding with the other rows, as those of a larger
+// batch. Our own kernel computes products of listed rows on a GPU
 // too: a library takes the number of rows from the host. The host does not know it, and to ask the
 // device would mean to wait for it in every layer; a product of all rows would save nothing.
 // Whether a list of nearly all rows is then slower than cuBLAS with all of them has not been

@@ -353,19 +353,19 @@ struct SplitBf16 {
     result->at[2 * half + 1][2 * n + 1] = d[3];
   }
 
-  // Multiplies with so many planes of a; planes i of a and j of b are multiplied where i + j is
-  // below b's number.
-  template <int kPlanes, int kColumns, class A, class B>
-  __device__ static void MultiplyPlanes(const A& a, int row, const B& b, int column, int depth,
-                                        Fragment<kColumns>* result, float sums[4]) {
+  // Planes i of a and j of b are multiplied where i + j is below b's number. `sums` are those of the
+  // rows of a, where it is not null.
+  template <int kColumns, class A, class B>
+  __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
+                                  Fragment<kColumns>* result, float sums[4] = nullptr) {
     const unsigned ones[2] = {0x3f803f80u, 0x3f803f80u};
     const unsigned short* of_a = a.Start(row, true);
     const unsigned short* of_b = b.Start(column, false);
 #pragma unroll 1
     for (int k = 0; k < depth; k += 16, of_a += A::kDepth16, of_b += B::kDepth16) {
-      unsigned first[kPlanes][2][4];  // 16 rows each
+      unsigned first[2][2][4];  // 16 rows each
 #pragma unroll
-      for (int i = 0; i < kPlanes; ++i) {
+      for (int i = 0; i < 2; ++i) {
         A::Load(of_a + i * A::kPlane, first[i][0]);
         A::Load(of_a + i * A::kPlane + A::kOther16, first[i][1]);
       }
@@ -376,7 +376,7 @@ struct SplitBf16 {
           unsigned second[4];
           B::Load(of_b + j * B::kPlane + n * B::kOther16, second);
 #pragma unroll
-          for (int i = 0; i < kPlanes; ++i) {
+          for (int i = 0; i < 2; ++i) {
             if (i + j >= B::kPlanes) continue;
             MultiplyOne(first[i][0], second, 0, 2 * n, result);
             MultiplyOne(first[i][1], second, 1, 2 * n, result);
@@ -390,16 +390,65 @@ struct SplitBf16 {
       for (int half = 0; half < 2; ++half) {
         float d[4] = {sums[2 * half], 0, sums[2 * half + 1], 0};
 #pragma unroll
-        for (int i = 0; i < kPlanes; ++i) MmaM16N8K16Bf16(d, first[i][half], ones);
+        for (int i = 0; i < 2; ++i) MmaM16N8K16Bf16(d, first[i][half], ones);
         sums[2 * half] = d[0];
         sums[2 * half + 1] = d[2];
       }
     }
   }
-  template <int kColumns, class A, class B>
-  __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
-                                  Fragment<kColumns>* result, float sums[4] = nullptr) {
-    MultiplyPlanes<2>(a, row, b, column, depth, result, sums);
+
+  // Multiplies inputs of so many planes with W. A projection becomes an exponent, so that its absolute
+  // error counts, and tensor cores cut each sum towards zero (MmaSums of the simulator): 80 cuts at the
+  // size of a projection, which 256 channels of f16 would take, are more error than the roundings of as
+  // many fp32 additions. So the products of 16 channels, those of the lesser planes first, are a sum of
+  // their own, and fp32 additions put these sums together. Two planes are taken for 16 rows at a time,
+  // for want of registers.
+  template <int kPlanes, int kColumns, class A, class B>
+  __device__ static void ProjectPlanes(const A& a, int row, const B& w, int column, int depth,
+                                       Fragment<kColumns>* result) {
+    constexpr int kHalves = kPlanes == 1 ? 2 : 1;  // of the rows, taken together
+    const unsigned short* of_a = a.Start(row, true);
+    const unsigned short* of_w = w.Start(column, false);
+#pragma unroll 1
+    for (int k = 0; k < depth; k += 16, of_a += A::kDepth16, of_w += B::kDepth16) {
+#pragma unroll
+      for (int half = 0; half < 2; half += kHalves) {
+        unsigned first[kPlanes][kHalves][4];
+#pragma unroll
+        for (int i = 0; i < kPlanes; ++i) {
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h) {
+            A::Load(of_a + i * A::kPlane + (half + h) * A::kOther16, first[i][h]);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kColumns / 16; ++n) {
+          float sums[kHalves][2][4] = {};
+#pragma unroll
+          for (int j = B::kPlanes - 1; j >= 0; --j) {
+            unsigned second[4];
+            B::Load(of_w + j * B::kPlane + n * B::kOther16, second);
+#pragma unroll
+            for (int i = kPlanes - 1; i >= 0; --i) {
+              if (i + j >= B::kPlanes) continue;
+#pragma unroll
+              for (int h = 0; h < kHalves; ++h) {
+                MmaM16N8K16Bf16(sums[h][0], first[i][h], second);
+                MmaM16N8K16Bf16(sums[h][1], first[i][h], second + 2);
+              }
+            }
+          }
+#pragma unroll
+          for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+            for (int d = 0; d < 4; ++d) {
+              result->at[2 * (half + h) + d / 2][4 * n + d % 2] += sums[h][0][d];
+              result->at[2 * (half + h) + d / 2][4 * n + 2 + d % 2] += sums[h][1][d];
+            }
+          }
+        }
+      }
+    }
   }
 
   template <class Tile>
@@ -415,9 +464,9 @@ struct SplitBf16 {
   __device__ static void Project(Element element, const A& inputs, int row, const B& w, int column,
                                  int depth, Fragment<kColumns>* result) {
     if (element == Element::kBf16) {
-      MultiplyPlanes<1>(inputs, row, w, column, depth, result, nullptr);
+      ProjectPlanes<1>(inputs, row, w, column, depth, result);
     } else {
-      MultiplyPlanes<2>(inputs, row, w, column, depth, result, nullptr);
+      ProjectPlanes<2>(inputs, row, w, column, depth, result);
     }
   }
 };

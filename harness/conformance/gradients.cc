@@ -358,6 +358,8 @@ void CopyFirstBatch(const NamedTensors& from, NamedTensors* to) {
   }
 }
 
+// Where cuBLAS computes products, whose order of sums depends on the number of rows, both results are
+// held to the bounds of the definition of that batch row in place of the bits.
 void ABatchRowDoesNotDependOnItsCompany(const Job& job) {
   const auto both = GradientTrial::Make(job);
   Problem single = job.problem;
@@ -371,6 +373,7 @@ void ABatchRowDoesNotDependOnItsCompany(const Job& job) {
   }
   CopyFirstBatch(both->inputs(), &alone->inputs());
   CopyFirstBatch(both->output_gradients(), &alone->output_gradients());
+  const int64_t products = CublasProducts(job.device);
   const NamedTensors of_both = both->Backward();
   NamedTensors of_one = alone->Backward(), firsts;
   if (of_both.empty() || of_one.empty()) return;
@@ -383,7 +386,11 @@ void ABatchRowDoesNotDependOnItsCompany(const Job& job) {
     firsts[name] = Tensor(of_one.at(name).dtype(), of_one.at(name).shape());
     CopyElements(Slice(of_both.at(name).view(), 0, 0, 1), firsts[name].view());
   }
-  ExpectSameBits(of_one, firsts, "alone and beside another batch row");
+  if (CublasProducts(job.device) == products) {
+    return ExpectSameBits(of_one, firsts, "alone and beside another batch row");
+  }
+  alone->ExpectMatchesDefinition(of_one);
+  alone->ExpectMatchesDefinition(firsts);
 }
 
 // Each gradient is left out alone, and asked for alone; of many, the first few.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/blas.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/random.h"
 #include "core/status.h"
@@ -243,6 +244,11 @@ void Trial::ExpectRunMatchesDefinition(const Tolerance& tolerance) {
 absl::StatusOr<BoundLayer> Bind(Trial* trial, ThreadPool* pool, bool optional_outputs) {
   return tfb::Bind(&trial->layer(), trial->job().device, ViewsOf(trial->inputs()), pool,
                    optional_outputs);
+}
+
+int64_t CublasProducts(Device device) {
+  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
+  return blas.ok() ? (*blas)->products() : 0;
 }
 
 Tensor& KeysOf(NamedTensors& inputs) { return inputs.at(inputs.count("k") > 0 ? "k" : "q"); }

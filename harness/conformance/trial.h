@@ -193,6 +193,10 @@ class Trial {
 // guard bands, and outputs hold arbitrary bytes.
 absl::StatusOr<BoundLayer> Bind(Trial* trial, ThreadPool* pool, bool optional_outputs = true);
 
+// Returns the number of products that this program has had cuBLAS compute on the device: 0 on any but
+// a GPU.
+int64_t CublasProducts(Device device);
+
 // Marks the running test as skipped, and says why.
 void Skip(const std::string& reason);
 // Tells whether the status says that the technique does not support the request.

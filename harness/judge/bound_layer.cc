@@ -14,7 +14,6 @@ absl::StatusOr<BoundLayer> Bind(Layer* layer, Device device, const Inputs& input
   auto memory = std::make_shared<BoundLayer::Memory>();
   BoundLayer bound;
   bound.layer = layer;
-  bound.device = device;
   TFB_ASSIGN_OR_RETURN(bound.runtime, RuntimeOf(device));
   TFB_ASSIGN_OR_RETURN(memory->inputs, DeviceTensors::Of(device, inputs));
   TFB_ASSIGN_OR_RETURN(memory->outputs,
@@ -41,7 +40,7 @@ size_t KeptMemoryBytes(const Layer& layer) { return std::max<size_t>(layer.kept_
 
 absl::StatusOr<BackwardMemory> BindBackward(const Inputs& output_gradients, BoundLayer* bound) {
   const Layer& layer = *bound->layer;
-  const Device device = bound->device;
+  const Device device = bound->device();
   BackwardMemory memory;
   TFB_ASSIGN_OR_RETURN(memory.output_gradients, DeviceTensors::Of(device, output_gradients));
   TFB_ASSIGN_OR_RETURN(

@@ -21,7 +21,6 @@ namespace tfb {
 // memory of its device.
 struct BoundLayer {
   Layer* layer = nullptr;
-  Device device = Device::kCpu;
   CudaRuntime* runtime = nullptr;  // of the device; null: the CPU
   Inputs inputs;
   Outputs outputs;
@@ -36,6 +35,7 @@ struct BoundLayer {
   };
   std::shared_ptr<const Memory> memory;
 
+  Device device() const { return runtime == nullptr ? Device::kCpu : runtime->device(); }
   // These do not wait for a device.
   absl::Status Setup() const { return layer->Setup(inputs, execution); }
   absl::Status Run() const { return layer->Run(inputs, outputs, execution); }

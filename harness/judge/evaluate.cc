@@ -315,19 +315,18 @@ class GuardedBackward {
   static absl::StatusOr<GuardedBackward> Bind(const NamedTensors& output_gradients,
                                               ThreadPool* pool, BoundLayer* bound) {
     const Layer& layer = *bound->layer;
+    const Device device = bound->device();
     GuardedBackward backward;
-    TFB_ASSIGN_OR_RETURN(backward.given_,
-                         DeviceTensors::Of(bound->device, ViewsOf(output_gradients)));
+    TFB_ASSIGN_OR_RETURN(backward.given_, DeviceTensors::Of(device, ViewsOf(output_gradients)));
     TFB_ASSIGN_OR_RETURN(backward.inputs_,
-                         GuardedTensors::Allocate(layer.input_gradients(), bound->device));
+                         GuardedTensors::Allocate(layer.input_gradients(), device));
     TFB_ASSIGN_OR_RETURN(backward.parameters_,
-                         GuardedTensors::Allocate(layer.parameter_gradients(), bound->device));
-    TFB_ASSIGN_OR_RETURN(backward.kept_,
-                         GuardedMemory::Allocate(KeptMemoryBytes(layer), bound->device));
+                         GuardedTensors::Allocate(layer.parameter_gradients(), device));
+    TFB_ASSIGN_OR_RETURN(backward.kept_, GuardedMemory::Allocate(KeptMemoryBytes(layer), device));
     TFB_RETURN_IF_ERROR(backward.kept_.Upload(Contents::kUnwritten));
     TFB_ASSIGN_OR_RETURN(
         backward.workspace_,
-        GuardedWorkspace::Allocate(layer.backward_workspace_bytes(pool->threads()), bound->device));
+        GuardedWorkspace::Allocate(layer.backward_workspace_bytes(pool->threads()), device));
     bound->BindBackward(backward.given_.inputs(), backward.inputs_.views(),
                         backward.parameters_.views(), backward.kept_.device_bytes());
     return backward;

@@ -455,7 +455,6 @@ absl::Status Measurer::Bind(Batch* batch, Prepared* prepared) {
   const Job& job = *prepared->job;
   BoundLayer& bound = prepared->timed.bound;
   bound.layer = prepared->layer.get();
-  bound.device = job.device;
   bound.runtime = batch->runtime;
   bound.execution.pool = Pool(job.threads);
   TFB_ASSIGN_OR_RETURN(prepared->outputs,

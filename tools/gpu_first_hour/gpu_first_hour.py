@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Runs everything that asks a GPU, once, on a machine that may have neither Bazel nor a network.
 
-Steps run one after the other, each under a time limit and with a log of its own in the folder of results. A step that fails, hangs
-or lacks a tool stops no other. The last lines are a table of all steps; the exit code is 0 where all passed, 1 where one did not,
-2 for wrong flags, and 128 + signal where the script is stopped.
+Steps run under time limits, each with a log of its own in the folder of results: first those that may share the GPU, --jobs of them
+at a time, then those that measure time or take much memory, one after the other. A step that fails, hangs or lacks a tool stops no
+other. The last lines are a table of all steps; the exit code is 0 where all passed, 1 where one did not, 2 for wrong flags, and
+128 + signal where the script is stopped.
 
 Build and pack it on a machine with the repository and a CUDA toolkit, and carry it over:
 
@@ -14,8 +15,11 @@ Build and pack it on a machine with the repository and a CUDA toolkit, and carry
   ssh MACHINE 'tar -xf first_hour.tar.gz && LD_LIBRARY_PATH=$PWD ./gpu_first_hour --output=first_hour'
 
 The other machine needs an x86-64 processor with AVX2, Python 3.8, a C library as new as that of the first, the driver, and for some
-steps cuBLAS, cuDNN, compute-sanitizer and ncu, each of which is a step that says so where it is missing. On a machine with all of
-it, `bazel run //tools/gpu_first_hour` is enough. About an hour on an H200, of which the time limits of all steps are several.
+steps cuBLAS, cuDNN, compute-sanitizer and ncu, each of which is a step that says so where it is missing. cuBLAS and cuDNN are often
+in a Python environment alone, of PyTorch say: LD_LIBRARY_PATH may name its folders site-packages/nvidia/cu13/lib (or cublas/lib) and
+site-packages/nvidia/cudnn/lib, too. On a machine with all of it, `bazel run //tools/gpu_first_hour` is enough. With one job it takes
+about an hour on an H200, of which the time limits of all steps are several. With 15 jobs on 16 cores and an H100, conformance and the
+tests took 85 seconds.
 
   --dry_run shows the commands, and runs what can run without a GPU: the probe, the lists of tests, and on the CPU the errors of the
   techniques that are measured.
@@ -52,6 +56,12 @@ GPU_ENVIRONMENT = {'TFB_REQUIRE_GPU': '1', 'TFB_KERNEL_DEVICE': 'cuda'}
 MINUTE = 60
 # Between being asked to end and being killed.
 GRACE_SECONDS = 5
+# Between two looks at what runs.
+POLL_SECONDS = 0.02
+# The most steps at a time, unless --jobs says more.
+MOST_JOBS = 12
+# The signals that have asked the script to end.
+STOPS = []
 
 DTYPES = 'f32,bf16,f16'
 # One channel; below, at and above what kernels have tiles for; the largest.
@@ -67,8 +77,9 @@ KERNEL_TESTS = [
     'core/cuda/for_each_test', 'core/layers/layers_test', 'core/layers/list_rows_test', 'core/layers/copy_rows_test',
     'core/flash/flash_test', 'core/flash/flash_mma_test', 'core/flash/flash_parts_test', 'core/flash/token_rule_test',
     'core/flash/planned_layer_test', 'core/flash/key_value_cache_test', 'core/linear/linear_cuda_test', 'core/gather/gather_test',
-    'core/search/search_test', 'harness/measure/device_peaks_test'
+    'core/search/search_test', 'harness/judge/evaluate_device_test', 'harness/measure/device_peaks_test'
 ]
+TESTS_OF_TIMES = ['harness/measure/device_peaks_test']
 LIBRARY_TESTS = ['core/cuda/blas_test']
 # A case of conformance that allocates tens of GiB.
 LARGE_CASE = '*.OffsetsBeyond31Bits/*'
@@ -81,7 +92,8 @@ class Step:
     """A command with its time limit.
 
     It passes where it exits with 0, and its output has a match of each of `shows` and none of `hides`. `needs` names programs on
-    PATH. `dry` is what runs of it without a GPU, whose output may be any; [] for nothing.
+    PATH. `dry` is what runs of it without a GPU, whose output may be any; [] for nothing. Where it is `alone`, no other step runs
+    beside it.
     """
     name: str
     command: list
@@ -91,6 +103,7 @@ class Step:
     shows: tuple = ()
     hides: tuple = ()
     dry: list = dataclasses.field(default_factory=list)
+    alone: bool = False
 
 
 @dataclasses.dataclass
@@ -138,8 +151,8 @@ def write_decoding_tensors(path, tokens=8192, heads=8, channels=128):
     path.write_bytes(struct.pack('<Q', len(text)) + text + b''.join(data))
 
 
-def plan(binaries, output, families):
-    """Returns all steps, in their order."""
+def plan(binaries, output, families, shards=2):
+    """Returns all steps, in the order of the table, with conformance in so many shards."""
     def program(path):
         return str(binaries / path)
 
@@ -159,6 +172,8 @@ def plan(binaries, output, families):
                                                   '--lengths=1,100,333'], 10 * MINUTE, shows=(CHECKED,),
              dry=errors + ['--devices=cpu', f'--techniques={smoke}', '--head_dims=7', '--lengths=20']),
         Step('smoke of every technique', errors + ['--devices=cuda', '--lengths=100'], 10 * MINUTE, shows=(CHECKED,)),
+        Step('smoke of every backward pass', errors + ['--devices=cuda', '--pass=backward', '--lengths=100'], 10 * MINUTE,
+             shows=(CHECKED,)),
     ]
 
     smallest = [check, '--devices=cuda', f'--techniques={smoke}', '--input=gaussian', '--heads=1', '--head_dims=16,64',
@@ -172,7 +187,8 @@ def plan(binaries, output, families):
     for test in KERNEL_TESTS + LIBRARY_TESTS + families['tests']:
         command = [program(test)]
         steps.append(Step(f'test {test}', command, 5 * MINUTE, GPU_ENVIRONMENT, shows=(TESTED,),
-                          hides=() if test in KERNEL_TESTS else (SKIPPED,), dry=command + ['--gtest_list_tests']))
+                          hides=() if test in KERNEL_TESTS else (SKIPPED,), dry=command + ['--gtest_list_tests'],
+                          alone=test in TESTS_OF_TIMES))
 
     # Sweeps measure the GPU's peaks themselves, which the reports show.
     for case in families['sweeps'] + families['decoding']:
@@ -184,8 +200,9 @@ def plan(binaries, output, families):
         steps += [
             Step(f'sweep {name}', [sweep, '--devices=cuda', of_input, '--accuracy=false', '--time_budget=4m', f'--output={file}',
                                    *case['flags']], 8 * MINUTE,
-                 dry=[sweep, '--devices=cpu', '--dry_run', of_input, *case['flags']]),
-            Step(f'report {name}', [render, '--format=json', f'--output={file.with_suffix(".json")}', str(file)], MINUTE),
+                 dry=[sweep, '--devices=cpu', '--dry_run', of_input, *case['flags']], alone=True),
+            Step(f'report {name}', [render, '--format=json', f'--output={file.with_suffix(".json")}', str(file)], MINUTE,
+                 alone=True),
         ]
 
     for case in families['profiles']:
@@ -195,15 +212,15 @@ def plan(binaries, output, families):
         profile = ['ncu', '--target-processes', 'all', '--kernel-name', f'regex:{kernel}', '--launch-count', '1', '--set', 'full',
                    '--export', str(file), '--force-overwrite']
         steps.append(Step(f'ncu {kernel}', profile + [check, '--devices=cuda', '--rows=1', *flags], 5 * MINUTE, needs=('ncu',),
-                          shows=(PROFILED,)))
+                          shows=(PROFILED,), alone=True))
 
     every = [conformance, '--devices=cuda']
-    for shard in range(2):
-        steps.append(Step(f'conformance {shard + 1} of 2', every + [f'--gtest_filter=-{LARGE_CASE}'], 20 * MINUTE,
-                          {**GPU_ENVIRONMENT, 'GTEST_TOTAL_SHARDS': '2', 'GTEST_SHARD_INDEX': str(shard)}, shows=(TESTED,),
+    for shard in range(shards):
+        steps.append(Step(f'conformance {shard + 1} of {shards}', every + [f'--gtest_filter=-{LARGE_CASE}'], 20 * MINUTE,
+                          {**GPU_ENVIRONMENT, 'GTEST_TOTAL_SHARDS': str(shards), 'GTEST_SHARD_INDEX': str(shard)}, shows=(TESTED,),
                           dry=every + ['--gtest_list_tests'] if shard == 0 else []))
     steps.append(Step('conformance, the case of tens of GiB', every + [f'--gtest_filter={LARGE_CASE}'], 20 * MINUTE,
-                      GPU_ENVIRONMENT, shows=(TESTED,)))
+                      GPU_ENVIRONMENT, shows=(TESTED,), alone=True))
     return steps
 
 
@@ -211,38 +228,63 @@ class Stopped(Exception):
     """A signal asked the script to end."""
 
 
-def end_group(process):
-    """Ends the process and all that it started, which may not listen."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, kind)
-            process.wait(GRACE_SECONDS)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-    process.wait()
+def signal_group(process, kind):
+    """Signals the process and all that it started."""
+    try:
+        os.killpg(process.pid, kind)
+    except ProcessLookupError:
+        pass
 
 
-def run_command(command, environment, seconds, folder, log):
-    """Runs a command in a folder, with its output in the file `log`. Returns (status, reason)."""
-    with open(log, 'w', encoding='utf-8') as file:
-        file.write(f'{shown(command, environment)}\n')
-        file.flush()
-        try:
-            process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-                                       stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        except OSError as error:
-            return NOT_RUN, f'{error.strerror}: {command[0]}'
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            end_group(process)
-            return TIMED_OUT, f'after {seconds:g} s'
-        except BaseException:
-            end_group(process)
-            raise
-    if code == 0:
-        return PASSED, ''
-    return FAILED, f'exit code {code}' if code > 0 else f'signal {-code}'
+class Run:
+    """A command that runs in a folder, with its output in the file `log`."""
+
+    def __init__(self, command, environment, seconds, folder, log):
+        self.seconds = seconds
+        self.killed_at = None  # where it was asked to end: when it is killed
+        self.process, self.refusal = None, ''
+        with open(log, 'w', encoding='utf-8') as file:
+            file.write(f'{shown(command, environment)}\n')
+            file.flush()
+            self.begin = time.monotonic()
+            try:
+                self.process = subprocess.Popen(command, cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+                                                stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            except OSError as error:
+                self.refusal = f'{error.strerror}: {command[0]}'
+
+    def poll(self):
+        """Returns (status, reason) where the command has ended, or None. Ends it, and what it started, after its time."""
+        if self.process is None:
+            return NOT_RUN, self.refusal
+        code, now = self.process.poll(), time.monotonic()
+        if self.killed_at is None:
+            if code is not None:
+                return (PASSED, '') if code == 0 else (FAILED, f'exit code {code}' if code > 0 else f'signal {-code}')
+            if now - self.begin >= self.seconds:
+                self.ask_to_end()
+            return None
+        if code is None and now < self.killed_at:
+            return None
+        self.kill()
+        return TIMED_OUT, f'after {self.seconds:g} s'
+
+    def ask_to_end(self):
+        self.killed_at = time.monotonic() + GRACE_SECONDS
+        signal_group(self.process, signal.SIGTERM)
+
+    def kill(self):
+        """Kills what of it did not listen."""
+        signal_group(self.process, signal.SIGKILL)
+        self.process.wait()
+
+
+def end(runs):
+    """Ends commands, and all that they started, which may not listen."""
+    for run in runs:
+        run.ask_to_end()
+    while any(run.poll() is None for run in runs):
+        time.sleep(POLL_SECONDS)
 
 
 def shown(command, environment):
@@ -260,21 +302,37 @@ def judge(step, output):
     return PASSED, ''
 
 
-def run_step(step, number, arguments, folders):
-    missing = [tool for tool in step.needs if shutil.which(tool) is None]
-    command = step.dry if arguments.dry_run else step.command
-    if not command:
-        return Result(step, NOT_RUN, reason='needs a GPU')
-    if missing:
-        return Result(step, NOT_RUN, reason=f'{", ".join(missing)} is not on PATH')
-    binaries, output = folders
-    log = output / f'{number:02d}_{re.sub("[^A-Za-z0-9]+", "_", step.name)}.log'
-    begin = time.monotonic()
-    environment = {'RUNFILES_DIR': str(binaries.parent), **({} if arguments.dry_run else step.environment)}
-    status, reason = run_command(command, environment, step.seconds * arguments.patience, binaries, log)
-    if status == PASSED and not arguments.dry_run:
-        status, reason = judge(step, log.read_text(encoding='utf-8', errors='replace').split('\n', 1)[1])
-    return Result(step, status, time.monotonic() - begin, reason)
+class Running:
+    """A step that runs."""
+
+    def __init__(self, step, number, arguments, folders):
+        binaries, output = folders
+        self.step = step
+        self.dry_run = arguments.dry_run
+        self.log = output / f'{number:02d}_{re.sub("[^A-Za-z0-9]+", "_", step.name)}.log'
+        self.run, self.refusal = None, ''
+        missing = [tool for tool in step.needs if shutil.which(tool) is None]
+        command = step.dry if arguments.dry_run else step.command
+        if not command:
+            self.refusal = 'needs a GPU'
+        elif missing:
+            self.refusal = f'{", ".join(missing)} is not on PATH'
+        else:
+            environment = {'RUNFILES_DIR': str(binaries.parent), **({} if arguments.dry_run else step.environment)}
+            self.run = Run(command, environment, step.seconds * arguments.patience, binaries, self.log)
+
+    def result(self):
+        """Returns the result, or None where the step runs yet."""
+        if self.run is None:
+            return Result(self.step, NOT_RUN, reason=self.refusal)
+        ended = self.run.poll()
+        if ended is None:
+            return None
+        seconds = time.monotonic() - self.run.begin
+        status, reason = ended
+        if status == PASSED and not self.dry_run:
+            status, reason = judge(self.step, self.log.read_text(encoding='utf-8', errors='replace').split('\n', 1)[1])
+        return Result(self.step, status, seconds, reason)
 
 
 def table(results):
@@ -285,21 +343,41 @@ def table(results):
     return '\n'.join(lines) + '\n'
 
 
-def run_all(steps, arguments, folders):
-    """Runs the steps, and returns their results; those that a signal left out are `not run`."""
-    results = []
-    _, output = folders
+def run_together(steps, jobs, arguments, folders, results):
+    """Runs numbered steps, so many at a time, and puts their results by number."""
+    waiting, running = list(steps), {}
     try:
-        for number, step in enumerate(steps, 1):
-            print(f'[{number}/{len(steps)}] {step.name}: {shown(step.command, step.environment)}', flush=True)
-            results.append(run_step(step, number, arguments, folders))
-            last = results[-1]
-            print(f'  {last.status} {last.reason}'.rstrip(), flush=True)
-    except Stopped:
-        results += [Result(step, NOT_RUN, reason='stopped') for step in steps[len(results):]]
-        raise
+        while waiting or running:
+            if STOPS:
+                raise Stopped(STOPS[0])
+            while waiting and len(running) < jobs:
+                number, step = waiting.pop(0)
+                print(f'[{number}] {step.name}: {shown(step.command, step.environment)}', flush=True)
+                running[number] = Running(step, number, arguments, folders)
+            ended = {number: one.result() for number, one in running.items()}
+            for number, result in ended.items():
+                if result is None:
+                    continue
+                results[number] = result
+                del running[number]
+                print(f'[{number}] {result.step.name}: {result.status} {result.reason}'.rstrip(), flush=True)
+            if running and not any(ended.values()):
+                time.sleep(POLL_SECONDS)
     finally:
+        end([one.run for one in running.values() if one.run is not None])
+
+
+def run_all(steps, arguments, folders):
+    """Runs the steps, and returns their results in the steps' order; those that a signal left out are `not run`."""
+    numbered = list(enumerate(steps, 1))
+    found = {}
+    try:
+        run_together([entry for entry in numbered if not entry[1].alone], arguments.jobs, arguments, folders, found)
+        run_together([entry for entry in numbered if entry[1].alone], 1, arguments, folders, found)
+    finally:
+        results = [found.get(number, Result(step, NOT_RUN, reason='stopped')) for number, step in numbered]
         text = table(results)
+        _, output = folders
         (output / 'summary.txt').write_text(text, encoding='utf-8')
         print(f'\n{text}\nlogs and results are in {output}', flush=True)
     return results
@@ -315,13 +393,15 @@ def parse(argv):
     parser.add_argument('--output', default='gpu_first_hour_results', help='the folder of logs and results; it must not exist')
     parser.add_argument('--binaries', default='', help='a folder with the programs, such as bazel-bin; by default the runfiles')
     parser.add_argument('--only', default='', help='runs the steps whose names match this regular expression')
+    parser.add_argument('--jobs', type=int, default=min(MOST_JOBS, max(1, (os.cpu_count() or 1) // 2)),
+                        help='steps at a time that measure no time; conformance has as many shards, and at least 2')
     parser.add_argument('--patience', type=float, default=1, help='a factor of all time limits')
     parser.add_argument('--dry_run', action='store_true', help='shows the commands, and runs what can run without a GPU')
     return parser.parse_args(argv)
 
 
 def stop(number, _):
-    raise Stopped(number)
+    STOPS.append(number)
 
 
 def main(argv):
@@ -329,6 +409,9 @@ def main(argv):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     os.chdir(os.environ.get('BUILD_WORKING_DIRECTORY', '.'))
+    if arguments.jobs < 1:
+        print(f'gpu_first_hour: --jobs={arguments.jobs}: allowed are 1 and more', file=sys.stderr)
+        return 2
     output = pathlib.Path(arguments.output).resolve()
     try:
         output.mkdir(parents=True)
@@ -338,7 +421,7 @@ def main(argv):
     binaries = binaries_folder(arguments.binaries)
     try:
         families = read_families(binaries)
-        steps = [step for step in plan(binaries, output, families) if re.search(arguments.only, step.name)]
+        steps = [step for step in plan(binaries, output, families, max(2, arguments.jobs)) if re.search(arguments.only, step.name)]
     except (ValueError, re.error) as error:
         print(f'gpu_first_hour: {error}', file=sys.stderr)
         return 2

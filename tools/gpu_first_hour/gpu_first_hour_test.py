@@ -66,7 +66,9 @@ class GpuFirstHour(unittest.TestCase):
         (self.binaries / 'family/gpu_first_hour.json').write_text(json.dumps(contents), encoding='utf-8')
 
     def command(self, *flags):
-        return [sys.executable, str(FOLDER / 'gpu_first_hour.py'), f'--binaries={self.binaries}', f'--output={self.output}', *flags]
+        """The script's call, with one job unless the flags say more."""
+        return [sys.executable, str(FOLDER / 'gpu_first_hour.py'), f'--binaries={self.binaries}', f'--output={self.output}', '--jobs=1',
+                *flags]
 
     def environment(self):
         return {'PATH': f'{self.tools}:/usr/bin:/bin', 'HOME': str(self.folder)}
@@ -105,6 +107,49 @@ class GpuFirstHour(unittest.TestCase):
         self.assertEqual([re.search('--gtest_filter=(-?)', call).group(1) for call in calls], ['-', '-', ''])
         shards = [step.environment.get('GTEST_SHARD_INDEX') for step in script.plan(self.binaries, self.output, FAMILY)[-3:]]
         self.assertEqual(shards, ['0', '1', None])
+
+    def test_conformance_has_as_many_shards_as_there_are_jobs(self):
+        code, out, _ = self.run_script('--only=conformance', '--jobs=5')
+        self.assertEqual(code, 0, out)
+        self.assertEqual(list(self.rows()), [f'conformance {n} of 5' for n in range(1, 6)] + ['conformance, the case of tens of GiB'])
+        self.assertEqual(len(self.called()), 6)
+        self.assertIn('tens_of_GiB', sorted(self.output.glob('*.log'))[-1].name)
+
+    def test_what_measures_time_or_fills_the_memory_is_alone(self):
+        alone = {step.name for step in script.plan(self.binaries, self.output, FAMILY) if step.alone}
+        self.assertEqual(alone, {'test harness/measure/device_peaks_test', 'sweep near and far', 'report near and far',
+                                 'sweep one query', 'report one query', 'ncu Near<.*>', 'conformance, the case of tens of GiB'})
+
+    def run_steps(self, steps, jobs):
+        self.output.mkdir()
+        with contextlib.redirect_stdout(io.StringIO()):
+            return script.run_all(steps, script.parse([f'--jobs={jobs}']), (self.folder, self.output))
+
+    def test_so_many_jobs_run_side_by_side_and_others_alone_and_the_table_keeps_its_order(self):
+        running, met = self.folder / 'running', self.folder / 'met'
+        running.mkdir()
+        met.mkdir()
+        # Three wait for each other, and one that is alone wants nobody else to run.
+        self.make(self.folder / 'together', f'touch {running}/$1 {met}/$1\nuntil [[ $(ls {met} | wc -l) == 3 ]]; do sleep 0.01; done\n'
+                  f'rm {running}/$1')
+        self.make(self.folder / 'alone', f'[[ -z "$(ls {running})" ]] || exit 1\ntouch {running}/$1; sleep 0.3; rm {running}/$1')
+        steps = []
+        for n in range(6):
+            name = 'together' if n % 2 == 0 else 'alone'
+            steps.append(script.Step(f'{n}', [str(self.folder / name), f'{n}'], 60, alone=name == 'alone'))
+        results = self.run_steps(steps, 3)
+        self.assertEqual([(result.step.name, result.status) for result in results], [(f'{n}', 'passed') for n in range(6)])
+        self.assertEqual(list(self.rows()), [f'{n}' for n in range(6)])
+        self.assertEqual([call.split()[-1] for call in self.called()[3:]], ['1', '3', '5'])
+        logs = sorted(path.name for path in self.output.glob('*.log'))
+        self.assertEqual(logs, [f'0{n + 1}_{n}.log' for n in range(6)])
+
+    def test_no_more_than_so_many_jobs_run(self):
+        running = self.folder / 'running'
+        running.mkdir()
+        self.make(self.folder / 'count', f'touch {running}/$$; n=$(ls {running} | wc -l); sleep 0.1; rm {running}/$$; [[ $n -le 2 ]]')
+        results = self.run_steps([script.Step(f'{n}', [str(self.folder / 'count')], 60) for n in range(8)], 2)
+        self.assertEqual({result.status for result in results}, {'passed'})
 
     def test_a_step_that_fails_stops_no_other(self):
         self.make(self.binaries / 'harness/check', 'echo it is wrong; exit 3')
@@ -155,16 +200,23 @@ class GpuFirstHour(unittest.TestCase):
         pid = self.folder / 'pid'
         hang = self.folder / 'hang'
         self.make(hang, f'trap "" TERM\nsleep 1000 & echo $! > {pid}\nwait\nwait')
-        self.output.mkdir()
         script.GRACE_SECONDS = 0.5
-        steps = [script.Step('hangs', [str(hang)], 2), script.Step('passes', ['true'], 600)]
-        with contextlib.redirect_stdout(io.StringIO()):
-            results = script.run_all(steps, script.parse([]), (self.folder, self.output))
-        self.assertEqual([(result.status, result.reason) for result in results], [('timed out', 'after 2 s'), ('passed', '')])
-        self.assertFalse(script.all_passed(results, dry_run=False))
-        started = pid.read_text(encoding='utf-8').strip()
-        # Its parent is gone, so that init reaps it when it likes.
-        state = pathlib.Path(f'/proc/{started}/stat')
+        for jobs in (1, 2):
+            pid.unlink(missing_ok=True)
+            self.output = self.folder / f'results{jobs}'
+            steps = [script.Step('hangs', [str(hang)], 2), script.Step('passes', ['sleep', '1'], 600),
+                     script.Step('ends', ['sleep', '0'], 600)]
+            results = self.run_steps(steps, jobs)
+            self.assertEqual([(result.status, result.reason) for result in results],
+                             [('timed out', 'after 2 s'), ('passed', ''), ('passed', '')])
+            self.assertFalse(script.all_passed(results, dry_run=False))
+            # A step's time is its own, not that of the one that is killed beside it.
+            self.assertLess(results[1].seconds, 2)
+            self.wait_for_end(pid)
+
+    def wait_for_end(self, pid):
+        """Waits until the process has ended whose id a file holds. Its parent is gone, so that init reaps it when it likes."""
+        state = pathlib.Path(f'/proc/{pid.read_text(encoding="utf-8").strip()}/stat')
         while state.exists() and state.read_text(encoding='utf-8').split()[2] != 'Z':
             time.sleep(0.01)
 
@@ -176,7 +228,7 @@ class GpuFirstHour(unittest.TestCase):
         steps = script.plan(self.binaries, self.output, FAMILY)
         for step in steps:
             self.assertIn(script.shown(step.command, step.environment), out)
-        ran = [step for step in steps if step.dry]
+        ran = [step for step in steps if step.dry and not step.alone] + [step for step in steps if step.dry and step.alone]
         self.assertEqual([call.strip() for call in self.called()], [f'{self.binaries} {" ".join(step.dry)}' for step in ran])
         for step in steps:
             self.assertEqual(self.rows()[step.name], ('passed', '') if step.dry else ('not run', 'needs a GPU'))
@@ -198,10 +250,28 @@ class GpuFirstHour(unittest.TestCase):
         self.assertEqual(rows[:2], [('nvidia-smi', ('passed', '')), ('probe', ('not run', 'stopped'))])
         self.assertEqual({status for _, (status, _) in rows[1:]}, {'not run'})
 
+    def test_a_signal_ends_all_that_run_side_by_side(self):
+        pids = [self.folder / f'pid{n}' for n in range(3)]
+        for pid, program in zip(pids, ('core/cuda/device_probe_test', 'harness/check', 'harness/sweep')):
+            self.make(self.binaries / program, f'trap "" TERM\nsleep 1000 & echo $! > {pid}.new; mv {pid}.new {pid}\nwait\nwait')
+        process = subprocess.Popen(self.command('--jobs=3', '--only=probe|head_dim|nvidia|sweep'), env=self.environment(),
+                                   stdout=subprocess.DEVNULL)
+        while not (pids[0].exists() and pids[1].exists()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.wait(), 128 + signal.SIGINT)
+        for pid in pids[:2]:
+            self.wait_for_end(pid)
+        self.assertFalse(pids[2].exists())
+        rows = self.rows()
+        self.assertEqual(rows.pop('nvidia-smi'), ('passed', ''))
+        self.assertEqual(set(rows.values()), {('not run', 'stopped')})
+
     def test_wrong_calls_are_refused_with_the_reason(self):
         self.assertEqual(self.run_script('--only=nothing')[::2], (2, 'gpu_first_hour: --only=nothing leaves no step\n'))
         self.assertEqual(self.run_script()[::2], (2, f'gpu_first_hour: --output={self.output}: File exists\n'))
         self.output = self.folder / 'more'
+        self.assertEqual(self.run_script('--jobs=0')[::2], (2, 'gpu_first_hour: --jobs=0: allowed are 1 and more\n'))
         self.write_family({'sweep': []})
         code, _, err = self.run_script()
         self.assertEqual(code, 2)
