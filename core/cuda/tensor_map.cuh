@@ -17,8 +17,13 @@ inline decltype(&cuTensorMapEncodeTiled) FindEncodeTiled() {
 #ifdef __CUDACC__
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                              12000, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function,
+                                                    cudaEnableDefault, &result);
+#endif
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
 #else

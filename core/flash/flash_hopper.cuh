@@ -2,18 +2,25 @@
 // TMA and warp groups that do different things, as in FlashAttention-3 (Shah et al.,
 // arXiv:2407.08608v2, section 3); flash_mma.cuh does everything else.
 //
-// A block has three warp groups. One thread of the first walks the schedule and starts copies; the two
-// others multiply, each 64 of the block's 128 queries with 128 keys at a time, two tiles of the
-// schedule that need not be neighbours.
+// A block has three warp groups. Warps of the first walk the schedule and copy; the two others
+// multiply, each 64 of the block's 128 queries with 128 keys at a time, two tiles of the schedule that
+// need not be neighbours. The grid has a block for each multiprocessor: the next task's copies are
+// under way while the last one's output is stored.
 //
 //   overlap         a group starts q k^T of step n, then p v of step n - 1, and exponentiates the
 //                   scores of step n while the second runs. The groups start products in turns, so
 //                   that one multiplies while the other exponentiates
+//   first group     where rows are whole 16-byte chunks in the order of their tokens, its first warp
+//                   starts copies of boxes (TMA) and finds out which keys a query sees, and its second
+//                   looks for values that are not finite; else all four copy row by row. Both give the
+//                   same bits
 //   shared memory   queries and output 128 x D each, and stages of 128 keys and values: two at
-//                   D = 128, four at D = 64, 193 and 161 KiB
+//                   D = 128, four at D = 64. 199 and 171 KiB
 //   registers       output D / 2, scores 64, probabilities 32 a thread, of 216; 72 of the first group
-//   rate            4 x 128 x 128 x D FLOPs a step, 2,048 cycles of the tensor cores at D = 128, and
-//                   128 x 128 exponentials, 1,024 cycles
+//   rate            4 x 128 x 128 x D FLOPs a step, 2,048 cycles of the tensor cores at D = 128 and
+//                   1,024 at D = 64, beside 128 x 128 exponentials, 1,024 cycles. Keys and values of a
+//                   step come from L2, 64 KiB at D = 128: 5 TB/s at 650 TFLOP/s, which is why blocks
+//                   are at the same head at the same time
 //
 // Rows of panels are 64 channels, 128 bytes, with their 16-byte chunks exchanged by the row's number:
 // hopper.cuh. Sums over keys go step by step in the order of the schedule: every run gives the same
