@@ -32,8 +32,8 @@ What is measured, profiled and tested by name stands in gpu_first_hour.json in t
   profiles  {"kernel": regular expression, "flags": [flags of check]}, for ncu
   tests     programs that skip no test, by their path in the repository
 
-Sweeps time runs both kernel by kernel and as one CUDA graph. A truth table of wgmma's descriptors is not among the steps: no
-kernel here uses wgmma yet.
+Sweeps time runs both kernel by kernel and as one CUDA graph. The test core/cuda/hopper_test holds wgmma's descriptors of matrices
+against their truth table.
 """
 
 import argparse
@@ -74,10 +74,11 @@ PROFILED = r'==PROF== Profiling'
 
 # Tests of kernels that are no technique's own, by their path in the repository.
 KERNEL_TESTS = [
-    'core/cuda/for_each_test', 'core/layers/layers_test', 'core/layers/list_rows_test', 'core/layers/copy_rows_test',
-    'core/flash/flash_test', 'core/flash/flash_mma_test', 'core/flash/flash_parts_test', 'core/flash/token_rule_test',
-    'core/flash/planned_layer_test', 'core/flash/key_value_cache_test', 'core/linear/linear_cuda_test', 'core/gather/gather_test',
-    'core/search/search_test', 'harness/judge/evaluate_device_test', 'harness/measure/device_peaks_test'
+    'core/cuda/for_each_test', 'core/cuda/hopper_test', 'core/layers/layers_test', 'core/layers/list_rows_test',
+    'core/layers/copy_rows_test', 'core/flash/flash_test', 'core/flash/flash_mma_test', 'core/flash/flash_parts_test',
+    'core/flash/token_rule_test', 'core/flash/planned_layer_test', 'core/flash/key_value_cache_test',
+    'core/linear/linear_cuda_test', 'core/gather/gather_test', 'core/search/search_test', 'harness/judge/evaluate_device_test',
+    'harness/measure/device_peaks_test'
 ]
 TESTS_OF_TIMES = ['harness/measure/device_peaks_test']
 LIBRARY_TESTS = ['core/cuda/blas_test']
