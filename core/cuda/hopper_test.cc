@@ -228,6 +228,23 @@ TEST_P(Hopper, AGroupThatCopiesAndTwoThatMultiplyShareARing) {
   }
 }
 
+// On every GPU, unlike the tests above.
+TEST(HopperKernels, AreCompiledForNoOtherGpu) {
+  const auto runtime = CudaRuntime::For(KernelDevice());
+  ASSERT_TRUE(runtime.ok()) << runtime.status();
+  const auto compiled = DeviceArray<int>::Create(KernelDevice(), {-1});
+  ASSERT_TRUE(compiled.ok()) << compiled.status();
+  ASSERT_EQ(KernelsOn<HopperCases>((*runtime)->target()).is_compiled(compiled->mutable_data()),
+            nullptr);
+  int found = -1;
+  ASSERT_TRUE(compiled->Read(&found).ok());
+  ASSERT_TRUE((*runtime)->Synchronize().ok());
+  const bool is_simulated = KernelDevice() == Device::kSimulator;
+  const bool may_be = is_simulated || (*runtime)->properties().compute_capability_major == 9;
+  EXPECT_THAT(found,
+              testing::AllOf(testing::Ge(is_simulated ? 1 : 0), testing::Le(may_be ? 1 : 0)));
+}
+
 INSTANTIATE_TEST_SUITE_P(Types, Hopper, testing::Values(Element::kBf16, Element::kF16),
                          [](const auto& info) {
                            return info.param == Element::kBf16 ? "bf16" : "f16";

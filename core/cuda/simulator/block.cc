@@ -44,8 +44,7 @@ bool Block::Run(const Index3& index) {
   for (Barrier& barrier : barriers_) barrier = {};
   machine_->phase_barriers.StartBlock();
   machine_->products.StartBlock();
-  waiting_ = 0;
-  has_progressed_ = true;
+  waiting_ = timeouts_ = 0;
   finished_ = 0;
   ready_.clear();
   for (int t = 0; t < count_; ++t) {
@@ -87,7 +86,7 @@ void Block::ThreadMain() {
 void Block::Finish() {
   machine_->products.FinishThread();
   threads_[running_].state = State::kFinished;
-  has_progressed_ = true;
+  timeouts_ = 0;
   ++finished_;
   const int warp = running_ / kWarp;
   warps_[warp].live &= ~(1u << running_ % kWarp);
@@ -163,7 +162,7 @@ __attribute__((noinline)) bool Block::NoteArrival(int number, int threads, Barri
   barrier.place = {site, file, line};
   barrier.any |= any;
   ++barrier.arrived;
-  has_progressed_ = true;
+  timeouts_ = 0;
   if (waits) {
     Thread& self = threads_[running_];
     ++barrier.waiting;
@@ -244,7 +243,7 @@ bool Block::WaitFor(const Condition& condition, const void* site) {
 }
 
 void Block::Wake() {
-  has_progressed_ = true;
+  timeouts_ = 0;
   for (int t = 0; t < count_ && waiting_ > 0; ++t) {
     if (threads_[t].state != State::kWaiting || !threads_[t].condition->Holds()) continue;
     --waiting_;
@@ -270,8 +269,9 @@ bool Block::GoOn() {
     CompleteBarrier(0);
     return true;
   }
-  if (waiting_ > 0 && has_progressed_) {
-    has_progressed_ = false;
+  constexpr int kTimeouts = 16;  // a wait may be followed by others, and by meetings of a warp
+  if (waiting_ > 0 && timeouts_ < kTimeouts) {
+    ++timeouts_;
     waiting_ = 0;
     for (int t = 0; t < count_; ++t) {
       if (threads_[t].state == State::kWaiting) MakeReady(t);
@@ -380,7 +380,6 @@ bool Block::IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const 
 
 void Block::Complete(int warp, const Meeting& meeting, unsigned lanes) {
   ++machine_->counts.warp_collectives;
-  has_progressed_ = true;
   void* arguments[kWarp] = {};
   for (unsigned left = lanes; left != 0; left &= left - 1) {
     const int lane = __builtin_ctz(left);

@@ -109,7 +109,7 @@ class Block {
   // kArrive. Returns whether `any` was true of a thread that came.
   bool ArriveAt(int number, int threads, BarrierUse use, bool any, const void* site);
   // Waits until the condition holds. Returns false where nothing else can go on, as a wait that
-  // times out does; where nothing has happened since it last did, that is a deadlock.
+  // times out does; where that happens again and again, it is a deadlock.
   bool WaitFor(const Condition& condition, const void* site);
   // Resumes threads whose conditions hold now; call it after every change that they depend on.
   void Wake();
@@ -179,9 +179,8 @@ class Block {
   int count_ = 0;  // of threads
   int running_ = -1;
   Barrier barriers_[kBlockBarriers];
-  int waiting_ = 0;  // threads that wait for a condition
-  // Whether something has happened since conditions timed out that they may depend on.
-  bool has_progressed_ = false;
+  int waiting_ = 0;   // threads that wait for a condition
+  int timeouts_ = 0;  // of all that wait, since something happened that conditions may depend on
   int finished_ = 0;
   bool abandoned_ = false;
   bool overflowed_ = false;

@@ -508,6 +508,22 @@ __global__ void MisusedBarrier(float* values, int number) {
 #endif
 }
 
+// A warp polls for what never comes, and meets between its tries.
+__global__ void PollForever(float* values, int) {
+#if TFB_IS_HOPPER
+  __shared__ uint64_t barrier;
+  if (threadIdx.x == 0) InitBarrier(&barrier, 2);
+  __syncwarp();
+  if (threadIdx.x == 1) Arrive(&barrier);
+  unsigned done = 0;
+  while (__any_sync(~0u, done == 0)) {
+    TFB_PTX_MEMORY(TFB_PTX_BARRIER_TRY_WAIT, (TFB_PTX_OPERAND("=r", done)),
+                   (TFB_PTX_OPERAND("r", SharedAddress(&barrier)), TFB_PTX_OPERAND("r", 0)));
+  }
+  values[threadIdx.x] = 1;
+#endif
+}
+
 // The numbers are the descriptor's bits that are changed.
 __global__ void MultiplyOtherLayout(float* values, int number) {
 #if TFB_IS_HOPPER
@@ -720,6 +736,7 @@ const struct {
     {"BarrierWithoutOthers", &LaunchOf<&BarrierWithoutOthers, 1, 64>},
     {"MixedBarriers", &LaunchOf<&MixedBarriers, 1, 64>},
     {"MisusedBarrier", &LaunchOf<&MisusedBarrier, 1, 1>},
+    {"PollForever", &LaunchOf<&PollForever, 1, 32>},
     {"MultiplyOtherLayout", &LaunchOf<&MultiplyOtherLayout, 1, 128, 20 << 10>},
     {"MultiplyInHalfAGroup", &LaunchOf<&MultiplyOtherLayout, 1, 64, 20 << 10>},
     {"CopyRow", &LaunchCopyRow},

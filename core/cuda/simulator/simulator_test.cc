@@ -551,6 +551,8 @@ TEST(PhaseBarrier, MisuseIsFound) {
     FindInAnyOrder("MisusedBarrier", FindingKind::kBadBarrier, number, text);
   }
   FindInAnyOrder("MisusedBarrier", FindingKind::kMisaligned, 4, "8-byte alignment of an mbarrier");
+  FindInAnyOrder("PollForever", FindingKind::kDivergentBarrier, 0,
+                 "in which 1 of 2 arrivals and 0 bytes are missing");
 }
 
 TEST(BulkCopy, ReadsWhatTheTensorHas) {
