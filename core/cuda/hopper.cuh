@@ -140,7 +140,8 @@ __device__ TFB_PTX_INLINE void FewerRegisters() {
 // ---- Copies of boxes ----
 
 // Starts the copy of the map's box at the coordinates, innermost first, to shared memory; elements
-// outside of the tensor are 0. Its bytes arrive at the barrier. One thread calls it.
+// outside of the tensor are 0. Its bytes arrive at the barrier. One thread calls it; the innermost
+// coordinate is a multiple of 8, below 0 too, and `to` of 1024.
 __device__ TFB_PTX_INLINE void CopyBox(void* to, const TensorMap& map, int c0, int c1, int c2,
                                        int c3, uint64_t* barrier) {
   TFB_PTX_MEMORY(TFB_PTX_TMA_LOAD_4D, (TFB_PTX_NONE),

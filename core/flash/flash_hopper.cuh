@@ -351,8 +351,7 @@ class HopperCopies {
       if (threadIdx.x == 0) Arrive(full);
       return;
     }
-    __syncwarp();
-    if (threadIdx.x > 0) return;
+    if (threadIdx.x > 0) return Arrive(full);
     ArriveAndExpect(full, Shape::kTileBytes);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -440,11 +439,9 @@ class HopperCopies {
         const int stage = values_.place;
         Wait(&common_.values_full[stage], values_.parity);
         if ((common_.flags[words_.place] & kChecks) != 0) CheckValues(stage, Lane(), kWarp);
+        Arrive(&common_.values_checked[stage]);
         __syncwarp();
-        if (Lane() == 0) {
-          Arrive(&common_.values_checked[stage]);
-          Arrive(&common_.values_empty[stage]);
-        }
+        if (Lane() == 0) Arrive(&common_.values_empty[stage]);
         values_.Advance();
         words_.Advance();
       }
@@ -850,15 +847,17 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
   const Shared shared(memory + (past == 0 ? 0 : Shared::kAlignment - past), common);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 2 * kWarpGroup / kWarp;  // that multiply
-    constexpr int kLooks = kInBoxes ? 1 : 0;        // warps that look at values
+    // In boxes, whatever a lane of the first two warps writes for others it says itself.
+    constexpr int kCopying = kInBoxes ? kWarp : 1;
+    constexpr int kLooks = kInBoxes ? 1 : 0;  // warps that look at values
     InitBarrier(&common.queries_full, 1);
     InitBarrier(&common.queries_empty, kWarps + kLooks);
     for (int n = 0; n < HopperShape<kDim>::kStages; ++n) {
-      InitBarrier(&common.keys_full[n], 1);
+      InitBarrier(&common.keys_full[n], kCopying);
       InitBarrier(&common.keys_empty[n], kWarps);
-      InitBarrier(&common.values_full[n], 1);
+      InitBarrier(&common.values_full[n], kCopying);
       InitBarrier(&common.values_empty[n], kWarps + kLooks);
-      InitBarrier(&common.values_checked[n], 1);
+      InitBarrier(&common.values_checked[n], kCopying);
     }
     FenceBarrierInit();
   }

@@ -542,7 +542,8 @@ __global__ void MultiplyOtherLayout(float* values, int number) {
 #endif
 }
 
-// Copies a box that is the tensor's first row. Numbers: 1 takes another map than EncodeTensorMap's.
+// Copies a box that is the tensor's first row. Numbers: 1 takes another map than EncodeTensorMap's,
+// 3 begins within 16 bytes.
 __global__ void CopyRow(const __grid_constant__ TensorMap map, float* values, int number) {
 #if TFB_IS_HOPPER
   __shared__ uint64_t full;
@@ -551,7 +552,7 @@ __global__ void CopyRow(const __grid_constant__ TensorMap map, float* values, in
   FenceBarrierInit();
   ArriveAndExpect(&full, 128);
   TensorMap other = {};
-  CopyBox(rows, number == 1 ? other : map, 0, 0, 0, 0, &full);
+  CopyBox(rows, number == 1 ? other : map, number == 3 ? 4 : 0, 0, 0, 0, &full);
   Wait(&full, 0);
   values[32] = reinterpret_cast<const float*>(rows)[0];
 #endif

@@ -563,6 +563,8 @@ TEST(BulkCopy, ReadsWhatTheTensorHas) {
               HasSubstr("of a tensor map that no cuTensorMapEncodeTiled wrote"));
   EXPECT_THAT(Find("CopyRow", FindingKind::kOutOfBounds, 2).message,
               HasSubstr("reads 128 bytes at an address that is no device memory: 0 bytes behind"));
+  EXPECT_THAT(Find("CopyRow", FindingKind::kBadInstruction, 3).message,
+              HasSubstr("from number 4 of rows on, which is not at a multiple of 16 bytes"));
   ConfigureGpu("sm_89");
   EXPECT_THAT(Find("CopyRow", FindingKind::kBadInstruction).message,
               HasSubstr("executes mbarrier.init.shared::cta.b64, which sm_89 has not"));

@@ -70,6 +70,14 @@ void CopyBox(const char* name, void* to, const void* map, const unsigned at[4], 
     });
     machine.block.Abandon();
   }
+  // An H100 ends such a launch with "an illegal instruction was encountered".
+  if (at[0] % 8 != 0) {
+    machine.Report(FindingKind::kBadInstruction, site, [&] {
+      return Format("%s from number %d of rows on, which is not at a multiple of 16 bytes", name,
+                    static_cast<int>(at[0]));
+    });
+    machine.block.Abandon();
+  }
   // The swizzle is of addresses: 8 rows of 128 bytes are its period.
   CheckAlignment(to, name, 1024, site);
   PhaseBarrier* completion = machine.phase_barriers.BeginCopy(barrier, site);
