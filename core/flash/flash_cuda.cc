@@ -66,6 +66,14 @@ Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArgument
   }
 }
 
+// Returns the blocks that a multiprocessor has at a time: flash_hopper.cuh's take all of it.
+int64_t BlocksAtATime(const CudaRuntime& runtime, const Problem& problem) {
+  const int64_t widest = std::max(problem.head_dim, problem.value_dim);
+  const bool hopper = runtime.properties().compute_capability_major == 9 &&
+                      problem.dtype != DType::kF32 && widest > 32 && widest <= 128;
+  return hopper ? 1 : 2;
+}
+
 DeviceIds ToDeviceIds(const ConstTensorView& ids) {
   return {static_cast<const int32_t*>(ids.data), ids.stride(0), ids.stride(1)};
 }
@@ -93,14 +101,13 @@ absl::StatusOr<FlashCuda> FlashCuda::CreateForBackward(CudaRuntime* runtime, con
   return flash;
 }
 
-// Tiles of queries are cut where there are so few that two blocks on every multiprocessor leave room
-// for each twice.
+// Tiles of queries are cut where there are so few that the device has room for each twice.
 int64_t FlashCuda::Splits(const CudaRuntime& runtime, const Problem& problem) {
   if (IsFew(problem)) return DecodeSplits(DecodeWorkOf(runtime, problem));
   const int64_t queries = FlashCudaQueries(problem.dtype);
   const int64_t tasks =
       problem.batch * problem.query_heads * ((problem.query_tokens + queries - 1) / queries);
-  const int64_t wanted = 2 * runtime.properties().multiprocessors;
+  const int64_t wanted = BlocksAtATime(runtime, problem) * runtime.properties().multiprocessors;
   if (tasks == 0 || tasks * 2 > wanted) return 1;
   const int64_t tiles = (problem.kv_tokens + kFlashTile - 1) / kFlashTile;
   return std::clamp<int64_t>(wanted / tasks, 1, std::max<int64_t>(tiles / kTilesPerPart, 1));

@@ -289,6 +289,12 @@ class Measurement {
     const double middle = clock_.Seconds();
     if (status.ok()) status = RunAndWait();
     const double end = clock_.Seconds();
+    // The graph reads memory of the last Setup, which has been freed.
+    if (status.ok() && graph_.has_value()) {
+      absl::StatusOr<DeviceGraph> graph = Capture();
+      status = graph.status();
+      if (status.ok()) graph_ = *std::move(graph);
+    }
     if (!Keep(status)) return;
     timed_.timing.add_setup_ns((middle - begin) * 1e9);
     timed_.timing.add_end_to_end_ns((end - begin) * 1e9);
@@ -316,15 +322,18 @@ class Measurement {
     return clock_.Seconds() - begin;
   }
 
-  // Records the work of a call of the case's pass, where the case is on a device.
+  // Records the work of a call of the case's pass.
+  absl::StatusOr<DeviceGraph> Capture() {
+    return DeviceGraph::Capture(timed_.bound.runtime, [this](void* stream) {
+      Execution execution = bound().execution;
+      execution.stream = stream;
+      return Run(execution);
+    });
+  }
+  // Does so where the case is on a device.
   void CaptureGraph() {
     if (!options_.graph || timed_.bound.runtime == nullptr || remote_ != nullptr) return;
-    absl::StatusOr<DeviceGraph> graph =
-        DeviceGraph::Capture(timed_.bound.runtime, [this](void* stream) {
-          Execution execution = bound().execution;
-          execution.stream = stream;
-          return Run(execution);
-        });
+    absl::StatusOr<DeviceGraph> graph = Capture();
     if (graph.ok()) {
       graph_ = *std::move(graph);
     } else {

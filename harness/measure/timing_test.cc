@@ -784,8 +784,6 @@ class DeviceStepToy : public StepToy {
     }
     return absl::OkStatus();
   }
-
- private:
   absl::Status Copy(const ConstTensorView& from, const TensorView& to,
                     const Execution& execution) const {
     const Shape shape = {1, 1, from.dim(1), from.dim(2)};
@@ -798,6 +796,7 @@ class DeviceStepToy : public StepToy {
     return ToStatus(KernelsOn<TinyKernels>(target_).copy(copy, execution.stream));
   }
 
+ private:
   CudaTarget target_;
 };
 
@@ -837,6 +836,49 @@ TEST_F(TimingTest, BackwardPassesAndTrainingStepsAreTimedAsGraphsToo) {
     EXPECT_THAT(timing.graph_run_ns(), Each(of_kernels * 1e9));
     EXPECT_THAT(timing.run_ns(), Each((rounds * kRoundSeconds + of_kernels) * 1e9));
   }
+}
+
+// A layer of a device whose Setup replaces the memory that Run reads.
+class TableToy : public DeviceStepToy {
+ public:
+  using DeviceStepToy::DeviceStepToy;
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution&) override {
+    const ConstTensorView x = inputs.Get("x");
+    const std::vector<float> zeros(x.num_elements());
+    auto table = CudaRuntime::For(Device::kSimulator).value()->Upload(zeros.data(), zeros.size() * sizeof(float));
+    if (!table.ok()) return table.status();
+    table_ = *std::move(table);
+    return absl::OkStatus();
+  }
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    const ConstTensorView x = inputs.Get("x");
+    return Copy(ConstTensorView(table_.data(), x.dtype, {1, x.dim(1), x.dim(2)}),
+                outputs.Get("out"), execution);
+  }
+
+ private:
+  DeviceBuffer table_;
+};
+
+TEST_F(TimingTest, AGraphIsOfTheLastSetup) {
+  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+  TableToy toy(Problem::SelfAttention(1, 2, 16, 8), &clock_, runtime->target());
+  NamedTensors host;
+  host["x"] = Tensor(DType::kF32, {1, 16, 16});
+  std::vector<TimedCase> cases(1);
+  cases[0].bound = Bind(&toy, Device::kSimulator, ViewsOf(host), &pool_, true).value();
+  ASSERT_TRUE(cases[0].bound.Setup().ok());
+  TimingOptions options = QuickOnDevice();
+  options.setup = true;
+  options.cold = options.stream = false;
+  MeasureSideBySide(options, &cases);
+  EXPECT_TRUE(cases[0].status.ok()) << cases[0].status;
+  EXPECT_GT(cases[0].timing.setup_ns_size(), 0);
+  EXPECT_EQ(cases[0].timing.graph_run_ns_size(), kIntervalSamples);
+  EXPECT_THAT(cuda_simulator::Findings(), testing::IsEmpty());
 }
 
 TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {

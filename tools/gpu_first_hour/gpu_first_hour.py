@@ -195,13 +195,13 @@ def plan(binaries, output, families, shards=2):
     for case in families['sweeps'] + families['decoding']:
         name = case['name']
         file = output / f'{name.replace(" ", "_")}.pb'
-        of_input = '--input=gaussian'
+        flags = ['--input=gaussian', '--accuracy=false', *case['flags']]
         if case in families['decoding']:
-            of_input = f'--input={decoding_input}'
+            # Cases of a file's tensors have times and errors.
+            flags = [f'--input={decoding_input}', *case['flags']]
         steps += [
-            Step(f'sweep {name}', [sweep, '--devices=cuda', of_input, '--accuracy=false', '--time_budget=4m', f'--output={file}',
-                                   *case['flags']], 8 * MINUTE,
-                 dry=[sweep, '--devices=cpu', '--dry_run', of_input, *case['flags']], alone=True),
+            Step(f'sweep {name}', [sweep, '--devices=cuda', '--time_budget=4m', f'--output={file}', *flags], 8 * MINUTE,
+                 dry=[sweep, '--devices=cpu', '--dry_run', *flags], alone=True),
             Step(f'report {name}', [render, '--format=json', f'--output={file.with_suffix(".json")}', str(file)], MINUTE,
                  alone=True),
         ]
