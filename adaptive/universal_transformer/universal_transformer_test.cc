@@ -484,13 +484,15 @@ TEST(UniversalTransformer, AConvolutionOfItsOwnTokenAloneIsTheFeedForwardTransit
   }
 }
 
+// A warp's lanes have several channels of the wide problem, some one more than others.
 TEST(UniversalTransformer, EveryVariantMatchesTheDefinition) {
   Problem grouped = Self(2, 4, 33, 4);
   grouped.kv_heads = 2;
   grouped.value_dim = 6;
   Problem causal = grouped;
   causal.causal = true;
-  for (const Problem& problem : {grouped, causal}) {
+  const Problem wide = Self(1, 3, 9, 14);
+  for (const Problem& problem : {grouped, causal, wide}) {
     const NamedTensors inputs = Random(problem);
     for (const Options& options : Variants()) {
       const NamedTensors parameters = Parameters(problem, options);

@@ -797,6 +797,18 @@ TEST_P(SinkhornBackward, GradientsOfMoreBlocksAndChannelsThanAreTakenAtOnce) {
   }
 }
 
+// The parts of the null rows' gradients, of keys and then of values, are in the same memory. It is
+// nearly all that the pass needs, so that too little of it does not end in other arrays.
+TEST_P(SinkhornBackward, GradientsOfNullRowsWhateverIsWider) {
+  const Options options = {
+      {"block", "32"}, {"iterations", "1"}, {"hidden", "3"}, {"null_key", "true"}};
+  for (const bool wide_values : {false, true}) {
+    Problem problem = Problem::SelfAttention(1, 1, 64, wide_values ? 2 : 40, /*causal=*/true);
+    problem.value_dim = wide_values ? 40 : 2;
+    ExpectGradientsOfTheDefinition(problem, Random(problem, options), options, GetParam());
+  }
+}
+
 // 100 matrices of 210 x 210 doubles are more than 32 MiB: every other one is stored.
 TEST_P(SinkhornBackward, GradientsOfMoreIterationsThanAreStored) {
   const Options options = {{"block", "1"}, {"iterations", "100"}, {"scores", "given"}};

@@ -26,7 +26,6 @@ namespace {
 
 constexpr int kCannotStart = 127;
 constexpr int kFirstPauseMs = 1, kLongestPauseMs = 20;
-constexpr int kPatienceMs = 10000;  // between two signals to a command that is stopped
 
 // Variables that make git work on another repository (git rev-parse --local-env-vars), that name
 // the data of the program which Bazel started, and that programs take as the caller's folder.
@@ -117,14 +116,15 @@ void ReadBoth(int out, int err, CommandOutput* output) {
 }
 
 // Waits for the child's end, and ends it where `stopped` returns true. Returns whether it did so.
-bool WaitUnlessStopped(pid_t child, const std::function<bool()>& stopped, int* status) {
+bool WaitUnlessStopped(pid_t child, const std::function<bool()>& stopped, int patience_ms,
+                       int* status) {
   static constexpr int kSignals[] = {SIGINT, SIGTERM, SIGKILL};
   size_t next = 0;  // of kSignals
   int pause_ms = kFirstPauseMs, waited_ms = 0;
   for (;;) {
     const pid_t ended = waitpid(child, status, WNOHANG);
     if (ended == child || (ended < 0 && errno != EINTR)) return next > 0;
-    if (next > 0 ? waited_ms >= kPatienceMs && next < std::size(kSignals) : stopped()) {
+    if (next > 0 ? waited_ms >= patience_ms && next < std::size(kSignals) : stopped()) {
       kill(-child, kSignals[next++]);
       waited_ms = 0;
     }
@@ -165,7 +165,8 @@ absl::StatusOr<CommandOutput> OutputOf(const std::vector<std::string>& words) {
 }
 
 absl::StatusOr<int> RunLogged(const std::string& command, const std::string& folder,
-                              const std::string& log, const std::function<bool()>& stopped) {
+                              const std::string& log, const std::function<bool()>& stopped,
+                              int patience_ms) {
   const int file = open(log.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (file < 0) return FileError(log, "write", errno);
   ChildArguments arguments({"/bin/sh", "-c", command});
@@ -181,7 +182,7 @@ absl::StatusOr<int> RunLogged(const std::string& command, const std::string& fol
   if (!forked.ok()) return forked;
   setpgid(child, child);  // the child does it, too, whichever comes first
   int status = 0;
-  if (WaitUnlessStopped(child, stopped, &status)) {
+  if (WaitUnlessStopped(child, stopped, patience_ms, &status)) {
     kill(-child, SIGKILL);  // what the command has left behind
     return absl::CancelledError("stopped");
   }

@@ -25,10 +25,11 @@ absl::StatusOr<CommandOutput> OutputOf(const std::vector<std::string>& words);
 // end. Standard output and standard error are appended to the file `log`. Returns the exit status,
 // as a shell states it.
 //
-// Once `stopped` returns true the group gets SIGINT, then SIGTERM, then SIGKILL, with a few seconds
+// Once `stopped` returns true the group gets SIGINT, then SIGTERM, then SIGKILL, with `patience_ms`
 // in between, and Cancelled is returned. The command gets SIGTERM where this process dies.
 absl::StatusOr<int> RunLogged(const std::string& command, const std::string& folder,
-                              const std::string& log, const std::function<bool()>& stopped);
+                              const std::string& log, const std::function<bool()>& stopped,
+                              int patience_ms = 10000);
 
 // Both take the environment of this process without the variables that name another repository
 // (GIT_DIR, ...) or another program's data (RUNFILES_DIR, BUILD_WORKSPACE_DIRECTORY, ...).

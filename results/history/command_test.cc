@@ -128,6 +128,18 @@ TEST(Command, StoppingEndsTheWholeGroup) {
   EXPECT_EQ(Contents(log), "begun\n");
 }
 
+TEST(Command, ACommandThatIgnoresSignalsGetsTheNextOnes) {
+  for (const char* ignored : {"INT", "INT TERM"}) {
+    const std::string log = LogPath("ignores");
+    // Where nothing stops the command it ends with this test.
+    const std::string command =
+        absl::StrCat("trap '' ", ignored, "; echo begun; while kill -0 $PPID; do sleep 1; done");
+    const auto ended = RunLogged(
+        command, "/", log, [&log] { return Contents(log) == "begun\n"; }, /*patience_ms=*/1);
+    EXPECT_TRUE(absl::IsCancelled(ended.status())) << ignored << ": " << ended.status();
+  }
+}
+
 TEST(Command, ACommandThatHasEndedIsNotCancelled) {
   const std::string log = LogPath("ended");
   EXPECT_EQ(*RunLogged("exit 4", "/", log, Never), 4);
