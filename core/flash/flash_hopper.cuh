@@ -67,7 +67,7 @@ struct HopperTask {
 
 enum HopperFlags : unsigned char {
   kHides = 1,   // a query may not see all keys of the step
-  kChecks = 2,  // values behind hidden keys may be not finite
+  kChecks = 2,  // likewise, and values behind hidden keys may be not finite
 };
 
 // What the groups of a block share beside panels.
@@ -549,7 +549,7 @@ class HopperProducts {
     for (int n = 1; n < steps; ++n) {
       keys.Advance();
       Wait(&common_.keys_full[keys.place], keys.parity);
-      if ((flags & kChecks) != 0) SetAside(flags);
+      if ((flags & kChecks) != 0) SetAside();
       words_.Advance();
       flags = common_.flags[words_.place];
       NamedSync(TurnOf(group_), kBoth);
@@ -570,7 +570,7 @@ class HopperProducts {
     }
     // All products with queries are done.
     Release(&common_.queries_empty);
-    if ((flags & kChecks) != 0) SetAside(flags);
+    if ((flags & kChecks) != 0) SetAside();
     words_.Advance();
     Wait(&common_.values_full[at_.place], at_.parity);
     StartOutput(at_.place, weight);
@@ -697,14 +697,13 @@ class HopperProducts {
 
   // Puts zeros in the place of values that are not finite, and adds these to what is kept for the rows
   // that see them, in the output's memory: they stay infinite or NaN under any weight above 0.
-  __device__ void SetAside(unsigned flags) {
+  __device__ void SetAside() {
     const int stage = at_.place;
     Wait(&common_.values_full[stage], at_.parity);
     Wait(&common_.values_checked[stage], at_.parity);
     if (common_.not_finite[stage] == 0) return;
     unsigned char* values = shared_.values + stage * Shape::kTileBytes;
     const Words& visible = common_.visible[words_.place];
-    const bool whole = (flags & kHides) == 0;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
 #pragma unroll 1
@@ -717,7 +716,7 @@ class HopperProducts {
         }
 #pragma unroll 1
         for (int key = 0; key < Shape::kStepKeys; ++key) {
-          if (!whole && (visible[key / kKeys][RowOf(half)] >> key % kKeys & 1) == 0) continue;
+          if ((visible[key / kKeys][RowOf(half)] >> key % kKeys & 1) == 0) continue;
           const unsigned pair = *reinterpret_cast<const unsigned*>(
               values + PlaceInPanels<kDim>(key, n) + column() * 2);
           const unsigned not_finite = NonFinite<T>(pair);
