@@ -15,7 +15,7 @@
 //                   looks for values that are not finite; else all four copy row by row. Both give the
 //                   same bits
 //   shared memory   queries and output 128 x D each, and stages of 128 keys and values: two at
-//                   D = 128, four at D = 64. 199 and 171 KiB
+//                   D = 128, four at D = 64. 201 and 173 KiB
 //   registers       output D / 2, scores 64, probabilities 32 a thread, of 216; 72 of the first group
 //   rate            4 x 128 x 128 x D FLOPs a step, 2,048 cycles of the tensor cores at D = 128 and
 //                   1,024 at D = 64, beside 128 x 128 exponentials, 1,024 cycles. Keys and values of a
