@@ -1,4 +1,4 @@
-// What GPUs of compute capability 9.0 add, for code that is compiled for sm_90a: barriers in shared
+// Instructions that GPUs of compute capability 9.0 add, in code compiled for sm_90a: barriers in shared
 // memory that count bytes, copies of boxes of a tensor (TMA), and products of matrices in shared
 // memory by four warps (wgmma). The simulator interprets them: see ptx.cuh.
 //

@@ -21,8 +21,8 @@ inline decltype(&cuTensorMapEncodeTiled) FindEncodeTiled() {
   const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                              12000, cudaEnableDefault, &result);
 #else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function,
-                                                    cudaEnableDefault, &result);
+  const cudaError_t error =
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
 #endif
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);

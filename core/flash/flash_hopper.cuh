@@ -56,7 +56,7 @@ __device__ inline int PlaceInPanels(int row, int chunk) {
   return chunk / 8 * Shape::kPanelBytes + row * Shape::kRowBytes + ((chunk ^ row) & 7) * 16;
 }
 
-// What the first group finds out of a task.
+// A task, as the first group finds it out.
 struct HopperTask {
   FlashTask task;
   const int32_t* query_order;  // null: query n is token n
@@ -70,7 +70,7 @@ enum HopperFlags : unsigned char {
   kChecks = 2,  // likewise, and values behind hidden keys may be not finite
 };
 
-// What the groups of a block share beside panels.
+// The groups of a block share this beside panels.
 template <int kDim>
 struct HopperCommon {
   static constexpr int kStages = HopperShape<kDim>::kStages;

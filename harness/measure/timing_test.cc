@@ -847,7 +847,9 @@ class TableToy : public DeviceStepToy {
   absl::Status DoSetup(const Inputs& inputs, const Execution&) override {
     const ConstTensorView x = inputs.Get("x");
     const std::vector<float> zeros(x.num_elements());
-    auto table = CudaRuntime::For(Device::kSimulator).value()->Upload(zeros.data(), zeros.size() * sizeof(float));
+    auto table = CudaRuntime::For(Device::kSimulator)
+                     .value()
+                     ->Upload(zeros.data(), zeros.size() * sizeof(float));
     if (!table.ok()) return table.status();
     table_ = *std::move(table);
     return absl::OkStatus();

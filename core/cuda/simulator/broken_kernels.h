@@ -7,7 +7,7 @@
 
 namespace tfb {
 
-// What is wrong with the kernel Pipeline of broken_kernels.cu, whose number it is: one warp group
+// The number of the kernel Pipeline of broken_kernels.cu says what is wrong with it: one warp group
 // copies, and two multiply.
 enum class PipelineBug {
   kNone,

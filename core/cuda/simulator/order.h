@@ -29,7 +29,7 @@ enum class AccessKind : uint8_t {
 // before all others.
 using Stamp = uint32_t;
 
-// What accesses memory beside the threads, while they go on: the products of a warp group, and the
+// Agents access memory beside the threads, while they go on: the products of a warp group, and the
 // copies that complete on one barrier in shared memory. Among threads, an agent's number follows
 // the threads'.
 constexpr int kProductAgents = 8;  // warp groups of a block
@@ -74,7 +74,7 @@ class Order {
   // Prepares for the functions below, in a block of that many threads.
   void TrackAll(int threads);
   bool tracks_all() const { return tracks_all_; }
-  // What comes before some point, for each agent and thread.
+  // The accesses before some point: a stamp for each agent and thread.
   using Knowledge = std::vector<Stamp>;
   // Adds to `to` the thread's accesses, and all that comes before them.
   void Release(int thread, Knowledge* to);

@@ -9,7 +9,7 @@
 namespace cuda_simulator {
 namespace {
 
-// What an mbarrier has in memory here, so that stores over it are noticed.
+// An mbarrier has this in memory here, so that stores over it are noticed.
 constexpr uint64_t kContent = 0x7265697272616270;
 constexpr int64_t kMost = (1 << 20) - 1;  // arrivals, and bytes, by the PTX ISA
 

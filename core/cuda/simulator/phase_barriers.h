@@ -31,7 +31,7 @@ struct PhaseBarrier {
   const void* copy_site = nullptr;
 };
 
-// Those of the running block, by their places in memory. The members are for the running thread.
+// The barriers of the running block, by their places in memory. The members are for the running thread.
 class PhaseBarriers {
  public:
   explicit PhaseBarriers(Machine* machine) : machine_(machine) {}

@@ -11,7 +11,7 @@ namespace cuda_simulator {
 
 struct Machine;
 
-// What an instruction's text says: sums[64][columns] (+)= a[64][16] b[16][columns].
+// A product as its instruction's text has it: sums[64][columns] (+)= a[64][16] b[16][columns].
 struct ProductShape {
   int columns;
   bool is_bf16;
