@@ -8,14 +8,16 @@
 // under way while the last one's output is stored.
 //
 //   overlap         a group starts q k^T of step n, then p v of step n - 1, and exponentiates the
-//                   scores of step n while the second runs. The groups start products in turns, so
-//                   that one multiplies while the other exponentiates
+//                   scores of step n while the second runs. Steps follow each other across tasks: a
+//                   task's first q k^T and the p v of the task before run together, and then the
+//                   output of that is stored. The groups start products in turns, so that one
+//                   multiplies while the other exponentiates or stores
 //   first group     where rows are whole 16-byte chunks in the order of their tokens, its first warp
 //                   starts copies of boxes (TMA) and finds out which keys a query sees, and its second
 //                   looks for values that are not finite; else all four copy row by row. Both give the
 //                   same bits
-//   shared memory   queries and output 128 x D each, and stages of 128 keys and values: two at
-//                   D = 128, four at D = 64. 201 and 173 KiB
+//   shared memory   output, and stages of 128 queries, and of 128 keys and values: one and two at
+//                   D = 128, two and four at D = 64. 201 and 189 KiB
 //   registers       output D / 2, scores 64, probabilities 32 a thread, of 216; 72 of the first group
 //   rate            4 x 128 x 128 x D FLOPs a step, 2,048 cycles of the tensor cores at D = 128 and
 //                   1,024 at D = 64, beside 128 x 128 exponentials, 1,024 cycles. Keys and values of a
@@ -42,6 +44,7 @@ struct HopperShape {
   static constexpr int kStepTiles = 2;      // tiles of keys of a step
   static constexpr int kStepKeys = kStepTiles * kKeys;
   static constexpr int kStages = kDim == 64 ? 4 : 2;
+  static constexpr int kQueryStages = kDim == 64 ? 2 : 1;
   static constexpr int kPanels = kDim / 64;
   static constexpr int kRowBytes = 128;
   static constexpr int kPanelBytes = 128 * kRowBytes;  // of 128 queries or keys
@@ -76,15 +79,19 @@ struct HopperCommon {
   static constexpr int kStages = HopperShape<kDim>::kStages;
   // A step's words are written with its keys, and read until its values are, one step later.
   static constexpr int kWords = kStages + 2;
+  static constexpr int kQueryStages = HopperShape<kDim>::kQueryStages;
+  // A task's words are read until its output is stored, in the next task's first step, whose queries
+  // may be released before.
+  static constexpr int kTasks = kQueryStages + 2;
 
-  uint64_t queries_full;
-  uint64_t queries_empty;
+  uint64_t queries_full[kQueryStages];
+  uint64_t queries_empty[kQueryStages];
   uint64_t keys_full[kStages];
   uint64_t keys_empty[kStages];
   uint64_t values_full[kStages];
   uint64_t values_empty[kStages];
   uint64_t values_checked[kStages];
-  HopperTask tasks[2];                    // the n-th of a block is in tasks[n % 2]
+  HopperTask tasks[kTasks];
   unsigned char flags[kWords];            // of HopperFlags
   int not_finite[kStages];                // 1 where some are; the first group looks
   uint64_t visible[kWords][2][kQueries];  // bit c of [t][r]: query r sees key c of tile t
@@ -94,7 +101,8 @@ template <int kDim>
 struct HopperShared {
   using Shape = HopperShape<kDim>;
   static constexpr int kAlignment = 1024;  // of panels
-  static constexpr size_t kBytes = kAlignment + (2 + 2 * Shape::kStages) * Shape::kTileBytes;
+  static constexpr int kTiles = Shape::kQueryStages + 2 * Shape::kStages + 1;
+  static constexpr size_t kBytes = kAlignment + kTiles * Shape::kTileBytes;
 
   unsigned char* queries;
   unsigned char* keys;
@@ -104,7 +112,7 @@ struct HopperShared {
 
   __device__ HopperShared(unsigned char* aligned, HopperCommon<kDim>& of_block)
       : queries(aligned),
-        keys(queries + Shape::kTileBytes),
+        keys(queries + Shape::kQueryStages * Shape::kTileBytes),
         values(keys + Shape::kStages * Shape::kTileBytes),
         output(values + Shape::kStages * Shape::kTileBytes),
         common(of_block) {}
@@ -211,10 +219,10 @@ class HopperCopies {
     if (kInBoxes && Warp() == 1) RunChecks();
     if (kInBoxes && Warp() > 0) return;
     HopperTasks tasks(a_);
-    for (unsigned parity = 0;; parity ^= 1) {
-      HopperTask& task = common_.tasks[parity];
+    for (;; queries_.Advance(), tasks_.Advance()) {
+      HopperTask& task = common_.tasks[tasks_.place];
       WalkState walk;
-      FindTask(tasks, walk, parity, task);
+      FindTask(tasks, walk, task);
       CopyQueries(task);
       if (task.steps < 0) return;
       const int steps = task.steps;
@@ -251,8 +259,7 @@ class HopperCopies {
   }
 
   // Finds the next task with queries, in all threads that copy.
-  __device__ void FindTask(HopperTasks& tasks, WalkState& walk, unsigned parity,
-                           HopperTask& to) const {
+  __device__ void FindTask(HopperTasks& tasks, WalkState& walk, HopperTask& to) const {
     HopperTask found = {};
     found.steps = -1;
     while (tasks.Next(&found.task)) {
@@ -266,13 +273,14 @@ class HopperCopies {
       found.steps = (walk.left + 1) / 2;
       break;
     }
-    Wait(&common_.queries_empty, parity ^ 1);
+    Wait(&common_.queries_empty[queries_.place], queries_.parity ^ 1);
     if (threadIdx.x == 0) to = found;
     Together();
   }
 
   __device__ void CopyQueries(const HopperTask& task) {
-    uint64_t* full = &common_.queries_full;
+    uint64_t* full = &common_.queries_full[queries_.place];
+    unsigned char* queries = shared_.queries + queries_.place * Shape::kTileBytes;
     if (task.steps < 0) {
       if (threadIdx.x == 0) Arrive(full);
       return;
@@ -284,7 +292,7 @@ class HopperCopies {
         const int64_t row = RowOfCall(a_, task, r);
         return task.query_order == nullptr ? row : int64_t{task.query_order[row]};
       };
-      CopyRows(shared_.queries, a_.q, offset, a_.head_dim, copying_.in_chunks.q, token_of);
+      CopyRows(queries, a_.q, offset, a_.head_dim, copying_.in_chunks.q, token_of);
       Together();
       if (threadIdx.x == 0) Arrive(full);
       return;
@@ -293,7 +301,7 @@ class HopperCopies {
     ArriveAndExpect(full, Shape::kTileBytes);
 #pragma unroll
     for (int p = 0; p < Shape::kPanels; ++p) {
-      CopyBox(shared_.queries + p * Shape::kPanelBytes, copying_.q, p * 64, task.first_query,
+      CopyBox(queries + p * Shape::kPanelBytes, copying_.q, p * 64, task.first_query,
               static_cast<int>(task.task.head), static_cast<int>(task.task.batch), full);
     }
   }
@@ -430,9 +438,9 @@ class HopperCopies {
 
   // Looks at the values of all steps of which some may be hidden.
   __device__ void RunChecks() {
-    for (unsigned parity = 0;; parity ^= 1) {
-      Wait(&common_.queries_full, parity);
-      const int steps = common_.tasks[parity].steps;
+    for (;; queries_.Advance(), tasks_.Advance()) {
+      Wait(&common_.queries_full[queries_.place], queries_.parity);
+      const int steps = common_.tasks[tasks_.place].steps;
       if (steps < 0) return;
 #pragma unroll 1
       for (int n = 0; n < steps; ++n) {
@@ -446,7 +454,7 @@ class HopperCopies {
         words_.Advance();
       }
       __syncwarp();
-      if (Lane() == 0) Arrive(&common_.queries_empty);
+      if (Lane() == 0) Arrive(&common_.queries_empty[queries_.place]);
     }
   }
   // Notes that a value of the stage is not finite: a hidden key's weight of 0 must not be multiplied
@@ -466,6 +474,8 @@ class HopperCopies {
   const HopperCopying& copying_;
   const HopperShared<kDim>& shared_;
   Common& common_;
+  PlaceOf<Shape::kQueryStages> queries_;
+  PlaceOf<Common::kTasks> tasks_;
   PlaceOf<Shape::kStages> keys_;
   PlaceOf<Shape::kStages> values_;
   PlaceOf<Common::kWords> words_;
@@ -488,13 +498,32 @@ class HopperProducts {
         group_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroup - 1, 0)),
         factor_(a.scale * kLog2E) {}
 
+  // Does all tasks of the block. A task's first products run beside the last ones of the task before.
   __device__ void Run() {
     if (group_ == 1) NamedArrive(TurnOf(0), kBoth);
-    for (unsigned parity = 0;; parity ^= 1) {
-      Wait(&common_.queries_full, parity);
-      const HopperTask& task = common_.tasks[parity];
-      if (task.steps < 0) break;
-      RunTask(task);
+    Scores score;
+    unsigned weight[kKeyTiles * 2];    // of the last step, not yet multiplied with its values
+    const HopperTask* last = nullptr;  // whose output is not stored yet
+    bool has_weights = false;          // of the last task
+    for (;; queries_.Advance(), tasks_.Advance()) {
+      Wait(&common_.queries_full[queries_.place], queries_.parity);
+      const HopperTask& task = common_.tasks[tasks_.place];
+      const int steps = task.steps;
+      if (steps > 0) {
+        RunFirstStep(last, has_weights, steps == 1, score, weight);
+      } else if (last != nullptr) {
+        if (has_weights) MultiplyLast(weight);
+        Store(*last);
+      }
+      if (steps < 0) break;
+      if (steps == 0) {
+        Begin();
+        Release(&common_.queries_empty[queries_.place]);
+      } else {
+        RunFurtherSteps(steps, score, weight);
+      }
+      last = &task;
+      has_weights = steps > 0;
     }
     if (group_ == 0) NamedSync(TurnOf(0), kBoth);
   }
@@ -517,69 +546,95 @@ class HopperProducts {
   __device__ int RowOf(int half) const { return warp_row() + half * 8 + lane() / 4; }
   __device__ static int column() { return lane() % 4 * 2; }
 
-  __device__ void RunTask(const HopperTask& task) {
-    const int steps = task.steps;
+  // Begins a task: nothing is seen yet.
+  __device__ void Begin() {
 #pragma unroll
     for (int n = 0; n < kOutputTiles * 4; ++n) output_[n] = 0;
     sum_[0] = sum_[1] = 0;
     maximum_[0] = maximum_[1] = -INFINITY;
     has_aside_ = false;
-    if (steps > 0) {
-      RunSteps(steps);
-    } else {
-      Release(&common_.queries_empty);
-    }
-    Store(task);
   }
 
-  __device__ void RunSteps(int steps) {
-    PlaceOf<Shape::kStages> keys = at_;
-    Scores score;
-    unsigned weight[kKeyTiles * 2];
+  // Computes a task's first products with keys, and finishes the last task, if there is one.
+  __device__ void RunFirstStep(const HopperTask* last, bool has_weights, bool is_only,
+                               Scores& score, const unsigned (&weight)[kKeyTiles * 2]) {
+    Wait(&common_.keys_full[keys_.place], keys_.parity);
+    if (has_weights) {
+      LeaveStep();
+      NamedSync(TurnOf(group_), kBoth);
+      StartScores(score);
+      Wait(&common_.values_full[values_.place], values_.parity);
+      StartOutput(weight);
+      NamedArrive(TurnOf(1 - group_), kBoth);
+      WaitForProducts<0>();
+      Pin(score);
+      Pin(output_);
+      ReleaseValues();
+    } else {
+      NamedSync(TurnOf(group_), kBoth);
+      StartScores(score);
+      NamedArrive(TurnOf(1 - group_), kBoth);
+      WaitForProducts<0>();
+      Pin(score);
+    }
+    ReleaseKeys(is_only);
+    if (last != nullptr) Store(*last);
+    Begin();
+  }
+  // Exponentiates the first scores, and does the task's other steps, but for the last product with
+  // values.
+  __device__ void RunFurtherSteps(int steps, Scores& score, unsigned (&weight)[kKeyTiles * 2]) {
     float rescale[2];
-    Wait(&common_.keys_full[keys.place], keys.parity);
-    StartScores(keys.place, score);
-    WaitForProducts<0>();
-    Pin(score);
-    unsigned flags = common_.flags[words_.place];
-    Exponentiate(flags, score, rescale);
-    Release(&common_.keys_empty[keys.place]);
+    Exponentiate(score, rescale);
     Round(score, weight);
 #pragma unroll 1
     for (int n = 1; n < steps; ++n) {
-      keys.Advance();
-      Wait(&common_.keys_full[keys.place], keys.parity);
-      if ((flags & kChecks) != 0) SetAside();
-      words_.Advance();
-      flags = common_.flags[words_.place];
+      Wait(&common_.keys_full[keys_.place], keys_.parity);
+      LeaveStep();
       NamedSync(TurnOf(group_), kBoth);
-      StartScores(keys.place, score);
-      Wait(&common_.values_full[at_.place], at_.parity);
-      StartOutput(at_.place, weight);
+      StartScores(score);
+      Wait(&common_.values_full[values_.place], values_.parity);
+      StartOutput(weight);
       NamedArrive(TurnOf(1 - group_), kBoth);
       WaitForProducts<1>();
       Pin(score);
-      Release(&common_.keys_empty[keys.place]);
-      Exponentiate(flags, score, rescale);
+      ReleaseKeys(n == steps - 1);
+      Exponentiate(score, rescale);
       WaitForProducts<0>();
       Pin(output_);
-      Release(&common_.values_empty[at_.place]);
-      at_.Advance();
+      ReleaseValues();
       Rescale(rescale);
       Round(score, weight);
     }
-    // All products with queries are done.
-    Release(&common_.queries_empty);
-    if ((flags & kChecks) != 0) SetAside();
-    words_.Advance();
-    Wait(&common_.values_full[at_.place], at_.parity);
-    StartOutput(at_.place, weight);
-    WaitForProducts<0>();
-    Pin(output_);
-    Release(&common_.values_empty[at_.place]);
-    at_.Advance();
   }
 
+  // Multiplies the last weights of a task with values, where no other task's products go beside.
+  __device__ void MultiplyLast(const unsigned (&weight)[kKeyTiles * 2]) {
+    LeaveStep();
+    Wait(&common_.values_full[values_.place], values_.parity);
+    StartOutput(weight);
+    WaitForProducts<0>();
+    Pin(output_);
+    ReleaseValues();
+  }
+
+  // Does with a step's words what is left to do once its scores are weights.
+  __device__ void LeaveStep() {
+    if ((common_.flags[words_.place] & kChecks) != 0) SetAside();
+    words_.Advance();
+  }
+
+  // Tells that the warp needs the step's keys no more; after those of a task's last step, its queries
+  // neither.
+  __device__ void ReleaseKeys(bool is_last) {
+    Release(&common_.keys_empty[keys_.place]);
+    keys_.Advance();
+    if (is_last) Release(&common_.queries_empty[queries_.place]);
+  }
+  __device__ void ReleaseValues() {
+    Release(&common_.values_empty[values_.place]);
+    values_.Advance();
+  }
   // Tells that the warp needs a stage no more.
   __device__ static void Release(uint64_t* empty) {
     __syncwarp();
@@ -588,10 +643,10 @@ class HopperProducts {
 
   // ---- Products ----
 
-  __device__ void StartScores(int stage, Scores& score) {
-    const uint64_t queries =
-        DescribeMatrix(shared_.queries + group_ * Shape::kGroupQueries * Shape::kRowBytes);
-    const uint64_t keys = DescribeMatrix(shared_.keys + stage * Shape::kTileBytes);
+  __device__ void StartScores(Scores& score) {
+    const uint64_t queries = DescribeMatrix(shared_.queries + queries_.place * Shape::kTileBytes +
+                                            group_ * Shape::kGroupQueries * Shape::kRowBytes);
+    const uint64_t keys = DescribeMatrix(shared_.keys + keys_.place * Shape::kTileBytes);
     Pin(score);
     BeginProducts();
 #pragma unroll
@@ -605,9 +660,9 @@ class HopperProducts {
     }
     EndProducts();
   }
-  __device__ void StartOutput(int stage, const unsigned (&weight)[kKeyTiles * 2]) {
+  __device__ void StartOutput(const unsigned (&weight)[kKeyTiles * 2]) {
     const uint64_t values =
-        DescribeMatrix(shared_.values + stage * Shape::kTileBytes, Shape::kPanelBytes);
+        DescribeMatrix(shared_.values + values_.place * Shape::kTileBytes, Shape::kPanelBytes);
     Pin(output_);
     BeginProducts();
 #pragma unroll
@@ -641,8 +696,8 @@ class HopperProducts {
     }
   }
   // Turns scores into weights, updates maxima and sums, and returns the factors of earlier outputs.
-  __device__ void Exponentiate(unsigned flags, Scores& score, float (&rescale)[2]) {
-    if ((flags & kHides) != 0) Hide(common_.visible[words_.place], score);
+  __device__ void Exponentiate(Scores& score, float (&rescale)[2]) {
+    if ((common_.flags[words_.place] & kHides) != 0) Hide(common_.visible[words_.place], score);
     float minus[2];
     bool far = false;
 #pragma unroll
@@ -698,9 +753,9 @@ class HopperProducts {
   // Puts zeros in the place of values that are not finite, and adds these to what is kept for the rows
   // that see them, in the output's memory: they stay infinite or NaN under any weight above 0.
   __device__ void SetAside() {
-    const int stage = at_.place;
-    Wait(&common_.values_full[stage], at_.parity);
-    Wait(&common_.values_checked[stage], at_.parity);
+    const int stage = values_.place;
+    Wait(&common_.values_full[stage], values_.parity);
+    Wait(&common_.values_checked[stage], values_.parity);
     if (common_.not_finite[stage] == 0) return;
     unsigned char* values = shared_.values + stage * Shape::kTileBytes;
     const Words& visible = common_.visible[words_.place];
@@ -823,8 +878,11 @@ class HopperProducts {
   const HopperShared<kDim>& shared_;
   Common& common_;
   const int group_;
-  const float factor_;             // exponent of 2 for a unit of products
-  PlaceOf<Shape::kStages> at_;     // of values
+  const float factor_;  // exponent of 2 for a unit of products
+  PlaceOf<Shape::kQueryStages> queries_;
+  PlaceOf<Common::kTasks> tasks_;
+  PlaceOf<Shape::kStages> keys_;
+  PlaceOf<Shape::kStages> values_;
   PlaceOf<Common::kWords> words_;  // of the step whose weights are next or known
   float output_[kOutputTiles * 4];
   float maximum_[2];  // of products
@@ -849,8 +907,10 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
     // In boxes, whatever a lane of the first two warps writes for others it says itself.
     constexpr int kCopying = kInBoxes ? kWarp : 1;
     constexpr int kLooks = kInBoxes ? 1 : 0;  // warps that look at values
-    InitBarrier(&common.queries_full, 1);
-    InitBarrier(&common.queries_empty, kWarps + kLooks);
+    for (int n = 0; n < HopperShape<kDim>::kQueryStages; ++n) {
+      InitBarrier(&common.queries_full[n], 1);
+      InitBarrier(&common.queries_empty[n], kWarps + kLooks);
+    }
     for (int n = 0; n < HopperShape<kDim>::kStages; ++n) {
       InitBarrier(&common.keys_full[n], kCopying);
       InitBarrier(&common.keys_empty[n], kWarps);
