@@ -14,15 +14,17 @@ namespace {
 // Splitting rows shorter than two tiles a part costs more than it gives.
 constexpr int64_t kTilesPerPart = 2;
 
+// Returns the rows that read the same keys.
+int64_t RowsOf(const Problem& problem) { return problem.query_tokens * problem.group(); }
+
 bool IsFew(const Problem& problem) {
-  const int64_t rows = problem.query_tokens * problem.group();
-  return rows >= 1 && rows <= kFlashDecodeRows;
+  return RowsOf(problem) >= 1 && RowsOf(problem) <= kFlashDecodeRows;
 }
 
 // Returns the work of a problem that IsFew.
 DecodeWork DecodeWorkOf(const CudaRuntime& runtime, const Problem& problem) {
   return {problem.batch * problem.kv_heads, (problem.kv_tokens + kFlashTile - 1) / kFlashTile,
-          int64_t{kFlashDecodeBlocks} * runtime.properties().multiprocessors};
+          FlashDecodeBlocks(RowsOf(problem)) * int64_t{runtime.properties().multiprocessors}};
 }
 
 int64_t PartialFloats(const Problem& problem, int64_t splits) {

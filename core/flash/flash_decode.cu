@@ -1,24 +1,27 @@
 // Engine flash for a few queries against many keys: decoding, where keys and values are read once
 // and reading them is all the work.
 //
-// The query heads that share a key-value head, and their queries, are up to 8 rows. A block of 128
-// threads does them together, for one part of the keys (see FlashArguments::splits), and each of
-// its warps takes 16 of a tile's 64 keys. kDim / 8 lanes, at least 8, take a key together.
+// The query heads that share a key-value head, and their queries, are up to 8 rows; a kernel of its
+// own has one row. A block of 128 threads does them together, for one part of the keys (see
+// FlashArguments::splits), and each of its warps takes 16 of a tile's 64 keys. kDim / 8 lanes, as many
+// as rows at least, take a key together.
 //
-//   products, outputs   a lane has its 8 channels (4 at D = 32) of all rows
-//   softmax             a lane has one row: of 16 lanes, lanes 2 r and 2 r + 1 have row r
+//   products, outputs   a lane has its 8 channels (of 8 rows at D = 32: 4) of all rows
+//   softmax             a lane has one row: of 16 lanes, lanes 2 r and 2 r + 1 have row r of 8
 //
 // 8 sums over 16 lanes take 8 shuffles, after which each row's score is where its maximum, its sum
 // and its mask are; 8 shuffles bring the weights back. A lane so computes one exponential for a key
 // and not 8. Each group of lanes keeps a softmax of its own over the keys that it has seen; groups,
 // warps and parts are merged at the end, in a fixed order.
 //
-// Arithmetic of one key, D = 128 in bf16, 8 rows: 512 bytes, and of a warp, which does two keys at
-// a time, 2 x 64 multiply-adds, 16 conversions, 17 shuffles and about as many selections, or 100
-// instructions a key with all else. An H100 reads about 15 bytes a cycle and multiprocessor, 34
-// cycles a key, in which it issues 136. In flight are the keys and values of kAtOnce passes: 128
-// threads x 8 x 16 B = 16 KiB a block, whatever the dtype. 64 outputs a lane, 32 words in flight and
-// the products of 8 rows with 2 keys are 112 of the 168 registers that 3 blocks leave a thread.
+// Arithmetic of one key, D = 128 in bf16: 512 bytes, for which an H100 has 34 cycles a multiprocessor
+// (about 15 bytes a cycle), in which it issues 136 instructions. With 8 rows, a warp, which does two
+// keys at a time, has 2 x 64 multiply-adds, 16 conversions, 17 shuffles and about as many selections:
+// 100 instructions a key with all else. With one row 16 multiply-adds, 16 conversions and 4 shuffles
+// are left. In flight are the keys and values of kAtOnce passes: 128 threads x 8 x 16 B = 16 KiB a
+// block, whatever the dtype. 64 outputs a lane, 32 words in flight and the products of 8 rows with 2
+// keys are 112 of the 168 registers that 3 blocks leave a thread; of one row 8 outputs are left, and 5
+// blocks have 96 registers a thread.
 #include "core/cuda/register_tile.cuh"
 #include "core/flash/flash_tile.cuh"
 
@@ -27,7 +30,6 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRows = kFlashDecodeRows;
 constexpr int kKeysPerWarp = kKeys / kWarps;
 constexpr float kHidden = -1;  // in place of the weight of a key that a row does not see
 
@@ -50,7 +52,7 @@ __device__ inline float ToFloat(__half x) {
 // vectors of kEach channels, and the lanes' vectors follow each other, so that a read of all is of
 // consecutive bytes. In shared memory the lanes' groups of 4 channels follow each other, so that a
 // read of 16 bytes a lane meets every bank once.
-template <class T, int kDim>
+template <class T, int kDim, int kRows>
 struct LaneChannels {
   static constexpr int kLanes = kDim < 8 * kRows ? kRows : kDim / 8;
   static constexpr int kCount = kDim / kLanes;  // of a lane
@@ -69,9 +71,9 @@ struct LaneChannels {
 };
 
 // A lane's channels of one row.
-template <class T, int kDim>
+template <class T, int kDim, int kRows>
 struct Piece {
-  using Channels = LaneChannels<T, kDim>;
+  using Channels = LaneChannels<T, kDim, kRows>;
   static constexpr int kWords = Channels::kCount * sizeof(T) / sizeof(uint32_t);
   uint32_t words[kWords];
 
@@ -125,17 +127,18 @@ __device__ inline FlashTask DecodingTask(const FlashArguments& a, int64_t index)
   return task;
 }
 
-template <class T, int kDim>
+template <class T, int kDim, int kRows>
 class FlashDecodeBlock {
  public:
-  using Channels = LaneChannels<T, kDim>;
+  using Channels = LaneChannels<T, kDim, kRows>;
   static constexpr int kLanes = Channels::kLanes;     // that share a key
   static constexpr int kOfRow = kLanes / kRows;       // lanes that have the same row
   static constexpr int kChannels = Channels::kCount;  // of a lane
   static constexpr int kKeysPerPass = kWarp / kLanes;
   static constexpr int kPasses = kKeysPerWarp / kKeysPerPass;  // of a warp over a tile
-  // Passes whose reads are in flight together: 64 bytes of keys a lane.
-  static constexpr int kAtOnce = sizeof(T) == 4 ? 2 : 4;
+  // Passes whose reads are in flight together: 64 bytes of keys a lane, or a tile.
+  static constexpr int kMostAtOnce = sizeof(T) == 4 ? 2 : 4;
+  static constexpr int kAtOnce = kPasses < kMostAtOnce ? kPasses : kMostAtOnce;
   static_assert(kPasses % kAtOnce == 0 && kAtOnce % 2 == 0, "whole batches of pairs");
   static constexpr int kPart =
       kDim + 4;  // a row's outputs, maximum and sum, in multiples of 16 bytes
@@ -173,7 +176,7 @@ class FlashDecodeBlock {
   }
 
  private:
-  using OfKey = Piece<T, kDim>;
+  using OfKey = Piece<T, kDim, kRows>;
 
   __device__ static int lane() { return Lane() % kLanes; }
   __device__ static int group() { return Lane() / kLanes; }
@@ -341,6 +344,7 @@ class FlashDecodeBlock {
 
   // Returns the number that a lane of this group has whose row is `row`.
   __device__ static float OfRow(int row, float own) {
+    if (kRows == 1) return own;
     return __shfl_sync(kAllLanes, own, row * kOfRow, kLanes);
   }
 
@@ -447,10 +451,10 @@ class FlashDecodeBlock {
   float outputs_[kRows][kChannels] = {};
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, kFlashDecodeBlocks)
+template <class T, int kDim, int kRows>
+__global__ void __launch_bounds__(kThreads, FlashDecodeBlocks(kRows))
     FlashDecode(const FlashArguments a) {
-  using Block = FlashDecodeBlock<T, kDim>;
+  using Block = FlashDecodeBlock<T, kDim, kRows>;
   auto& shared =
       *reinterpret_cast<typename Block::Shared*>(DynamicShared<sizeof(typename Block::Shared)>());
   const int64_t tasks = a.batch * a.kv_heads * a.splits;
@@ -460,16 +464,22 @@ __global__ void __launch_bounds__(kThreads, kFlashDecodeBlocks)
   }
 }
 
-template <class T, int kDim>
-const char* LaunchDecode(const FlashArguments& a, void* stream) {
+template <class T, int kDim, int kRows>
+const char* LaunchRows(const FlashArguments& a, void* stream) {
   const int64_t tasks = a.batch * a.kv_heads * a.splits;
-  return Launch("FlashDecode", &FlashDecode<T, kDim>,
+  return Launch("FlashDecode", &FlashDecode<T, kDim, kRows>,
                 {BlocksInTurns(tasks, a.max_blocks), kThreads,
-                 sizeof(typename FlashDecodeBlock<T, kDim>::Shared)},
+                 sizeof(typename FlashDecodeBlock<T, kDim, kRows>::Shared)},
                 stream, a);
 }
 
-// All instantiations: three dtypes of keys and values, four head sizes.
+template <class T, int kDim>
+const char* LaunchDecode(const FlashArguments& a, void* stream) {
+  const bool one = a.query_heads == a.kv_heads && a.query_tokens == 1;
+  return one ? LaunchRows<T, kDim, 1>(a, stream) : LaunchRows<T, kDim, kFlashDecodeRows>(a, stream);
+}
+
+// All instantiations: three dtypes of keys and values, four head sizes, one row and several.
 template <class T>
 const char* DecodeOf(const FlashArguments& a, void* stream) {
   const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;

@@ -182,45 +182,81 @@ const char* Forward(const FlashArguments& a, void* stream) {
 
 // ---- Merging the parts of split keys ----
 
-// A warp merges one row: o = sum_s e^(m_s - m) o_s / sum_s e^(m_s - m) l_s, in the order of s.
+constexpr int kCombineWarps = kCombineThreads / kWarp;
+constexpr int kMostChannels = 256;
+
+// Returns the warps of a block that merge a row: few parts are those of many rows, and many parts
+// those of few, which wait for memory and not for its bandwidth.
+__host__ __device__ constexpr int CombineWarpsOfRow(int splits) {
+  return splits <= 2 * kCombineWarps ? 1 : kCombineWarps;
+}
+
+// Merges rows: o = sum_s e^(m_s - m) o_s / sum_s e^(m_s - m) l_s. Of W warps of a row warp w adds
+// parts w, w + W, ..., and the warps' sums are added in their order.
 __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArguments a) {
+  __shared__ float outputs[kCombineWarps][kMostChannels];
+  __shared__ float sums[kCombineWarps];
+  const int of_row = CombineWarpsOfRow(a.splits), warp = Warp() % of_row;
+  const int first_warp = Warp() - warp, rows_of_block = kCombineWarps / of_row;
   const int64_t rows = a.batch * a.query_heads * a.query_tokens;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kCombineThreads / kWarp);
-  for (int64_t n = WarpOfGrid(); n < rows; n += warps) {
+  for (int64_t first = int64_t{blockIdx.x} * rows_of_block; first < rows;
+       first += int64_t{gridDim.x} * rows_of_block) {
+    const int64_t n = min(first + Warp() / of_row, rows - 1);
     const int64_t i = n % a.query_tokens, h = n / a.query_tokens % a.query_heads;
     const int64_t b = n / a.query_tokens / a.query_heads;
-    if (!IsAsked(a, b, i)) continue;
+    const bool is_asked = first + Warp() / of_row < rows && IsAsked(a, b, i);
     float maximum = -INFINITY;
-    for (int s = 0; s < a.splits; ++s) {
-      maximum = fmaxf(maximum, PartialRow(a, s, b, h, i)[a.value_dim]);
-    }
-    const float shift = maximum == -INFINITY ? 0 : maximum;
-    float sum = 0;
-    for (int s = 0; s < a.splits; ++s) {
-      const float* part = PartialRow(a, s, b, h, i);
-      sum = fmaf(ExpOf(part[a.value_dim] - shift), part[a.value_dim + 1], sum);
-    }
-    FlashArguments whole = a;
-    whole.partial = nullptr;
-    const FlashTask task = {b, h, 0, 0, 0};
-    const int64_t token = a.partial_by_token ? i : a.query_order(b, h, i);
-    const OutputRow row(whole, task, i, token, sum);
-    for (int column = Lane(); column < a.value_dim; column += kWarp) {
-      float output[1] = {0};
-      for (int s = 0; s < a.splits; ++s) {
-        const float* part = PartialRow(a, s, b, h, i);
-        output[0] = fmaf(ExpOf(part[a.value_dim] - shift), part[column], output[0]);
+    if (is_asked) {
+      for (int s = Lane(); s < a.splits; s += kWarp) {
+        maximum = fmaxf(maximum, PartialRow(a, s, b, h, i)[a.value_dim]);
       }
-      row.Store(column, output);
     }
-    if (Lane() == 0) StoreSums(whole, task, i, token, maximum, sum);
+    maximum = MaxOfWarp(maximum);
+    const float shift = maximum == -INFINITY ? 0 : maximum;
+    if (is_asked) {
+      float sum = 0, output[kMostChannels / kWarp] = {};
+#pragma unroll 4
+      for (int s = warp; s < a.splits; s += of_row) {
+        const float* part = PartialRow(a, s, b, h, i);
+        const float factor = ExpOf(part[a.value_dim] - shift);
+        sum = fmaf(factor, part[a.value_dim + 1], sum);
+#pragma unroll
+        for (int c = 0; c < kMostChannels / kWarp; ++c) {
+          const int column = c * kWarp + Lane();
+          if (column < a.value_dim) output[c] = fmaf(factor, part[column], output[c]);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kMostChannels / kWarp; ++c) {
+        outputs[Warp()][c * kWarp + Lane()] = output[c];
+      }
+      if (Lane() == 0) sums[Warp()] = sum;
+    }
+    __syncthreads();
+    if (is_asked) {
+      float sum = 0;
+      for (int w = 0; w < of_row; ++w) sum += sums[first_warp + w];
+      FlashArguments whole = a;
+      whole.partial = nullptr;
+      const FlashTask task = {b, h, 0, 0, 0};
+      const int64_t token = a.partial_by_token ? i : a.query_order(b, h, i);
+      const OutputRow row(whole, task, i, token, sum);
+      for (int column = warp * kWarp + Lane(); column < a.value_dim; column += of_row * kWarp) {
+        float total[1] = {0};
+        for (int w = 0; w < of_row; ++w) total[0] += outputs[first_warp + w][column];
+        row.Store(column, total);
+      }
+      if (warp == 0 && Lane() == 0) StoreSums(whole, task, i, token, maximum, sum);
+    }
+    __syncthreads();
   }
 }
 
 const char* Combine(const FlashArguments& a, void* stream) {
   const int64_t rows = a.batch * a.query_heads * a.query_tokens;
-  const int64_t blocks = BlocksInTurns(CeilDiv(rows, kCombineThreads / kWarp), a.max_blocks);
-  return Launch("FlashCombine", &FlashCombine, {blocks, kCombineThreads}, stream, a);
+  const int64_t blocks = CeilDiv(rows, kCombineWarps / CombineWarpsOfRow(a.splits));
+  return Launch("FlashCombine", &FlashCombine,
+                {BlocksInTurns(blocks, a.max_blocks), kCombineThreads}, stream, a);
 }
 
 }  // namespace

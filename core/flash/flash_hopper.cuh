@@ -81,7 +81,7 @@ struct HopperCommon {
   static constexpr int kWords = kStages + 2;
   static constexpr int kQueryStages = HopperShape<kDim>::kQueryStages;
   // A task's words are read until its output is stored, in the next task's first step, whose queries
-  // may be released before.
+  // may have been released.
   static constexpr int kTasks = kQueryStages + 2;
 
   uint64_t queries_full[kQueryStages];
@@ -503,27 +503,26 @@ class HopperProducts {
     if (group_ == 1) NamedArrive(TurnOf(0), kBoth);
     Scores score;
     unsigned weight[kKeyTiles * 2];    // of the last step, not yet multiplied with its values
-    const HopperTask* last = nullptr;  // whose output is not stored yet
-    bool has_weights = false;          // of the last task
+    const HopperTask* last = nullptr;  // whose last step that is
     for (;; queries_.Advance(), tasks_.Advance()) {
       Wait(&common_.queries_full[queries_.place], queries_.parity);
       const HopperTask& task = common_.tasks[tasks_.place];
       const int steps = task.steps;
       if (steps > 0) {
-        RunFirstStep(last, has_weights, steps == 1, score, weight);
-      } else if (last != nullptr) {
-        if (has_weights) MultiplyLast(weight);
+        RunFirstStep(last, steps == 1, score, weight);
+        RunFurtherSteps(steps, score, weight);
+        last = &task;
+        continue;
+      }
+      if (last != nullptr) {
+        MultiplyLast(weight);
         Store(*last);
+        last = nullptr;
       }
       if (steps < 0) break;
-      if (steps == 0) {
-        Begin();
-        Release(&common_.queries_empty[queries_.place]);
-      } else {
-        RunFurtherSteps(steps, score, weight);
-      }
-      last = &task;
-      has_weights = steps > 0;
+      Begin();
+      Store(task);
+      Release(&common_.queries_empty[queries_.place]);
     }
     if (group_ == 0) NamedSync(TurnOf(0), kBoth);
   }
@@ -556,10 +555,10 @@ class HopperProducts {
   }
 
   // Computes a task's first products with keys, and finishes the last task, if there is one.
-  __device__ void RunFirstStep(const HopperTask* last, bool has_weights, bool is_only,
-                               Scores& score, const unsigned (&weight)[kKeyTiles * 2]) {
+  __device__ void RunFirstStep(const HopperTask* last, bool is_only, Scores& score,
+                               const unsigned (&weight)[kKeyTiles * 2]) {
     Wait(&common_.keys_full[keys_.place], keys_.parity);
-    if (has_weights) {
+    if (last != nullptr) {
       LeaveStep();
       NamedSync(TurnOf(group_), kBoth);
       StartScores(score);
@@ -569,18 +568,20 @@ class HopperProducts {
       WaitForProducts<0>();
       Pin(score);
       Pin(output_);
+      ReleaseKeys(is_only);
       ReleaseValues();
+      Store(*last);
     } else {
       NamedSync(TurnOf(group_), kBoth);
       StartScores(score);
       NamedArrive(TurnOf(1 - group_), kBoth);
       WaitForProducts<0>();
       Pin(score);
+      ReleaseKeys(is_only);
     }
-    ReleaseKeys(is_only);
-    if (last != nullptr) Store(*last);
     Begin();
   }
+
   // Exponentiates the first scores, and does the task's other steps, but for the last product with
   // values.
   __device__ void RunFurtherSteps(int steps, Scores& score, unsigned (&weight)[kKeyTiles * 2]) {

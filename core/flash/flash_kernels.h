@@ -21,8 +21,8 @@ constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
 // The most rows (query heads of a key-value head times queries) that the decoding kernel takes.
 constexpr int kFlashDecodeRows = 8;
-// Blocks of the decoding kernel that a multiprocessor runs at a time.
-constexpr int kFlashDecodeBlocks = 3;
+// Returns the blocks of the decoding kernel that a multiprocessor runs at a time.
+constexpr int FlashDecodeBlocks(int64_t rows) { return rows == 1 ? 5 : 3; }
 
 // Ids of tokens, for label keys.
 struct DeviceIds {

@@ -731,7 +731,7 @@ TEST(FlashMmaCall, TheWorkOfACallIsAsOnRecord) {
   Subject split(Make(DType::kBF16, {5, 1000, 40, 72, 4, 2, 2}));
   split.splits = 3;
   EXPECT_EQ(work(std::move(split)),
-            hopper ? "2 launches, 14 blocks, 152 barriers, 17708 collectives"
+            hopper ? "2 launches, 14 blocks, 172 barriers, 17908 collectives"
                    : "2 launches, 34 blocks, 352 barriers, 178016 collectives");
   Subject with_keys(Make(DType::kBF16, sizes));
   with_keys.relative_keys = Tensor(DType::kBF16, {1, 601, 40});
