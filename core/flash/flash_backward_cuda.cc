@@ -190,8 +190,8 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
     TFB_RETURN_IF_ERROR(ToStatus(kernels.keys(b, execution.stream)));
   }
   if (b.has_offset_sums()) {
-    TFB_RETURN_IF_ERROR(ToStatus(
-        KernelsOn<FlashBackwardKernels>(runtime->target()).offsets(b, execution.stream)));
+    TFB_RETURN_IF_ERROR(
+        ToStatus(KernelsOn<FlashBackwardKernels>(runtime->target()).offsets(b, execution.stream)));
   }
   const auto add_by_token = [&](const float* rows, int64_t channels,
                                 const TensorView& to) -> absl::Status {

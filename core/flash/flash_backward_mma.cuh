@@ -98,32 +98,34 @@ struct alignas(16) GradientRow {
   int token;    // -1 where the row has no gradients
 };
 
-// Returns row `row` of a query tile.
-__device__ inline GradientRow RowOf(const FlashBackwardArguments& b, int64_t batch, int64_t head,
-                                    int64_t tile, int row) {
-  const FlashArguments& a = b.forward;
-  const GradientRow none = {INFINITY, 0, 0, -1};
-  const int64_t i = tile * kTileQueries + row;
-  if (i >= a.query_tokens) return none;
-  const int64_t token = a.query_order(batch, head, i);
-  const int64_t n = b.numbers.Of(a.query_heads, batch, head, OutRow(a, i, token));
-  const float shift = b.numbers.shift[n];
-  if (shift == INFINITY) return none;
-  return {shift, b.numbers.rest[n] * kLog2E, b.numbers.delta[n], static_cast<int>(token)};
-}
-// Returns the row of the output that row `row` of a query tile is.
-__device__ inline int64_t OutputRowOf(const FlashArguments& a, int64_t tile, int row, int token) {
-  return OutRow(a, tile * kTileQueries + row, token);
-}
+// The queries of a batch row and head.
+struct GradientQueries {
+  int64_t batch;
+  int64_t head;
+  const int32_t* order;  // null: query n is token n
+
+  __device__ GradientQueries(const FlashArguments& a, int64_t b, int64_t h)
+      : batch(b), head(h), order(OrderOf(a.query_order, b, h)) {}
+
+  // Reads row i of the call. Finish makes of it what threads need, later, so that no thread waits for
+  // what it reads here.
+  __device__ GradientRow Read(const FlashBackwardArguments& b, int64_t i) const {
+    const FlashArguments& a = b.forward;
+    if (i >= a.query_tokens) return {INFINITY, 0, 0, -1};
+    const int64_t token = order == nullptr ? i : order[i];
+    const int64_t n = b.numbers.Of(a.query_heads, batch, head, OutRow(a, i, token));
+    return {b.numbers.shift[n], b.numbers.rest[n], b.numbers.delta[n], static_cast<int>(token)};
+  }
+  __device__ static GradientRow Finish(GradientRow row) {
+    if (row.shift == INFINITY) return {INFINITY, 0, 0, -1};
+    row.rest *= kLog2E;
+    return row;
+  }
+};
 
 // Returns the weight of a pair, from the product of its query and key.
 __device__ inline float WeightOf(float product, float scale, const GradientRow& row) {
   return Exp2(fmaf(fmaf(product, scale, -row.shift), kLog2E, -row.rest));
-}
-// Returns the score gradient of a pair: that of a weight of 0 is 0, whatever its value holds.
-__device__ inline float ScoreGradientOf(float weight, float weight_gradient,
-                                        const GradientRow& row) {
-  return weight == 0 ? 0 : weight * (weight_gradient - row.delta);
 }
 
 // Adds to two channels of a row of f32, as far as they exist.
@@ -182,20 +184,11 @@ class GradientOwner {
     }
   }
 
-  // Returns the token of k and v that is key c of a tile, or -1 where there is none, or padding.
-  __device__ int64_t KeyTokenOrNone(const FlashTask& task, int64_t tile, int c) const {
-    return IsToken(a_, task, tile, c) ? KeyToken(a_, task, tile, c) : -1;
-  }
   // Starts copies of a tile's keys and values.
-  __device__ void StartKeys(const FlashTask& task, int64_t tile, unsigned char* keys,
+  __device__ void StartKeys(const MmaKeys& of, const MmaTile& tile, unsigned char* keys,
                             unsigned char* values) const {
-    const auto token_of = [&](int c) { return KeyTokenOrNone(task, tile, c); };
-    Copies::template StartOrConvert<kKeys>(
-        threadIdx.x, keys, a_.k, task.batch * a_.k.strides[0] + task.kv_head * a_.k.strides[1],
-        a_.head_dim, in_chunks_.k, token_of);
-    Copies::template StartOrConvert<kKeys>(
-        threadIdx.x, values, a_.v, task.batch * a_.v.strides[0] + task.kv_head * a_.v.strides[1],
-        a_.value_dim, in_chunks_.v, token_of);
+    of.Start<Copies>(a_, tile, threadIdx.x, keys, a_.k, of.keys, a_.head_dim, in_chunks_.k);
+    of.Start<Copies>(a_, tile, threadIdx.x, values, a_.v, of.values, a_.value_dim, in_chunks_.v);
   }
   // Starts copies of kRows queries and gradients of the output from row `first` of a tile on.
   template <int kRows>
@@ -210,7 +203,7 @@ class GradientOwner {
         threadIdx.x, gradients, g, batch * g.strides[0] + head * g.strides[1], a_.value_dim,
         in_chunks_.out_gradient, [&](int r) {
           const int token = rows[r].token;
-          return token < 0 ? int64_t{-1} : OutputRowOf(a_, tile, first + r, token);
+          return token < 0 ? int64_t{-1} : OutRow(a_, tile * kTileQueries + first + r, token);
         });
   }
 
@@ -233,8 +226,8 @@ class GradientOwner {
 
 // Queries of one tile that a block multiplies with its keys.
 struct alignas(16) QueryStep {
-  int tile;   // -1 where the step before was the last
-  int mask;   // as in KeyTile
+  int tile;  // -1 where the step before was the last
+  int mask;  // as in KeyTile
   int head;
   int first;  // the first of the tile's queries
 };
@@ -252,12 +245,15 @@ struct KeyOwnerShared {
   QueryStep steps[4];                    // of step n at n % 4
   GradientRow rows[3][kStepQueries];     // of step n at n % 3
   uint64_t visible[3][kStepQueries];     // bit c: the query sees key c; where the step has a mask
-  bool active[3];                        // whether any of the rows has gradients
-  int non_finite[2];                     // the last step n, at n % 2, with numbers that are not finite
+  FlashTask task;
+  MmaKeys of_head;
+  MmaTile tile;
+  bool active[3];     // whether any of the rows has gradients
+  int non_finite[2];  // the last step n, at n % 2, with numbers that are not finite
   // The walk, of thread 0.
   int64_t run;
   int64_t runs_end;
-  int tile;  // the next of the run
+  int next;  // tile of the run
   int head;
 };
 
@@ -266,19 +262,22 @@ class KeyOwner : public GradientOwner<T, kDim> {
  public:
   using Base = GradientOwner<T, kDim>;
   using Shared = KeyOwnerShared<kDim>;
-  using typename Base::Copies, typename Base::Part, typename Base::Shape, typename Base::Sums;
   using Base::kRowTiles;
+  using typename Base::Copies, typename Base::Part, typename Base::Shape, typename Base::Sums;
   static constexpr int kStepQueries = Shared::kStepQueries;
 
   __device__ KeyOwner(const FlashBackwardArguments& b, const GradientInChunks& in_chunks,
                       Shared& shared)
-      : Base(b, in_chunks), shared_(shared) {}
+      : Base(b, in_chunks), shared_(shared), task_(shared.task) {}
 
   __device__ void Run(int64_t index) {
-    task_.kv_head = index / b_.key_tiles() % a_.kv_heads;
-    task_.batch = index / b_.key_tiles() / a_.kv_heads;
-    key_tile_ = static_cast<int>(index % b_.key_tiles());
     if (threadIdx.x == 0) {
+      shared_.task = {};
+      shared_.task.kv_head = index / b_.key_tiles() % a_.kv_heads;
+      shared_.task.batch = index / b_.key_tiles() / a_.kv_heads;
+      shared_.of_head = MmaKeys(a_, task_);
+      shared_.tile =
+          MmaTile(a_, {static_cast<int32_t>(index % b_.key_tiles()), QueryRun::kNotSeen});
       shared_.head = static_cast<int>(task_.kv_head * group()) - 1;
       shared_.run = shared_.runs_end = 0;
       shared_.steps[0] = FirstStep();
@@ -287,8 +286,8 @@ class KeyOwner : public GradientOwner<T, kDim> {
     }
     __syncthreads();
     if (shared_.steps[0].tile < 0) return;
-    this->StartKeys(task_, key_tile_, shared_.keys, shared_.values);
-    for (int n = 0; n < 2; ++n) StoreRow(n, LoadRow(n));
+    this->StartKeys(shared_.of_head, shared_.tile, shared_.keys, shared_.values);
+    for (int n = 0; n < 2; ++n) StoreRow(n, ReadRow(n));
     __syncthreads();
     StartStep(0);
     Base::Clear(k_sums_);
@@ -302,7 +301,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
       __syncthreads();  // the step has arrived; the last one has been read
       StartStep(n + 1);
       if (threadIdx.x == 0) shared_.steps[(n + 3) % 4] = StepAfter(shared_.steps[(n + 2) % 4]);
-      const Row next = LoadRow(n + 2);
+      const Row next = ReadRow(n + 2);
       if (shared_.active[n % 3]) AddStep(n, hides);
       StoreRow(n + 2, next);
     }
@@ -333,41 +332,43 @@ class KeyOwner : public GradientOwner<T, kDim> {
     while (true) {
       if (shared_.run < shared_.runs_end) {
         const QueryRun& run = schedule.runs[shared_.run];
-        const int mask = run.masks[key_tile_ % kChunkKeyTiles];
-        if (mask != QueryRun::kNotSeen && shared_.tile < run.first_tile + run.tiles) {
-          return {shared_.tile++, mask, shared_.head, 0};
+        const int mask = run.masks[shared_.tile.index % kChunkKeyTiles];
+        if (mask != QueryRun::kNotSeen && shared_.next < run.first_tile + run.tiles) {
+          return {shared_.next++, mask, shared_.head, 0};
         }
         ++shared_.run;
       } else {
         if (++shared_.head >= (task_.kv_head + 1) * group()) return {-1, 0, 0, 0};
         const int64_t chunk =
-            shared_.head % schedule.heads * schedule.chunks + key_tile_ / kChunkKeyTiles;
+            shared_.head % schedule.heads * schedule.chunks + shared_.tile.index / kChunkKeyTiles;
         shared_.run = schedule.begin[chunk];
         shared_.runs_end = schedule.begin[chunk + 1];
       }
-      if (shared_.run < shared_.runs_end) shared_.tile = schedule.runs[shared_.run].first_tile;
+      if (shared_.run < shared_.runs_end) shared_.next = schedule.runs[shared_.run].first_tile;
     }
   }
 
   // ---- Copies ----
 
-  // Returns a row of step n, in the first warp.
-  __device__ Row LoadRow(int n) const {
+  // Reads a row of step n, in the first warp.
+  __device__ Row ReadRow(int n) const {
     Row row = {{INFINITY, 0, 0, -1}, 0};
     const QueryStep& step = shared_.steps[n % 4];
     if (threadIdx.x >= kStepQueries || step.tile < 0) return row;
     const int r = step.first + static_cast<int>(threadIdx.x);
-    row.row = tfb::RowOf(b_, task_.batch, step.head, step.tile, r);
+    row.row =
+        GradientQueries(a_, task_.batch, step.head).Read(b_, int64_t{step.tile} * kTileQueries + r);
     if (step.mask != TileRun::kFull) {
       row.visible = a_.schedule.masks[int64_t{step.mask} * kTileQueries + r];
     }
     return row;
   }
-  __device__ void StoreRow(int n, const Row& row) {
+  __device__ void StoreRow(int n, const Row& read) {
     if (threadIdx.x >= kStepQueries) return;
-    const bool active = __any_sync(kAllLanes, row.row.token >= 0);
-    shared_.rows[n % 3][threadIdx.x] = row.row;
-    shared_.visible[n % 3][threadIdx.x] = row.visible;
+    const GradientRow row = GradientQueries::Finish(read.row);
+    const bool active = __any_sync(kAllLanes, row.token >= 0);
+    shared_.rows[n % 3][threadIdx.x] = row;
+    shared_.visible[n % 3][threadIdx.x] = read.visible;
     if (threadIdx.x == 0) shared_.active[n % 3] = active;
   }
   __device__ unsigned char* QueriesOf(int n) const { return shared_.stages[n % 2]; }
@@ -391,7 +392,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
     Base::Clear(weights);
     Base::Clear(gradients);
     const auto rows_of = [&](const unsigned char* tile) {
-      return [=](int k, unsigned (&left)[kRowTiles][4]) {
+      return [=](int k, unsigned(&left)[kRowTiles][4]) {
         LoadLeft<kDim, kRowTiles>(tile + Base::warp_row() * Shape::kRowBytes, k, lane, left);
       };
     };
@@ -420,19 +421,30 @@ class KeyOwner : public GradientOwner<T, kDim> {
     for (int t = 0; t < kPartTiles; ++t) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const int query = t * 8 + Base::column() + x;
-        const GradientRow row = shared_.rows[n % 3][query];
-        uint64_t visible = ~uint64_t{0};
-        if (hides) visible = shared_.visible[n % 3][query] >> Base::RowOf(0, 0);
+        const GradientRow row = shared_.rows[n % 3][t * 8 + Base::column() + x];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int e = x; e < 4; e += 2) {
+            weights[m][t][e] = WeightOf(weights[m][t][e], a_.scale, row);
+            gradients[m][t][e] = weights[m][t][e] * (gradients[m][t][e] - row.delta);
+          }
+        }
+      }
+    }
+    if (!hides) return;
+#pragma unroll
+    for (int t = 0; t < kPartTiles; ++t) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const uint64_t visible =
+            shared_.visible[n % 3][t * 8 + Base::column() + x] >> Base::RowOf(0, 0);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float& weight = weights[m][t][half * 2 + x];
-            float& gradient = gradients[m][t][half * 2 + x];
-            weight = WeightOf(weight, a_.scale, row);
-            if ((visible >> (m * 16 + half * 8) & 1) == 0) weight = 0;
-            gradient = ScoreGradientOf(weight, gradient, row);
+            if ((visible >> (m * 16 + half * 8) & 1) != 0) continue;
+            weights[m][t][half * 2 + x] = gradients[m][t][half * 2 + x] = 0;
           }
         }
       }
@@ -477,9 +489,9 @@ class KeyOwner : public GradientOwner<T, kDim> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = Base::RowOf(m, half);
-        if (!IsToken(a_, task_, key_tile_, c)) continue;
-        const int64_t row =
-            b_.keys_by_place ? int64_t{key_tile_} * kKeys + c : KeyToken(a_, task_, key_tile_, c);
+        int64_t row = shared_.of_head.TokenOrNone(a_, shared_.tile, c);
+        if (row < 0) continue;
+        if (b_.keys_by_place) row = int64_t{shared_.tile.index} * kKeys + c;
         const DeviceView &k = b_.k_gradient, &v = b_.v_gradient;
         if (k.data != nullptr) {
           Base::AddRow(k_sums_, m, half, a_.scale, k, Offset(k, task_.batch, task_.kv_head, row),
@@ -494,8 +506,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
   }
 
   Shared& shared_;
-  FlashTask task_ = {};
-  int key_tile_;
+  const FlashTask& task_;
   Sums k_sums_;
   Sums v_sums_;
 };
@@ -507,11 +518,13 @@ struct QueryOwnerShared {
   using Shape = GradientShape<kDim>;
 
   unsigned char stages[2][2 * Shape::kTileBytes];  // of tile n at n % 2: keys, then values
-  KeyTile tiles[4];                                // of tile n at n % 4; index -1 behind the last
+  MmaTile tiles[4];                                // of tile n at n % 4
   GradientRow rows[kTileQueries];
   int active;         // not 0 where any of the rows has gradients
   int non_finite[2];  // the last tile n, at n % 2, with keys that are not finite
-  WalkState walk;     // of thread 0
+  FlashTask task;
+  MmaKeys of_head;
+  WalkState walk;  // of thread 0
 };
 
 template <class T, int kDim>
@@ -519,15 +532,17 @@ class QueryOwner : public GradientOwner<T, kDim> {
  public:
   using Base = GradientOwner<T, kDim>;
   using Shared = QueryOwnerShared<kDim>;
-  using typename Base::Copies, typename Base::Part, typename Base::Shape, typename Base::Sums;
   using Base::kRowTiles;
+  using typename Base::Copies, typename Base::Part, typename Base::Shape, typename Base::Sums;
 
   __device__ QueryOwner(const FlashBackwardArguments& b, const GradientInChunks& in_chunks,
-                        const FlashTask& task, Shared& shared)
-      : Base(b, in_chunks), task_(task), shared_(shared) {}
+                        Shared& shared)
+      : Base(b, in_chunks), shared_(shared), task_(shared.task) {}
 
-  __device__ void Run() {
+  __device__ void Run(int64_t index) {
     if (threadIdx.x == 0) {
+      shared_.task = TaskOf(a_, index);
+      shared_.of_head = MmaKeys(a_, task_);
       shared_.walk.Begin(a_, task_, kTileQueries);
       for (int n = 0; n < 2; ++n) shared_.tiles[n] = NextTile();
       shared_.non_finite[0] = shared_.non_finite[1] = -1;
@@ -536,7 +551,9 @@ class QueryOwner : public GradientOwner<T, kDim> {
     __syncthreads();
     if (shared_.tiles[0].index < 0) return;
     for (int r = threadIdx.x; r < kTileQueries; r += Shape::kThreads) {
-      const GradientRow row = tfb::RowOf(b_, task_.batch, task_.head, task_.query_tile, r);
+      const GradientRow row =
+          GradientQueries::Finish(GradientQueries(a_, task_.batch, task_.head)
+                                      .Read(b_, task_.query_tile * kTileQueries + r));
       shared_.rows[r] = row;
       if (row.token >= 0) atomicOr(&shared_.active, 1);
     }
@@ -550,7 +567,7 @@ class QueryOwner : public GradientOwner<T, kDim> {
     LoadQueries();
     Base::Clear(sums_);
     for (int n = 0;; ++n) {
-      const KeyTile tile = shared_.tiles[n % 4];
+      const MmaTile tile = shared_.tiles[n % 4];
       if (tile.index < 0) break;
       __pipeline_wait_prior(0);
       if (tile.mask != TileRun::kFull) NoteNonFinite(n);
@@ -565,15 +582,15 @@ class QueryOwner : public GradientOwner<T, kDim> {
  private:
   using Base::a_, Base::b_;
 
-  __device__ KeyTile NextTile() {
-    if (!shared_.walk.Next(a_.schedule)) return {-1, TileRun::kFull};
-    return shared_.walk.key_tile(a_.schedule);
+  __device__ MmaTile NextTile() {
+    if (!shared_.walk.Next(a_.schedule)) return MmaTile::Last();
+    return MmaTile(a_, shared_.walk.key_tile(a_.schedule));
   }
   __device__ unsigned char* KeysOf(int n) const { return shared_.stages[n % 2]; }
   __device__ unsigned char* ValuesOf(int n) const { return KeysOf(n) + Shape::kTileBytes; }
   __device__ void StartTile(int n) {
-    const KeyTile& tile = shared_.tiles[n % 4];
-    if (tile.index >= 0) this->StartKeys(task_, tile.index, KeysOf(n), ValuesOf(n));
+    const MmaTile& tile = shared_.tiles[n % 4];
+    if (tile.index >= 0) this->StartKeys(shared_.of_head, tile, KeysOf(n), ValuesOf(n));
     __pipeline_commit();
   }
   // Loads the warp's queries and gradients of the output to registers.
@@ -586,13 +603,11 @@ class QueryOwner : public GradientOwner<T, kDim> {
     }
   }
 
-  __device__ void AddTile(int n, const KeyTile& tile) {
-    const int lane = Lane();
+  __device__ void AddTile(int n, const MmaTile& tile) {
+    const int lane = static_cast<int>(Anew(threadIdx.x)) % kWarp;
     const bool hides = tile.mask != TileRun::kFull || !AllTokens(a_, tile.index);
-    uint64_t visible[kRowTiles][2];
-    if (hides) FindVisible(tile, visible);
     const auto operands_of = [](const Operands& operands) {
-      return [&](int k, unsigned (&left)[kRowTiles][4]) {
+      return [&](int k, unsigned(&left)[kRowTiles][4]) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -600,7 +615,7 @@ class QueryOwner : public GradientOwner<T, kDim> {
         }
       };
     };
-#pragma unroll
+#pragma unroll 1
     for (int part = 0; part < kKeys / kPart; ++part) {
       unsigned char* keys = KeysOf(n) + part * kPart * Shape::kRowBytes;
       const unsigned char* values = ValuesOf(n) + part * kPart * Shape::kRowBytes;
@@ -610,7 +625,8 @@ class QueryOwner : public GradientOwner<T, kDim> {
       AddInnerProducts<T, kDim, kRowTiles, kPartTiles>(operands_of(queries_), keys, lane, weights);
       AddInnerProducts<T, kDim, kRowTiles, kPartTiles>(operands_of(out_gradients_), values, lane,
                                                        gradients);
-      FindGradients(hides, visible, part * kPart, weights, gradients);
+      FindGradients(weights, gradients);
+      if (hides) Hide(tile, part * kPart, gradients);
       if (tile.mask != TileRun::kFull && shared_.non_finite[n % 2] == n) {
         __syncthreads();  // the part's keys have been read
         Copies::template ClearNonFinite<kPart>(threadIdx.x, keys);
@@ -625,45 +641,42 @@ class QueryOwner : public GradientOwner<T, kDim> {
     }
   }
 
-  // Finds the keys of a tile that this thread's queries see: bit c of a word is key c.
-  __device__ void FindVisible(const KeyTile& tile, uint64_t (&visible)[kRowTiles][2]) const {
-    uint64_t tokens = ~uint64_t{0};
-    if (!AllTokens(a_, tile.index)) {
-      const int lane = Lane();
-      const unsigned low = __ballot_sync(kAllLanes, IsToken(a_, task_, tile.index, lane));
-      const unsigned high = __ballot_sync(kAllLanes, IsToken(a_, task_, tile.index, lane + 32));
-      tokens = low | static_cast<uint64_t>(high) << 32;
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = Base::RowOf(m, half);
-        const int64_t i = task_.query_tile * kTileQueries + row;
-        visible[m][half] = tokens & MaskOf(a_.schedule, tile, i, row, kTileQueries);
-      }
-    }
-  }
-
-  // Turns products into weights and gradients of scores, of the keys from `first` of the tile on.
-  __device__ void FindGradients(bool hides, const uint64_t (&visible)[kRowTiles][2], int first,
-                                Part& weights, Part& gradients) const {
+  // Turns products into weights and gradients of scores.
+  __device__ void FindGradients(Part& weights, Part& gradients) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const GradientRow row = shared_.rows[Base::RowOf(m, half)];
-        unsigned seen = ~0u;
-        if (hides) seen = static_cast<unsigned>(visible[m][half] >> first) >> Base::column();
+#pragma unroll
+        for (int t = 0; t < kPartTiles; ++t) {
+#pragma unroll
+          for (int e = half * 2; e < half * 2 + 2; ++e) {
+            weights[m][t][e] = WeightOf(weights[m][t][e], a_.scale, row);
+            gradients[m][t][e] = weights[m][t][e] * (gradients[m][t][e] - row.delta);
+          }
+        }
+      }
+    }
+  }
+  // Clears the gradients of pairs that are not seen, of the keys from `first` of the tile on.
+  __device__ void Hide(const MmaTile& tile, int first, Part& gradients) const {
+    const uint64_t tokens = shared_.of_head.Tokens(a_, tile, Lane());
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = Base::RowOf(m, half);
+        uint64_t visible = tokens;
+        if (tile.mask != TileRun::kFull) {
+          visible &= a_.schedule.masks[int64_t{tile.mask} * kTileQueries + r];
+        }
+        const unsigned seen = static_cast<unsigned>(visible >> first) >> Base::column();
 #pragma unroll
         for (int t = 0; t < kPartTiles; ++t) {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
-            float& weight = weights[m][t][half * 2 + x];
-            float& gradient = gradients[m][t][half * 2 + x];
-            weight = WeightOf(weight, a_.scale, row);
-            if ((seen >> (t * 8 + x) & 1) == 0) weight = 0;
-            gradient = ScoreGradientOf(weight, gradient, row);
+            if ((seen >> (t * 8 + x) & 1) == 0) gradients[m][t][half * 2 + x] = 0;
           }
         }
       }
@@ -685,15 +698,15 @@ class QueryOwner : public GradientOwner<T, kDim> {
       for (int half = 0; half < 2; ++half) {
         const int r = Base::RowOf(m, half), token = shared_.rows[r].token;
         if (token < 0) continue;
-        const int64_t row = OutputRowOf(a_, task_.query_tile, r, token);
+        const int64_t row = OutRow(a_, task_.query_tile * kTileQueries + r, token);
         Base::AddRow(sums_, m, half, a_.scale, q, Offset(q, task_.batch, task_.head, row),
                      a_.head_dim);
       }
     }
   }
 
-  const FlashTask task_;
   Shared& shared_;
+  const FlashTask& task_;
   using Operands = unsigned[kDim / 16][kRowTiles][4];
   Operands queries_;
   Operands out_gradients_;
@@ -725,9 +738,7 @@ __global__ void __launch_bounds__(GradientShape<kDim>::kThreads, GradientShape<k
     FlashQueriesMma(const FlashBackwardArguments b, const GradientInChunks in_chunks) {
   const int64_t tasks = FlashTasks(b.forward);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
-    QueryOwner<T, kDim>(b, in_chunks, TaskOf(b.forward, n),
-                        SharedMemory<QueryOwnerShared<kDim>>())
-        .Run();
+    QueryOwner<T, kDim>(b, in_chunks, SharedMemory<QueryOwnerShared<kDim>>()).Run(n);
     __syncthreads();
   }
 }

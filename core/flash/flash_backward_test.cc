@@ -38,6 +38,7 @@ struct Setting {
   std::vector<std::string> terms = {};  // of: u, w, r, l, c, factor, bias, span
   std::function<bool(int64_t i, int64_t j)> sees = [](int64_t, int64_t) { return true; };
   int64_t hidden_key = -1;                // is padding
+  std::vector<int64_t> overwritten = {};  // rows that another call writes, on CUDA
   std::vector<int32_t> query_order = {};  // tokens by place; -1 for none
   std::vector<int32_t> key_order = {};
   DType dtype = DType::kF32;
@@ -203,6 +204,7 @@ struct Calls {
   FlashCall forward;
   FlashBackwardCall backward;
   ConstTensorView log_sum_exp_gradient;
+  ConstTensorView overwritten;
 };
 
 // Runs the calls on a CUDA device, with copies of what they name.
@@ -249,6 +251,7 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   TFB_ASSIGN_OR_RETURN(of_device.out_gradient, mirror.Copy(host.backward.out_gradient));
   TFB_ASSIGN_OR_RETURN(const ConstTensorView log_sum_exp_gradient,
                        mirror.Copy(host.log_sum_exp_gradient));
+  TFB_ASSIGN_OR_RETURN(const ConstTensorView overwritten, mirror.Copy(host.overwritten));
   std::map<const float*, float*> copies;
   for (auto& [name, values] : *sums) {
     TFB_ASSIGN_OR_RETURN(
@@ -286,8 +289,8 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   execution.pool = &pool;
   execution.workspace = absl::MakeSpan(reinterpret_cast<std::byte*>(memory.mutable_data()), bytes);
   TFB_RETURN_IF_ERROR(engine.Run(call, execution));
-  TFB_RETURN_IF_ERROR(
-      FlashRowNumbers(runtime, of_device, call.out, log_sum_exp_gradient, {}, true, execution));
+  TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, of_device, call.out, log_sum_exp_gradient,
+                                      overwritten, false, execution));
   TFB_RETURN_IF_ERROR(backward.Run(problem, of_device, execution));
   TFB_RETURN_IF_ERROR(runtime->Synchronize());
   return mirror.CopyBack();
@@ -389,12 +392,14 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
                out_gradient = TensorFrom(g, of_out, s.dtype),
                lse_gradient = TensorFrom(e, of_rows, DType::kF32);
   Tensor out(s.dtype, of_out), lse(DType::kF32, of_rows), rest(DType::kF32, of_rows),
-      mask(DType::kU8, {p.batch, p.kv_tokens}),
+      mask(DType::kU8, {p.batch, p.kv_tokens}), marks(DType::kU8, {p.batch, p.query_tokens}),
       ids(DType::kI32, {p.batch, std::max(p.query_tokens, p.kv_tokens)});
   for (Tensor* tensor : {&out, &lse, &rest}) Fill(tensor->view(), 0);
   Fill(mask.view(), 1);
+  Fill(marks.view(), 0);
   for (int64_t b = 0; b < p.batch; ++b) {
     if (s.hidden_key >= 0) *mask.view().MutableAt<uint8_t>(b, s.hidden_key) = 0;
+    for (const int64_t t : s.overwritten) *marks.view().MutableAt<uint8_t>(b, t) = 1;
     for (int64_t t = 0; t < ids.dim(1); ++t) *ids.view().MutableAt<int32_t>(b, t) = Id(t);
   }
   Calls calls;
@@ -415,6 +420,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   };
   const int64_t row = RoundUp(p.head_dim, 16);
   calls.log_sum_exp_gradient = lse_gradient.view();
+  if (!s.overwritten.empty()) calls.overwritten = marks.view();
   FlashBackwardCall& backward = calls.backward;
   backward.out_gradient = out_gradient.view();
   backward.q_gradient = TensorView(sum("q", q.num_elements()), DType::kF32, of_q);
@@ -718,10 +724,11 @@ Gradients16 Expected16(const Setting& s, const Numbers& x, const std::vector<dou
       for (int64_t j = 0; j < s.keys(); ++j) {
         if (!s.sees(i, j) || s.KeyToken(j) == s.hidden_key) continue;
         tokens.push_back(kv * p.kv_tokens + s.KeyToken(j));
-        weights.push_back(
-            scale * std::inner_product(q, q + D, &x.at("k")[tokens.back() * D], 0.0));
+        weights.push_back(scale * std::inner_product(q, q + D, &x.at("k")[tokens.back() * D], 0.0));
       }
-      if (tokens.empty()) continue;
+      const bool is_own =
+          std::count(s.overwritten.begin(), s.overwritten.end(), s.QueryToken(i)) == 0;
+      if (tokens.empty() || !is_own) continue;
       const double max = *std::max_element(weights.begin(), weights.end());
       double sum = 0;
       for (double& weight : weights) sum += weight = std::exp(weight - max);
@@ -791,9 +798,9 @@ struct Case16 {
     for (const int seed : {2, 3}) {
       const Numbers again = EngineGradients(s, x, g, e, {KernelDevice(), seed});
       for (const auto& [name, gradient] : gradients) {
-        ASSERT_EQ(std::memcmp(gradient.data(), again.at(name).data(),
-                              gradient.size() * sizeof(double)),
-                  0)
+        ASSERT_EQ(
+            std::memcmp(gradient.data(), again.at(name).data(), gradient.size() * sizeof(double)),
+            0)
             << name << ", seed " << seed;
       }
     }
@@ -883,7 +890,8 @@ TEST_P(FlashBackward16, OfBandsBlocksAndRowsWithoutKeys) {
       return (i + j) % 3 == 0 && i % 5 != 0 && (j < 64 || j > 200);
     }).Expect();
     Make("queries of whole tiles without keys, and keys that none sees", problem,
-         [](int64_t i, int64_t j) { return i >= 192 && (j < 100 || j >= 256); }).Expect();
+         [](int64_t i, int64_t j) { return i >= 192 && (j < 100 || j >= 256); })
+        .Expect();
     Make("no pair", problem, [](int64_t, int64_t) { return false; }).Expect();
   }
 }
@@ -955,6 +963,22 @@ TEST_P(FlashBackward16, QueriesThatAreNotNumbersReachTheirKeysAlone) {
   }
 }
 
+TEST_P(FlashBackward16, RowsThatAnotherCallWritesGiveNothing) {
+  for (const int64_t dim : {64, 128}) {
+    Setting s{"overwritten", Sized(2, 200, 130, dim, dim)};
+    s.dtype = GetParam();
+    s.overwritten = {5, 64, 199};
+    for (int64_t t = 70; t < 128; ++t) s.overwritten.push_back(t);
+    Case16 one(s);
+    for (const int64_t head : {0, 1}) {
+      one.Query(head, 64)[1] = NAN;
+      one.OutGradient(head, 5)[3] = NAN;
+      one.OutGradient(head, 100)[3] = INFINITY;
+    }
+    one.Expect();
+  }
+}
+
 TEST_P(FlashBackward16, AQueryThatGivesNothingMayHoldAnything) {
   for (const int64_t dim : {64, 128}) {
     Case16 one = Make("gradients of 0", Sized(1, 130, 130, dim, dim));
@@ -1007,8 +1031,8 @@ std::pair<std::set<std::string>, int64_t> KernelsOf(const Case16& one) {
 TEST_P(FlashBackward16, PlainCallsOfUpTo128ChannelsRunOnTensorCoresWithoutBankConflicts) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone names kernels";
   for (const int64_t dim : {16, 32, 40, 64, 80, 128}) {
-    const auto [kernels, extra] = KernelsOf(Make("plain", Sized(1, 130, 130, dim, dim),
-                                                 [](int64_t i, int64_t j) { return j <= i; }));
+    const auto [kernels, extra] = KernelsOf(
+        Make("plain", Sized(1, 130, 130, dim, dim), [](int64_t i, int64_t j) { return j <= i; }));
     EXPECT_EQ(kernels.count("FlashKeysMma") + kernels.count("FlashQueriesMma"), 2u) << dim;
     EXPECT_EQ(kernels.count("FlashKeys") + kernels.count("FlashQueries"), 0u) << dim;
     EXPECT_EQ(extra, 0) << dim;

@@ -37,15 +37,6 @@ enum class Rule {
   kRelativeKeys,  // these
 };
 
-// Returns x, opaquely to the compiler: expressions of the result are computed here, not hoisted out
-// of a loop and kept in registers through it.
-__device__ inline unsigned Anew(unsigned x) {
-#ifdef __CUDACC__
-  asm volatile("" : "+r"(x));
-#endif
-  return x;
-}
-
 // ---- Shapes ----
 
 template <int kDim, Rule kRule>
@@ -67,14 +58,6 @@ struct MmaShape {
   static_assert(kQueries * kOutputRow * 4 <= kQueries * kRowBytes + kRingBytes, "no room");
 };
 
-// A tile of keys, prepared for a block.
-struct alignas(16) MmaTile {
-  int index;           // -1 where the previous tile was the last
-  int mask;            // as in KeyTile
-  unsigned first_row;  // first row in k and v, or in their order
-  int unused;
-};
-
 // A block's shared memory. It holds the data that its threads share, since registers are scarce:
 // everything that takes a division, which one thread computes once a task.
 template <int kDim, Rule kRule>
@@ -85,12 +68,8 @@ struct MmaShared {
     int64_t index;     // of the task
     FlashTask task;
     WalkState walk;  // thread 0's
-    // Offsets of the task's head.
-    int64_t keys;  // offset in k, in elements
-    int64_t values;
+    MmaKeys keys;
     const int32_t* query_order;  // null: query n is token n
-    const int32_t* key_order;
-    const uint8_t* key_mask;
     int first_query;
     int queries;               // the number of queries that the batch row's tiles are made of
     bool has_queries;          // in this tile
@@ -244,8 +223,8 @@ class FlashMmaBlock {
   static constexpr int kRowTiles = Shape::kRowTiles;
   // Mma tiles of keys, side by side.
   static constexpr int kKeyTiles = kKeys / 8;
-  static constexpr int kOutputTiles = kDim / 8;                      // mma tiles of output columns
-  static constexpr int kChunks = kDim / 8;                           // of a row
+  static constexpr int kOutputTiles = kDim / 8;  // mma tiles of output columns
+  static constexpr int kChunks = kDim / 8;       // of a row
   using Copies = RowCopies<T, kDim, Shape::kThreads>;
 
   static constexpr int kOffsetChunks = kDim == 256   ? 4
@@ -305,12 +284,8 @@ class FlashMmaBlock {
     common_.index = index;
     common_.task = task;
     common_.walk.Begin(a_, task, kQueries);
-    common_.keys = task.batch * a_.k.strides[0] + task.kv_head * a_.k.strides[1];
-    common_.values = task.batch * a_.v.strides[0] + task.kv_head * a_.v.strides[1];
+    common_.keys = MmaKeys(a_, task);
     common_.query_order = OrderOf(a_.query_order, task.batch, task.head);
-    common_.key_order = OrderOf(a_.key_order, task.batch, task.kv_head);
-    common_.key_mask =
-        a_.key_mask == nullptr ? nullptr : a_.key_mask + task.batch * a_.key_mask_strides[0];
     common_.first_query = static_cast<int>(task.query_tile) * kQueries;
     common_.queries = static_cast<int>(QueriesOf(a_, task.batch));
     common_.has_queries = HasQueries();
@@ -334,9 +309,6 @@ class FlashMmaBlock {
     for (int i = common_.first_query; i < end; ++i) any |= IsAsked(a_, common_.task.batch, i);
     return any;
   }
-  __device__ static const int32_t* OrderOf(const TokenOrder& order, int64_t b, int64_t h) {
-    return order.tokens == nullptr ? nullptr : order.Of(b, h);
-  }
   __device__ const float* EntriesOf(const DistanceEntries& table) const {
     if (table.values == nullptr) return nullptr;
     return table.values + common_.task.head % table.heads * table.row;
@@ -348,9 +320,9 @@ class FlashMmaBlock {
     while (walk.Next(a_.schedule)) {
       const KeyTile tile = walk.key_tile(a_.schedule);
       if (has_span() && WithinSpan(common_.widest, tile.index) == 0) continue;
-      return {tile.index, tile.mask, static_cast<unsigned>(FirstKeyRow(a_, tile.index)), 0};
+      return MmaTile(a_, tile);
     }
-    return {-1, TileRun::kFull, 0, 0};
+    return MmaTile::Last();
   }
 
   // ---- Copies ----
@@ -365,23 +337,17 @@ class FlashMmaBlock {
                                               in_chunks_.q, token_of);
   }
   __device__ void StartKeys(int n, int slot) {
-    StartTile(n, slot, a_.k, common_.keys, a_.head_dim, in_chunks_.k);
+    StartTile(n, slot, a_.k, common_.keys.keys, a_.head_dim, in_chunks_.k);
   }
   __device__ void StartValues(int n, int slot) {
-    StartTile(n, slot, a_.v, common_.values, a_.value_dim, in_chunks_.v);
+    StartTile(n, slot, a_.v, common_.keys.values, a_.value_dim, in_chunks_.v);
   }
   __device__ void StartTile(int n, int slot, const DeviceView& view, int64_t offset, int channels,
                             bool in_chunks) {
     const MmaTile& tile = common_.tiles[n % 4];
     if (tile.index >= 0) {
-      const auto token_of = [&](int r) { return KeyTokenOrNone(tile, r); };
-      if (!in_chunks || a_.key_order.tokens != nullptr || !AllTokens(a_, tile.index)) {
-        Copies::template StartOrConvert<kKeys>(thread_, Slot(slot), view, offset, channels,
-                                               in_chunks, token_of);
-      } else {
-        Copies::template StartConsecutive<kKeys>(thread_, Slot(slot), view, offset, channels,
-                                                 tile.first_row);
-      }
+      common_.keys.template Start<Copies>(a_, tile, thread_, Slot(slot), view, offset, channels,
+                                          in_chunks);
     }
     __pipeline_commit();
   }
@@ -401,15 +367,6 @@ class FlashMmaBlock {
   __device__ int64_t QueryToken(int64_t i) const {
     return common_.query_order == nullptr ? i : common_.query_order[i];
   }
-  // Returns the token of k and v that is key c of the tile, or -1 where there is none, or padding.
-  __device__ int64_t KeyTokenOrNone(const MmaTile& tile, int c) const {
-    if (int64_t{tile.index} * kKeys + c >= a_.kv_tokens) return -1;
-    const int64_t row = tile.first_row + c;
-    const int64_t token = common_.key_order == nullptr ? row : common_.key_order[row];
-    if (common_.key_mask == nullptr) return token;
-    return common_.key_mask[token * a_.key_mask_strides[1]] != 0 ? token : -1;
-  }
-
   // ---- Which keys a query sees ----
 
   __device__ bool has_span() const {
@@ -442,12 +399,6 @@ class FlashMmaBlock {
            (kRule != Rule::kNone && a_.rule.tokens.hides());
   }
 
-  __device__ uint64_t Tokens(const MmaTile& tile) const {
-    if (a_.key_mask == nullptr) return Bits(0, a_.kv_tokens - int64_t{tile.index} * kKeys);
-    const unsigned low = __ballot_sync(~0u, KeyTokenOrNone(tile, lane()) >= 0);
-    const unsigned high = __ballot_sync(~0u, KeyTokenOrNone(tile, lane() + 32) >= 0);
-    return low | static_cast<uint64_t>(high) << 32;
-  }
   // Returns a word whose bit c says that query `row` of the block sees key c of the tile, if that
   // is a token.
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
@@ -460,7 +411,7 @@ class FlashMmaBlock {
   }
 
   __device__ void Hide(const MmaTile& tile, Scores& score) {
-    const uint64_t tokens = Tokens(tile);
+    const uint64_t tokens = common_.keys.Tokens(a_, tile, lane());
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -495,7 +446,7 @@ class FlashMmaBlock {
     }
     const unsigned char* queries = shared_.queries + warp_row() * Shape::kRowBytes;
     AddInnerProducts<T, kDim, kRowTiles, kKeyTiles>(
-        [&](int k, unsigned (&query)[kRowTiles][4]) {
+        [&](int k, unsigned(&query)[kRowTiles][4]) {
           LoadLeft<kDim, kRowTiles>(queries, k, lane(), query);
         },
         Slot(slot), lane(), score);
@@ -715,7 +666,7 @@ class FlashMmaBlock {
     typename Shared::Labels& labels = shared_.labels();
     const int64_t batch = common_.task.batch;
     if (thread_ < kKeys) {
-      const int64_t token = KeyTokenOrNone(tile, static_cast<int>(thread_));
+      const int64_t token = common_.keys.TokenOrNone(a_, tile, static_cast<int>(thread_));
       labels.key_ids[thread_] = token < 0 ? 0 : IdOf(a_.key_ids, batch, token);
     }
     if (n == 0) {
@@ -916,7 +867,7 @@ class FlashMmaBlock {
   // Adds the values that are not finite to the rows that see them, and puts zeros in their place:
   // they stay infinite or NaN under any weight above 0.
   __device__ void SetAsideNonFinite(const MmaTile& tile, int slot) {
-    const uint64_t tokens = Tokens(tile);
+    const uint64_t tokens = common_.keys.Tokens(a_, tile, lane());
 #pragma unroll 1
     for (int first = 0; first < kKeys; first += 32) {
       unsigned seen[kRowTiles][2];

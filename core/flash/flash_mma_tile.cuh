@@ -70,6 +70,15 @@ __device__ inline unsigned NonFinite(unsigned pair) {
   return ((pair & kExponents) + kOnes) & 0x80008000u;
 }
 
+// Returns x, opaquely to the compiler: expressions of the result are computed here, not hoisted out
+// of a loop and kept in registers through it.
+__device__ inline unsigned Anew(unsigned x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // ---- Rows ----
 
 // Returns the offset of 16-byte chunk `chunk` of row `row` in rows of kDim 16-bit numbers.
@@ -96,7 +105,6 @@ bool IsInChunks(const DeviceView& view, int64_t batch, int64_t heads, int channe
          (heads == 1 || view.strides[1] % kChunk == 0) &&
          (batch == 1 || view.strides[0] % kChunk == 0);
 }
-
 
 // ---- Copies to shared memory ----
 
@@ -241,6 +249,79 @@ __device__ inline void AddNonFinite(const unsigned char* rows, int row, int bit,
     }
   }
 }
+
+// ---- Keys ----
+
+// A tile of keys, prepared for a block.
+struct alignas(16) MmaTile {
+  int index;           // -1 where the previous tile was the last
+  int mask;            // as in KeyTile
+  unsigned first_row;  // first row in k and v, or in their order
+  int unused;
+
+  MmaTile() = default;
+  __device__ MmaTile(const FlashArguments& a, const KeyTile& tile)
+      : index(tile.index),
+        mask(tile.mask),
+        first_row(static_cast<unsigned>(FirstKeyRow(a, tile.index))),
+        unused(0) {}
+  __device__ static MmaTile Last() {
+    MmaTile last;
+    last.index = -1;
+    last.mask = TileRun::kFull;
+    last.first_row = 0;
+    last.unused = 0;
+    return last;
+  }
+};
+
+// Returns the list of a batch row and head, or null.
+__device__ inline const int32_t* OrderOf(const TokenOrder& order, int64_t batch, int64_t head) {
+  return order.tokens == nullptr ? nullptr : order.Of(batch, head);
+}
+
+// The keys and values of a batch row and key-value head, as one thread finds them for its block.
+struct MmaKeys {
+  int64_t keys;  // offset in k, in elements
+  int64_t values;
+  const int32_t* order;  // null: key n is token n
+  const uint8_t* mask;   // null: all are tokens
+
+  MmaKeys() = default;
+  __device__ MmaKeys(const FlashArguments& a, const FlashTask& task)
+      : keys(task.batch * a.k.strides[0] + task.kv_head * a.k.strides[1]),
+        values(task.batch * a.v.strides[0] + task.kv_head * a.v.strides[1]),
+        order(OrderOf(a.key_order, task.batch, task.kv_head)),
+        mask(a.key_mask == nullptr ? nullptr : a.key_mask + task.batch * a.key_mask_strides[0]) {}
+
+  // Returns the token of k and v that is key c of a tile, or -1 where there is none, or padding.
+  __device__ int64_t TokenOrNone(const FlashArguments& a, const MmaTile& tile, int c) const {
+    if (int64_t{tile.index} * kKeys + c >= a.kv_tokens) return -1;
+    const int64_t row = tile.first_row + c;
+    const int64_t token = order == nullptr ? row : order[row];
+    if (mask == nullptr) return token;
+    return mask[token * a.key_mask_strides[1]] != 0 ? token : -1;
+  }
+  // Returns which keys of a tile are tokens, in all lanes of a warp: bit c of the word is key c.
+  __device__ uint64_t Tokens(const FlashArguments& a, const MmaTile& tile, int lane) const {
+    if (a.key_mask == nullptr) return Bits(0, a.kv_tokens - int64_t{tile.index} * kKeys);
+    const unsigned low = __ballot_sync(~0u, TokenOrNone(a, tile, lane) >= 0);
+    const unsigned high = __ballot_sync(~0u, TokenOrNone(a, tile, lane + 32) >= 0);
+    return low | static_cast<uint64_t>(high) << 32;
+  }
+  // Starts copies of a tile's rows of k or v, which begin `offset` elements into it.
+  template <class Copies>
+  __device__ void Start(const FlashArguments& a, const MmaTile& tile, unsigned thread,
+                        unsigned char* to, const DeviceView& view, int64_t offset, int channels,
+                        bool in_chunks) const {
+    if (!in_chunks || a.key_order.tokens != nullptr || !AllTokens(a, tile.index)) {
+      Copies::template StartOrConvert<kKeys>(thread, to, view, offset, channels, in_chunks,
+                                             [&](int r) { return TokenOrNone(a, tile, r); });
+    } else {
+      Copies::template StartConsecutive<kKeys>(thread, to, view, offset, channels, tile.first_row);
+    }
+  }
+};
 
 // ---- Products ----
 
