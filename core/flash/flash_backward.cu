@@ -1,5 +1,5 @@
 // Engine flash's backward pass on the GPU's FMA units: sums in fp32, whatever the dtypes of
-// tensors.
+// tensors. flash_backward_mma.cuh has problems of 16 bits without a score rule.
 //
 // Every sum has one owner, a block that adds in the order of the schedule, so that the bits are the
 // same in every run. Three kernels own different things, and each forms the scores S and the
@@ -720,8 +720,7 @@ struct Constant {
 // Calls launch(constant of the head size) for the least size that the kernels have.
 template <class LaunchFor>
 const char* ForHeadSize(const FlashBackwardArguments& b, const LaunchFor& launch) {
-  const FlashArguments& a = b.forward;
-  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
+  const int widest = b.widest();
   if (widest <= 64) return launch(Constant<64>());
   if (widest <= 128) return launch(Constant<128>());
   return launch(Constant<256>());

@@ -20,6 +20,27 @@ int64_t BlocksOfOffsets(const Problem& p) {
 
 bool IsThere(const TensorView& view) { return !view.empty(); }
 
+// The kernels of a call's gradients of queries, and of keys and values.
+struct OwnerKernels {
+  const char* (*queries)(const FlashBackwardArguments&, void*);
+  const char* (*keys)(const FlashBackwardArguments&, void*);
+};
+OwnerKernels KernelsOf(CudaTarget target, DType dtype, const FlashBackwardArguments& b) {
+  const ScoreRule& rule = b.forward.rule;
+  if (rule.is_plain() && rule.content_bias == nullptr && b.widest() <= kFlashBackwardDim16) {
+    if (dtype == DType::kBF16) {
+      const auto& kernels = KernelsOn<FlashBackwardBf16Kernels>(target);
+      return {kernels.queries, kernels.keys};
+    }
+    if (dtype == DType::kF16) {
+      const auto& kernels = KernelsOn<FlashBackwardF16Kernels>(target);
+      return {kernels.queries, kernels.keys};
+    }
+  }
+  const auto& kernels = KernelsOn<FlashBackwardKernels>(target);
+  return {kernels.queries, kernels.keys};
+}
+
 }  // namespace
 
 ScoreSums ScoreSums::OfLabels() {
@@ -161,14 +182,17 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
     if (IsThere(call.v_gradient)) b.v_gradient = by_place(parts.v_by_place, p.value_dim);
   }
 
-  const FlashBackwardKernels& kernels = KernelsOn<FlashBackwardKernels>(runtime->target());
+  const OwnerKernels kernels = KernelsOf(runtime->target(), p.dtype, b);
   if (IsThere(call.q_gradient) || b.labels != nullptr || b.span != nullptr) {
     TFB_RETURN_IF_ERROR(ToStatus(kernels.queries(b, execution.stream)));
   }
   if (IsThere(call.k_gradient) || IsThere(call.v_gradient) || b.content_bias != nullptr) {
     TFB_RETURN_IF_ERROR(ToStatus(kernels.keys(b, execution.stream)));
   }
-  if (b.has_offset_sums()) TFB_RETURN_IF_ERROR(ToStatus(kernels.offsets(b, execution.stream)));
+  if (b.has_offset_sums()) {
+    TFB_RETURN_IF_ERROR(
+        ToStatus(KernelsOn<FlashBackwardKernels>(runtime->target()).offsets(b, execution.stream)));
+  }
   const auto add_by_token = [&](const float* rows, int64_t channels,
                                 const TensorView& to) -> absl::Status {
     if (!sums.key_order || to.empty()) return absl::OkStatus();

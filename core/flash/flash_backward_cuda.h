@@ -51,8 +51,9 @@ class FlashBackwardCuda {
   // Returns the device memory that a call needs. It is linear in the tokens.
   static size_t WorkspaceBytes(const Problem& problem, const ScoreSums& sums);
 
-  // Enqueues a call, which has `numbers` in place of `delta`. Arithmetic is fp32, and the result
-  // has the same bits in every run. It allocates nothing.
+  // Enqueues a call, which has `numbers` in place of `delta`. Arithmetic is fp32; in problems of 16
+  // bits without a score rule, products are of 16-bit factors, on tensor cores
+  // (flash_backward_mma.cuh). The result has the same bits in every run. It allocates nothing.
   absl::Status Run(const Problem& problem, const FlashBackwardCall& call,
                    const Execution& execution) const;
 

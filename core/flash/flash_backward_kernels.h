@@ -57,6 +57,9 @@ struct FlashBackwardArguments {
                ? 0
                : forward.schedule.query_tiles + key_tiles() - 1;
   }
+  TFB_HOST_DEVICE int widest() const {
+    return forward.head_dim > forward.value_dim ? forward.head_dim : forward.value_dim;
+  }
   TFB_HOST_DEVICE bool has_offset_sums() const {
     return bias != nullptr || relu_multiplier != nullptr || positions != nullptr ||
            relative_keys != nullptr;
@@ -86,6 +89,17 @@ struct FlashBackwardKernels {
   const char* (*queries)(const FlashBackwardArguments& arguments, void* stream);
   const char* (*keys)(const FlashBackwardArguments& arguments, void* stream);
   const char* (*offsets)(const FlashBackwardArguments& arguments, void* stream);
+};
+
+// The same of calls without a score rule, of at most kFlashBackwardDim16 channels, on tensor cores.
+constexpr int kFlashBackwardDim16 = 128;
+struct FlashBackwardBf16Kernels {
+  const char* (*queries)(const FlashBackwardArguments& arguments, void* stream);
+  const char* (*keys)(const FlashBackwardArguments& arguments, void* stream);
+};
+struct FlashBackwardF16Kernels {
+  const char* (*queries)(const FlashBackwardArguments& arguments, void* stream);
+  const char* (*keys)(const FlashBackwardArguments& arguments, void* stream);
 };
 
 }  // namespace tfb

@@ -6,11 +6,14 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <iostream>
 #include <limits>
 #include <map>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cuda/mirror.h"
@@ -35,6 +38,7 @@ struct Setting {
   std::vector<std::string> terms = {};  // of: u, w, r, l, c, factor, bias, span
   std::function<bool(int64_t i, int64_t j)> sees = [](int64_t, int64_t) { return true; };
   int64_t hidden_key = -1;                // is padding
+  std::vector<int64_t> overwritten = {};  // rows that another call writes, on CUDA
   std::vector<int32_t> query_order = {};  // tokens by place; -1 for none
   std::vector<int32_t> key_order = {};
   DType dtype = DType::kF32;
@@ -192,6 +196,7 @@ std::vector<float> Floats(const Numbers& x, const char* name) {
 struct Place {
   Device device = Device::kCpu;
   int threads = 1;  // on the CPU; in the simulator the seed of the order of blocks and threads
+  bool counts_banks = false;  // in the simulator
 };
 
 // A forward and a backward call, whose views, orders and sums are in host memory.
@@ -199,15 +204,17 @@ struct Calls {
   FlashCall forward;
   FlashBackwardCall backward;
   ConstTensorView log_sum_exp_gradient;
+  ConstTensorView overwritten;
 };
 
 // Runs the calls on a CUDA device, with copies of what they name.
 absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule& rule,
                        const Calls& host, std::map<std::string, std::vector<float>>* sums,
-                       int seed) {
+                       const Place& place) {
   if (KernelDevice() == Device::kSimulator) {
     cuda_simulator::Settings settings;
-    settings.seed = seed;
+    settings.seed = place.threads;
+    settings.counts_bank_conflicts |= place.counts_banks;
     cuda_simulator::Configure(settings);
   }
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(KernelDevice()));
@@ -244,6 +251,7 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   TFB_ASSIGN_OR_RETURN(of_device.out_gradient, mirror.Copy(host.backward.out_gradient));
   TFB_ASSIGN_OR_RETURN(const ConstTensorView log_sum_exp_gradient,
                        mirror.Copy(host.log_sum_exp_gradient));
+  TFB_ASSIGN_OR_RETURN(const ConstTensorView overwritten, mirror.Copy(host.overwritten));
   std::map<const float*, float*> copies;
   for (auto& [name, values] : *sums) {
     TFB_ASSIGN_OR_RETURN(
@@ -281,8 +289,8 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   execution.pool = &pool;
   execution.workspace = absl::MakeSpan(reinterpret_cast<std::byte*>(memory.mutable_data()), bytes);
   TFB_RETURN_IF_ERROR(engine.Run(call, execution));
-  TFB_RETURN_IF_ERROR(
-      FlashRowNumbers(runtime, of_device, call.out, log_sum_exp_gradient, {}, true, execution));
+  TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, of_device, call.out, log_sum_exp_gradient,
+                                      overwritten, false, execution));
   TFB_RETURN_IF_ERROR(backward.Run(problem, of_device, execution));
   TFB_RETURN_IF_ERROR(runtime->Synchronize());
   return mirror.CopyBack();
@@ -384,12 +392,14 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
                out_gradient = TensorFrom(g, of_out, s.dtype),
                lse_gradient = TensorFrom(e, of_rows, DType::kF32);
   Tensor out(s.dtype, of_out), lse(DType::kF32, of_rows), rest(DType::kF32, of_rows),
-      mask(DType::kU8, {p.batch, p.kv_tokens}),
+      mask(DType::kU8, {p.batch, p.kv_tokens}), marks(DType::kU8, {p.batch, p.query_tokens}),
       ids(DType::kI32, {p.batch, std::max(p.query_tokens, p.kv_tokens)});
   for (Tensor* tensor : {&out, &lse, &rest}) Fill(tensor->view(), 0);
   Fill(mask.view(), 1);
+  Fill(marks.view(), 0);
   for (int64_t b = 0; b < p.batch; ++b) {
     if (s.hidden_key >= 0) *mask.view().MutableAt<uint8_t>(b, s.hidden_key) = 0;
+    for (const int64_t t : s.overwritten) *marks.view().MutableAt<uint8_t>(b, t) = 1;
     for (int64_t t = 0; t < ids.dim(1); ++t) *ids.view().MutableAt<int32_t>(b, t) = Id(t);
   }
   Calls calls;
@@ -410,6 +420,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   };
   const int64_t row = RoundUp(p.head_dim, 16);
   calls.log_sum_exp_gradient = lse_gradient.view();
+  if (!s.overwritten.empty()) calls.overwritten = marks.view();
   FlashBackwardCall& backward = calls.backward;
   backward.out_gradient = out_gradient.view();
   backward.q_gradient = TensorView(sum("q", q.num_elements()), DType::kF32, of_q);
@@ -429,7 +440,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   if (s.Has("span")) backward.terms.span = sum("span", span.size());
   const absl::Status status = place.device == Device::kCpu
                                   ? RunOnCpu(s, of_places, engine, calls, place.threads)
-                                  : RunOnCuda(s, of_places, rule, calls, &sums, place.threads);
+                                  : RunOnCuda(s, of_places, rule, calls, &sums, place);
   EXPECT_TRUE(status.ok()) << status;
 
   Numbers gradients;
@@ -658,6 +669,386 @@ TEST_P(FlashBackward, OfOrders) {
   ExpectGradients(s, GetParam());
   s.terms = {"bias", "r", "w", "l"};
   ExpectGradients(s, GetParam());
+}
+
+// ---- 16 bits ----
+
+void RoundTo(DType dtype, std::vector<double>* numbers) {
+  Tensor tensor(dtype, {static_cast<int64_t>(numbers->size())});
+  for (size_t n = 0; n < numbers->size(); ++n) {
+    tensor.view().Set(static_cast<int64_t>(n), (*numbers)[n]);
+    (*numbers)[n] = tensor.view().Get(static_cast<int64_t>(n));
+  }
+}
+
+// An element of a gradient, and the largest error that it may have.
+struct Element16 {
+  double value = 0;
+  double error = 0;
+
+  void Add(double factor, double number, double bound) {
+    value += factor * number;
+    error += bound;
+  }
+};
+using Gradients16 = std::map<std::string, std::vector<Element16>>;
+
+// Computes the gradients of q, k and v in float64, and bounds of the errors of kernels that round
+// weights and score gradients to 16 bits (core/flash/flash_backward_mma.cuh). u is the unit roundoff of
+// the dtype, f that of what is left in fp32: scores of some units and their exponentials. With the
+// kernel's weights p (1 + f):
+//
+//   v_j errs by sum_i (u + f) p_ij |g_i|;
+//   D_i by sum_c |g_ic| (u |y_ic| + u sum_j p_ij |v_jc|), since the output was rounded, and the weights
+//   that made it;
+//   ds_ij by u |ds_ij| + p_ij (error of D_i) + f p_ij (sum_c |g_ic| |v_jc| + |D_i|), which goes into
+//   q_i and k_j.
+//
+// Below 2^-14 numbers of f16 have a spacing of 2^-24, and rounding moves them by half of that.
+Gradients16 Expected16(const Setting& s, const Numbers& x, const std::vector<double>& g,
+                       const std::vector<double>& e) {
+  const Problem& p = s.problem;
+  const int64_t D = p.head_dim, Dv = p.value_dim;
+  const double scale = 1 / std::sqrt(static_cast<double>(D)), u = UnitRoundoff(s.dtype), f = 1e-5,
+               least = s.dtype == DType::kF16 ? std::ldexp(1, -25) : 0;
+  Gradients16 of;
+  for (const char* name : {"q", "k", "v"}) of[name].resize(x.at(name).size());
+  for (int64_t bh = 0; bh < p.batch * p.query_heads; ++bh) {
+    const int64_t kv = bh / p.group();
+    for (int64_t i = 0; i < s.queries(); ++i) {
+      const int64_t query = bh * p.query_tokens + s.QueryToken(i);
+      const double* q = &x.at("q")[query * D];
+      const double* gi = &g[query * Dv];
+      std::vector<int64_t> tokens;
+      std::vector<double> weights;
+      for (int64_t j = 0; j < s.keys(); ++j) {
+        if (!s.sees(i, j) || s.KeyToken(j) == s.hidden_key) continue;
+        tokens.push_back(kv * p.kv_tokens + s.KeyToken(j));
+        weights.push_back(scale * std::inner_product(q, q + D, &x.at("k")[tokens.back() * D], 0.0));
+      }
+      const bool is_own =
+          std::count(s.overwritten.begin(), s.overwritten.end(), s.QueryToken(i)) == 0;
+      if (tokens.empty() || !is_own) continue;
+      const double max = *std::max_element(weights.begin(), weights.end());
+      double sum = 0;
+      for (double& weight : weights) sum += weight = std::exp(weight - max);
+      double delta = -e[query], delta_error = 0;
+      for (double& weight : weights) weight /= sum;
+      for (int64_t c = 0; c < Dv; ++c) {
+        double y = 0, size = 0;
+        for (size_t n = 0; n < tokens.size(); ++n) {
+          const double v = x.at("v")[tokens[n] * Dv + c];
+          y += weights[n] * v;
+          size += (weights[n] * (u + f) + least) * std::abs(v);
+        }
+        delta += gi[c] * y;
+        delta_error += std::abs(gi[c]) * (u * (std::abs(y) + size) + size);
+      }
+      for (size_t n = 0; n < tokens.size(); ++n) {
+        const double weight = weights[n];
+        const double* k = &x.at("k")[tokens[n] * D];
+        const double* v = &x.at("v")[tokens[n] * Dv];
+        double dp = 0, size = std::abs(delta);
+        for (int64_t c = 0; c < Dv; ++c) {
+          dp += gi[c] * v[c];
+          size += std::abs(gi[c] * v[c]);
+          of["v"][tokens[n] * Dv + c].Add(weight, gi[c],
+                                          (weight * (u + f) + least) * std::abs(gi[c]));
+        }
+        const double ds = weight * (dp - delta);
+        const double error = u * std::abs(ds) + (1 + u) * weight * (delta_error + f * size) + least;
+        for (int64_t c = 0; c < D; ++c) {
+          of["q"][query * D + c].Add(scale * ds, k[c], scale * error * std::abs(k[c]));
+          of["k"][tokens[n] * D + c].Add(scale * ds, q[c], scale * error * std::abs(q[c]));
+        }
+      }
+    }
+  }
+  return of;
+}
+
+// The numbers of a setting of 16 bits, which a test may change.
+struct Case16 {
+  explicit Case16(const Setting& setting) : s(setting), x(DrawNumbers(setting)) {
+    const Problem& p = s.problem;
+    g = Draw("g", p.batch * p.query_heads * p.query_tokens * p.value_dim, 1);
+    e = Draw("e", p.batch * p.query_heads * p.query_tokens, 1);
+    for (auto& [name, numbers] : x) RoundTo(s.dtype, &numbers);
+    RoundTo(s.dtype, &g);
+  }
+
+  double* Query(int64_t head, int64_t token) {
+    return &x["q"][(head * s.problem.query_tokens + token) * s.problem.head_dim];
+  }
+  double* OutGradient(int64_t head, int64_t token) {
+    return &g[(head * s.problem.query_tokens + token) * s.problem.value_dim];
+  }
+  double* Key(int64_t head, int64_t token) {
+    return &x["k"][(head * s.problem.kv_tokens + token) * s.problem.head_dim];
+  }
+  double* Value(int64_t head, int64_t token) {
+    return &x["v"][(head * s.problem.kv_tokens + token) * s.problem.value_dim];
+  }
+
+  // Holds every element of the gradients against its bound. Where the definition's is not finite, so
+  // must be the engine's, and nowhere else.
+  void Expect() const {
+    SCOPED_TRACE(s.name + " " + s.problem.ToString() + " " + std::string(Name(s.dtype)));
+    const Numbers gradients = EngineGradients(s, x, g, e, {KernelDevice(), 1});
+    for (const int seed : {2, 3}) {
+      const Numbers again = EngineGradients(s, x, g, e, {KernelDevice(), seed});
+      for (const auto& [name, gradient] : gradients) {
+        ASSERT_EQ(
+            std::memcmp(gradient.data(), again.at(name).data(), gradient.size() * sizeof(double)),
+            0)
+            << name << ", seed " << seed;
+      }
+    }
+    for (const auto& [name, expected] : Expected16(s, x, g, e)) {
+      const std::vector<double>& gradient = gradients.at(name);
+      ASSERT_EQ(gradient.size(), expected.size()) << name;
+      double worst = 0;
+      int64_t place = -1;
+      for (size_t n = 0; n < expected.size(); ++n) {
+        const double value = expected[n].value;
+        double share = 0;
+        if (!std::isfinite(value) || !std::isfinite(gradient[n])) {
+          share = std::isfinite(value) == std::isfinite(gradient[n]) ? 0 : INFINITY;
+        } else if (gradient[n] != value) {
+          share = std::abs(gradient[n] - value) / expected[n].error;
+        }
+        if (share > worst) place = static_cast<int64_t>(n);
+        worst = std::max(worst, share);
+      }
+      EXPECT_LE(worst, 1) << name << "[" << place << "] is " << gradient[place] << ", expected "
+                          << expected[place].value;
+    }
+  }
+
+  Setting s;
+  Numbers x;
+  std::vector<double> g;
+  std::vector<double> e;
+};
+
+class FlashBackward16 : public testing::TestWithParam<DType> {
+ protected:
+  // Returns a case of plain attention.
+  static Case16 Make(const std::string& name, const Problem& problem,
+                     std::function<bool(int64_t, int64_t)> sees = nullptr) {
+    Setting s{name, problem};
+    s.dtype = GetParam();
+    if (sees != nullptr) s.sees = std::move(sees);
+    return Case16(s);
+  }
+  static Problem Sized(int64_t heads, int64_t queries, int64_t keys, int64_t head_dim,
+                       int64_t value_dim) {
+    Problem problem = Problem::SelfAttention(1, heads, queries, head_dim, false);
+    problem.kv_tokens = keys;
+    problem.value_dim = value_dim;
+    return problem;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(In, FlashBackward16, testing::Values(DType::kBF16, DType::kF16),
+                         [](const auto& dtype) { return std::string(Name(dtype.param)); });
+
+TEST_P(FlashBackward16, MatchesLoopsForEveryHeadDim) {
+  for (const int64_t dim : {1, 7, 16, 32, 40, 64, 80, 128}) {
+    Make("one size", Sized(1, 70, 90, dim, dim)).Expect();
+    Make("another size of values", Sized(1, 70, 90, dim, 129 - dim)).Expect();
+  }
+}
+
+TEST_P(FlashBackward16, MatchesLoopsAcrossTileEdges) {
+  for (const int64_t queries : {1, 31, 32, 33, 63, 64, 65, 130}) {
+    for (const int64_t keys : {1, 16, 63, 64, 65, 130, 300}) {
+      Make("full", Sized(1, queries, keys, 16, 24)).Expect();
+      Make("causal", Sized(1, queries, keys, 24, 16), [=](int64_t i, int64_t j) {
+        return j <= i + keys - queries;
+      }).Expect();
+    }
+  }
+}
+
+TEST_P(FlashBackward16, OfGroupedHeadsAndBatches) {
+  Problem problem = Problem::SelfAttention(2, 6, 90, 64, false);
+  problem.kv_heads = 2;
+  Make("grouped", problem).Expect();
+  problem = Sized(4, 65, 140, 80, 72);
+  problem.kv_heads = 1;
+  Make("of one key-value head", problem, [](int64_t i, int64_t j) { return j <= i + 75; }).Expect();
+}
+
+TEST_P(FlashBackward16, OfBandsBlocksAndRowsWithoutKeys) {
+  for (const int64_t dim : {64, 128}) {
+    const Problem problem = Sized(2, 330, 330, dim, dim);
+    Make("band", problem, [](int64_t i, int64_t j) { return j <= i && j > i - 70; }).Expect();
+    Make("blocks", problem, [](int64_t i, int64_t j) {
+      return (i / 64 + j / 64) % 2 == 0;
+    }).Expect();
+    Make("every third, and no row at all for some", problem, [](int64_t i, int64_t j) {
+      return (i + j) % 3 == 0 && i % 5 != 0 && (j < 64 || j > 200);
+    }).Expect();
+    Make("queries of whole tiles without keys, and keys that none sees", problem,
+         [](int64_t i, int64_t j) { return i >= 192 && (j < 100 || j >= 256); })
+        .Expect();
+    Make("no pair", problem, [](int64_t, int64_t) { return false; }).Expect();
+  }
+}
+
+TEST_P(FlashBackward16, OfOrders) {
+  for (const int64_t dim : {32, 128}) {
+    Setting s{"orders", Sized(2, 330, 330, dim, dim)};
+    s.dtype = GetParam();
+    for (int32_t n = 0; n < 150; ++n) s.query_order.push_back(n * 2 + 1);
+    for (int32_t n = 0; n < 300; ++n) s.key_order.push_back(n * 77 % 289);  // some tokens twice
+    s.sees = [](int64_t i, int64_t j) { return j <= 2 * i; };
+    Case16(s).Expect();
+  }
+}
+
+TEST_P(FlashBackward16, PaddingThatIsNotANumberReachesNothing) {
+  for (const int64_t dim : {40, 128}) {
+    for (const bool causal : {false, true}) {
+      Setting s{"padding", Sized(2, 130, 130, dim, dim)};
+      s.dtype = GetParam();
+      s.hidden_key = 70;
+      if (causal) s.sees = [](int64_t i, int64_t j) { return j <= i; };
+      Case16 one(s);
+      for (const int64_t head : {0, 1}) {
+        one.Key(head, 70)[3] = NAN;
+        one.Value(head, 70)[5] = INFINITY;
+      }
+      one.Expect();
+    }
+  }
+}
+
+TEST_P(FlashBackward16, KeysThatNoQuerySeesReachNothing) {
+  for (const int64_t dim : {64, 128}) {
+    Case16 one = Make("hidden by the schedule", Sized(2, 130, 130, dim, dim),
+                      [](int64_t i, int64_t j) { return j <= i && j != 70 && j != 20; });
+    for (const int64_t head : {0, 1}) {
+      one.Key(head, 70)[3] = NAN;
+      one.Key(head, 20)[dim - 1] = INFINITY;
+      one.Value(head, 20)[5] = NAN;
+      one.Value(head, 70)[0] = -INFINITY;
+    }
+    one.Expect();
+  }
+}
+
+TEST_P(FlashBackward16, QueriesWithoutKeysReachNothing) {
+  for (const int64_t dim : {64, 128}) {
+    Case16 one = Make("without keys", Sized(2, 130, 130, dim, dim),
+                      [](int64_t i, int64_t j) { return i != 30 && (i != 70 || j > 200); });
+    for (const int64_t head : {0, 1}) {
+      one.Query(head, 30)[2] = NAN;
+      one.OutGradient(head, 70)[1] = INFINITY;
+    }
+    one.Expect();
+  }
+}
+
+TEST_P(FlashBackward16, QueriesThatAreNotNumbersReachTheirKeysAlone) {
+  for (const int64_t dim : {64, 128}) {
+    const auto sees = [](int64_t i, int64_t j) { return i == 30 ? j < 10 : (i + j) % 2 == 0; };
+    Case16 query = Make("a query", Sized(2, 130, 130, dim, dim), sees);
+    query.Query(1, 30)[dim - 2] = NAN;
+    query.Expect();
+    Case16 gradient = Make("a gradient of the output", Sized(2, 130, 130, dim, dim), sees);
+    gradient.OutGradient(1, 30)[dim - 2] = NAN;
+    gradient.OutGradient(0, 30)[17] = INFINITY;
+    gradient.Expect();
+  }
+}
+
+TEST_P(FlashBackward16, RowsThatAnotherCallWritesGiveNothing) {
+  for (const int64_t dim : {64, 128}) {
+    Setting s{"overwritten", Sized(2, 200, 130, dim, dim)};
+    s.dtype = GetParam();
+    s.overwritten = {5, 64, 199};
+    for (int64_t t = 70; t < 128; ++t) s.overwritten.push_back(t);
+    Case16 one(s);
+    for (const int64_t head : {0, 1}) {
+      one.Query(head, 64)[1] = NAN;
+      one.OutGradient(head, 5)[3] = NAN;
+      one.OutGradient(head, 100)[3] = INFINITY;
+    }
+    one.Expect();
+  }
+}
+
+TEST_P(FlashBackward16, AQueryThatGivesNothingMayHoldAnything) {
+  for (const int64_t dim : {64, 128}) {
+    Case16 one = Make("gradients of 0", Sized(1, 130, 130, dim, dim));
+    for (const int64_t token : {3, 64, 129}) {
+      std::fill_n(one.OutGradient(0, token), dim, 0.0);
+      one.e[token] = 0;
+    }
+    const Gradients16 expected = Expected16(one.s, one.x, one.g, one.e);
+    one.Expect();
+    for (const int64_t token : {3, 64, 129}) one.Query(0, token)[1] = NAN;
+    const Numbers gradients = EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1});
+    for (const auto& [name, elements] : expected) {
+      for (size_t n = 0; n < elements.size(); ++n) {
+        ASSERT_NEAR(gradients.at(name)[n], elements[n].value, elements[n].error) << name << n;
+      }
+    }
+  }
+}
+
+// Tensors whose rows are no chunks of 16 bytes are converted, which changes no bit: that is what head
+// sizes that are no multiples of 8 do above. Large scores have a log-sum-exp that is not exact.
+TEST_P(FlashBackward16, OfLargeScores) {
+  Case16 one = Make("large scores", Sized(1, 100, 100, 64, 64));
+  for (double& q : one.x["q"]) q *= 32;
+  one.Expect();
+}
+
+// Returns the kernels that a case runs in the simulator, and the wavefronts that bank conflicts add.
+std::pair<std::set<std::string>, int64_t> KernelsOf(const Case16& one) {
+  cuda_simulator::TakeBankUses();
+  Place place = {KernelDevice(), 1};
+  place.counts_banks = true;
+  EngineGradients(one.s, one.x, one.g, one.e, place);
+  std::set<std::string> kernels;
+  int64_t extra = 0;
+  for (const cuda_simulator::BankUse& use : cuda_simulator::TakeBankUses()) {
+    kernels.insert(use.kernel);
+    if (use.kernel == "FlashKeysMma" || use.kernel == "FlashQueriesMma") {
+      extra += use.extra;
+      if (use.extra > 0) {
+        std::cout << use.kernel << " " << use.source << (use.is_store ? " stores" : " loads")
+                  << ": " << use.accesses << " accesses, " << use.wavefronts << " wavefronts, "
+                  << use.extra << " of conflicts\n";
+      }
+    }
+  }
+  return {kernels, extra};
+}
+
+TEST_P(FlashBackward16, PlainCallsOfUpTo128ChannelsRunOnTensorCoresWithoutBankConflicts) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone names kernels";
+  for (const int64_t dim : {16, 32, 40, 64, 80, 128}) {
+    const auto [kernels, extra] = KernelsOf(
+        Make("plain", Sized(1, 130, 130, dim, dim), [](int64_t i, int64_t j) { return j <= i; }));
+    EXPECT_EQ(kernels.count("FlashKeysMma") + kernels.count("FlashQueriesMma"), 2u) << dim;
+    EXPECT_EQ(kernels.count("FlashKeys") + kernels.count("FlashQueries"), 0u) << dim;
+    EXPECT_EQ(extra, 0) << dim;
+  }
+  for (const auto& [dim, value_dim] : {std::pair<int64_t, int64_t>{129, 8}, {8, 129}}) {
+    const auto [kernels, extra] = KernelsOf(Make("wide", Sized(1, 10, 10, dim, value_dim)));
+    EXPECT_EQ(kernels.count("FlashKeysMma") + kernels.count("FlashQueriesMma"), 0u) << dim;
+    EXPECT_EQ(kernels.count("FlashKeys") + kernels.count("FlashQueries"), 2u) << dim;
+  }
+  Setting rule{"with a rule", Sized(1, 10, 10, 16, 16)};
+  rule.dtype = GetParam();
+  for (const char* term : {"bias", "u"}) {
+    rule.terms = {term};
+    const std::set<std::string> kernels = KernelsOf(Case16(rule)).first;
+    EXPECT_EQ(kernels.count("FlashKeysMma") + kernels.count("FlashQueriesMma"), 0u) << term;
+  }
 }
 
 }  // namespace

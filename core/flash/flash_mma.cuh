@@ -16,24 +16,18 @@
 //   registers       of 32 queries: output D, scores 64 a thread. Two blocks of a multiprocessor, of
 //                   which one multiplies while the other exponentiates
 //
-// 16-byte chunks of a row are exchanged by the row's number, so that neither copies nor ldmatrix
-// meet two rows in a bank.
-//
 // The inputs, the probabilities and the output are rounded to 16 bits. Probabilities are in [0, 1];
 // their sum is taken before they are rounded, as in FlashAttention. Sums over keys go tile by tile
 // in the order of the schedule: every run gives the same bits.
 #ifndef TFB_CORE_FLASH_FLASH_MMA_CUH_
 #define TFB_CORE_FLASH_FLASH_MMA_CUH_
 
-#include <string.h>
-
-#include "core/flash/flash_tile.cuh"
+#include "core/flash/flash_mma_tile.cuh"
 
 namespace tfb {
 namespace {
 
 constexpr int kQueries = kFlashQueries16;
-constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 
 // The score rules that kernels are compiled for.
@@ -42,66 +36,6 @@ enum class Rule {
   kTables,        // any part of a score rule but
   kRelativeKeys,  // these
 };
-
-// ---- What bf16 and f16 differ in ----
-
-template <class T>
-struct Sixteen;
-
-template <>
-struct Sixteen<__nv_bfloat16> {
-  static constexpr Element kElement = Element::kBf16;
-  static constexpr unsigned kExponent = 0x7f80;  // all exponent bits: infinity or NaN
-  __device__ static float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-  __device__ static __nv_bfloat162 Round(float x, float y) { return __floats2bfloat162_rn(x, y); }
-  __device__ static void Multiply(float d[4], const unsigned a[4], const unsigned b[2]) {
-    MmaM16N8K16Bf16(d, a, b);
-  }
-};
-
-template <>
-struct Sixteen<__half> {
-  static constexpr Element kElement = Element::kF16;
-  static constexpr unsigned kExponent = 0x7c00;
-  __device__ static float ToFloat(__half x) { return __half2float(x); }
-  __device__ static __half2 Round(float x, float y) { return __floats2half2_rn(x, y); }
-  __device__ static void Multiply(float d[4], const unsigned a[4], const unsigned b[2]) {
-    MmaM16N8K16F16(d, a, b);
-  }
-};
-
-// Packs two numbers as an operand of mma, the first in the low half.
-template <class T>
-__device__ inline unsigned Pair(float low, float high) {
-  const auto rounded = Sixteen<T>::Round(low, high);
-  unsigned pair;
-  memcpy(&pair, &rounded, sizeof(pair));
-  return pair;
-}
-template <class T>
-__device__ inline float Half(unsigned pair, int which) {
-  const unsigned short bits = static_cast<unsigned short>(pair >> 16 * which);
-  T half;
-  memcpy(&half, &bits, sizeof(half));
-  return Sixteen<T>::ToFloat(half);
-}
-// Sets bit 15 and bit 31 of the result where the low and the high number are infinite or NaN.
-// Adding one to an exponent of ones carries into the sign bit, which was cleared before.
-template <class T>
-__device__ inline unsigned NonFinite(unsigned pair) {
-  constexpr unsigned kExponents = Sixteen<T>::kExponent * 0x10001u;
-  constexpr unsigned kOnes = (0x8000u - Sixteen<T>::kExponent) * 0x10001u;
-  return ((pair & kExponents) + kOnes) & 0x80008000u;
-}
-
-// Returns x, opaquely to the compiler: expressions of the result are computed here, not hoisted out
-// of a loop and kept in registers through it.
-__device__ inline unsigned Anew(unsigned x) {
-#ifdef __CUDACC__
-  asm volatile("" : "+r"(x));
-#endif
-  return x;
-}
 
 // ---- Shapes ----
 
@@ -124,28 +58,6 @@ struct MmaShape {
   static_assert(kQueries * kOutputRow * 4 <= kQueries * kRowBytes + kRingBytes, "no room");
 };
 
-// Returns the offset of 16-byte chunk `chunk` of row `row` in rows of kDim 16-bit numbers.
-template <int kDim>
-__device__ inline int ChunkOffset(int row, int chunk) {
-  const int exchange = kDim == 32 ? row >> 1 & 3 : row & 7;
-  return row * (kDim * 2) + (chunk ^ exchange) * 16;
-}
-// Returns, from the offset of chunk 0 or 1 of a row, that of the chunk `chunks` further on, an even
-// number; with a constant it takes one instruction or none.
-template <int kDim>
-__device__ inline int ChunksOn(int offset, int chunks) {
-  constexpr int kExchanged = kDim == 32 ? 3 : 7;
-  return (offset ^ (chunks & kExchanged) * 16) + (chunks & ~kExchanged) * 16;
-}
-
-// A tile of keys, prepared for a block.
-struct alignas(16) MmaTile {
-  int index;           // -1 where the previous tile was the last
-  int mask;            // as in KeyTile
-  unsigned first_row;  // first row in k and v, or in their order
-  int unused;
-};
-
 // A block's shared memory. It holds the data that its threads share, since registers are scarce:
 // everything that takes a division, which one thread computes once a task.
 template <int kDim, Rule kRule>
@@ -156,12 +68,8 @@ struct MmaShared {
     int64_t index;     // of the task
     FlashTask task;
     WalkState walk;  // thread 0's
-    // Offsets of the task's head.
-    int64_t keys;  // offset in k, in elements
-    int64_t values;
+    MmaKeys keys;
     const int32_t* query_order;  // null: query n is token n
-    const int32_t* key_order;
-    const uint8_t* key_mask;
     int first_query;
     int queries;               // the number of queries that the batch row's tiles are made of
     bool has_queries;          // in this tile
@@ -315,10 +223,9 @@ class FlashMmaBlock {
   static constexpr int kRowTiles = Shape::kRowTiles;
   // Mma tiles of keys, side by side.
   static constexpr int kKeyTiles = kKeys / 8;
-  static constexpr int kOutputTiles = kDim / 8;                      // mma tiles of output columns
-  static constexpr int kChunks = kDim / 8;                           // of a row
-  static constexpr int kRowThreads = kChunks < 8 ? kChunks : 8;      // threads that copy a row
-  static constexpr int kCopiedRows = Shape::kThreads / kRowThreads;  // at a time
+  static constexpr int kOutputTiles = kDim / 8;  // mma tiles of output columns
+  static constexpr int kChunks = kDim / 8;       // of a row
+  using Copies = RowCopies<T, kDim, Shape::kThreads>;
 
   static constexpr int kOffsetChunks = kDim == 256   ? 4
                                        : kDim == 128 ? 8
@@ -377,12 +284,8 @@ class FlashMmaBlock {
     common_.index = index;
     common_.task = task;
     common_.walk.Begin(a_, task, kQueries);
-    common_.keys = task.batch * a_.k.strides[0] + task.kv_head * a_.k.strides[1];
-    common_.values = task.batch * a_.v.strides[0] + task.kv_head * a_.v.strides[1];
+    common_.keys = MmaKeys(a_, task);
     common_.query_order = OrderOf(a_.query_order, task.batch, task.head);
-    common_.key_order = OrderOf(a_.key_order, task.batch, task.kv_head);
-    common_.key_mask =
-        a_.key_mask == nullptr ? nullptr : a_.key_mask + task.batch * a_.key_mask_strides[0];
     common_.first_query = static_cast<int>(task.query_tile) * kQueries;
     common_.queries = static_cast<int>(QueriesOf(a_, task.batch));
     common_.has_queries = HasQueries();
@@ -406,9 +309,6 @@ class FlashMmaBlock {
     for (int i = common_.first_query; i < end; ++i) any |= IsAsked(a_, common_.task.batch, i);
     return any;
   }
-  __device__ static const int32_t* OrderOf(const TokenOrder& order, int64_t b, int64_t h) {
-    return order.tokens == nullptr ? nullptr : order.Of(b, h);
-  }
   __device__ const float* EntriesOf(const DistanceEntries& table) const {
     if (table.values == nullptr) return nullptr;
     return table.values + common_.task.head % table.heads * table.row;
@@ -420,78 +320,12 @@ class FlashMmaBlock {
     while (walk.Next(a_.schedule)) {
       const KeyTile tile = walk.key_tile(a_.schedule);
       if (has_span() && WithinSpan(common_.widest, tile.index) == 0) continue;
-      return {tile.index, tile.mask, static_cast<unsigned>(FirstKeyRow(a_, tile.index)), 0};
+      return MmaTile(a_, tile);
     }
-    return {-1, TileRun::kFull, 0, 0};
+    return MmaTile::Last();
   }
 
   // ---- Copies ----
-
-  // Calls act(row) for those of kRows rows of which this thread copies chunks.
-  template <int kRows, class Act>
-  __device__ void ForEachRow(const Act& act) {
-#pragma unroll
-    for (int r = 0; r < kRows; r += kCopiedRows) {
-      act(r + static_cast<int>(thread_ / kRowThreads));
-    }
-  }
-  // Calls act(chunk) for the chunks of a row that this thread copies.
-  template <class Act>
-  __device__ void ForEachChunk(const Act& act) {
-#pragma unroll
-    for (int c = 0; c < kChunks; c += kRowThreads) {
-      act(c + static_cast<int>(thread_ % kRowThreads));
-    }
-  }
-
-  // Starts copies of rows that begin `offset` elements into the tensor; row r is that of token
-  // token_of(r), and zeros where that is below 0 and beyond the last channel.
-  template <int kRows, class TokenOfRow>
-  __device__ void StartRows(unsigned char* to, const DeviceView& view, int64_t offset, int channels,
-                            const TokenOfRow& token_of) {
-    const T* rows = static_cast<const T*>(view.data) + offset;
-    ForEachRow<kRows>([&](int r) {
-      const int64_t token = token_of(r);
-      const T* from = rows + (token < 0 ? 0 : token) * view.strides[2];
-      ForEachChunk([&](int c) {
-        CopyAsync(to + ChunkOffset<kDim>(r, c), from + c * 8, token >= 0 && c * 8 < channels);
-      });
-    });
-  }
-  // Starts copies of the rows of a tile of keys that all exist and follow each other.
-  __device__ void StartConsecutiveRows(unsigned char* to, const DeviceView& view, int64_t offset,
-                                       int channels, unsigned first) {
-    const int64_t row = first + thread_ / kRowThreads;
-    const T* from = static_cast<const T*>(view.data) + offset + row * view.strides[2];
-    ForEachRow<kKeys>([&](int r) {
-      ForEachChunk(
-          [&](int c) { CopyAsync(to + ChunkOffset<kDim>(r, c), from + c * 8, c * 8 < channels); });
-      from += kCopiedRows * view.strides[2];
-    });
-  }
-  // Like StartRows, for a tensor that is not in chunks, or of another dtype.
-  template <int kRows, class TokenOfRow>
-  __device__ void ConvertRows(unsigned char* to, const DeviceView& view, int64_t offset,
-                              int channels, const TokenOfRow& token_of) {
-#pragma unroll 1
-    for (int r = thread_ / kRowThreads; r < kRows; r += kCopiedRows) {
-      const int64_t token = token_of(r);
-#pragma unroll 1
-      for (int c = thread_ % kRowThreads; c < kChunks; c += kRowThreads) {
-        unsigned* pairs = reinterpret_cast<unsigned*>(to + ChunkOffset<kDim>(r, c));
-#pragma unroll 1
-        for (int p = 0; p < 4; ++p) {
-          const auto at = [&](int channel) {
-            return token >= 0 && channel < channels
-                       ? LoadElement(view.data, view.element,
-                                     offset + token * view.strides[2] + channel * view.strides[3])
-                       : 0;
-          };
-          pairs[p] = Pair<T>(at(c * 8 + p * 2), at(c * 8 + p * 2 + 1));
-        }
-      }
-    }
-  }
 
   // Queries and keys of the first tile are one group of copies; each further tile of keys, and each
   // tile of values, is a group of its own, even where there is nothing to copy.
@@ -499,31 +333,21 @@ class FlashMmaBlock {
     const auto token_of = [&](int r) { return IsQuery(r) ? QueryToken(RowOfCall(r)) : -1; };
     const int64_t offset =
         common_.task.batch * a_.q.strides[0] + common_.task.head * a_.q.strides[1];
-    if (in_chunks_.q) {
-      StartRows<kQueries>(shared_.queries, a_.q, offset, a_.head_dim, token_of);
-    } else {
-      ConvertRows<kQueries>(shared_.queries, a_.q, offset, a_.head_dim, token_of);
-    }
+    Copies::template StartOrConvert<kQueries>(thread_, shared_.queries, a_.q, offset, a_.head_dim,
+                                              in_chunks_.q, token_of);
   }
   __device__ void StartKeys(int n, int slot) {
-    StartTile(n, slot, a_.k, common_.keys, a_.head_dim, in_chunks_.k);
+    StartTile(n, slot, a_.k, common_.keys.keys, a_.head_dim, in_chunks_.k);
   }
   __device__ void StartValues(int n, int slot) {
-    StartTile(n, slot, a_.v, common_.values, a_.value_dim, in_chunks_.v);
+    StartTile(n, slot, a_.v, common_.keys.values, a_.value_dim, in_chunks_.v);
   }
   __device__ void StartTile(int n, int slot, const DeviceView& view, int64_t offset, int channels,
                             bool in_chunks) {
     const MmaTile& tile = common_.tiles[n % 4];
     if (tile.index >= 0) {
-      const unsigned first = tile.first_row;
-      const auto token_of = [&](int r) { return KeyTokenOrNone(tile, r); };
-      if (!in_chunks) {
-        ConvertRows<kKeys>(Slot(slot), view, offset, channels, token_of);
-      } else if (a_.key_order.tokens != nullptr || !AllTokens(a_, tile.index)) {
-        StartRows<kKeys>(Slot(slot), view, offset, channels, token_of);
-      } else {
-        StartConsecutiveRows(Slot(slot), view, offset, channels, first);
-      }
+      common_.keys.template Start<Copies>(a_, tile, thread_, Slot(slot), view, offset, channels,
+                                          in_chunks);
     }
     __pipeline_commit();
   }
@@ -543,15 +367,6 @@ class FlashMmaBlock {
   __device__ int64_t QueryToken(int64_t i) const {
     return common_.query_order == nullptr ? i : common_.query_order[i];
   }
-  // Returns the token of k and v that is key c of the tile, or -1 where there is none, or padding.
-  __device__ int64_t KeyTokenOrNone(const MmaTile& tile, int c) const {
-    if (int64_t{tile.index} * kKeys + c >= a_.kv_tokens) return -1;
-    const int64_t row = tile.first_row + c;
-    const int64_t token = common_.key_order == nullptr ? row : common_.key_order[row];
-    if (common_.key_mask == nullptr) return token;
-    return common_.key_mask[token * a_.key_mask_strides[1]] != 0 ? token : -1;
-  }
-
   // ---- Which keys a query sees ----
 
   __device__ bool has_span() const {
@@ -584,12 +399,6 @@ class FlashMmaBlock {
            (kRule != Rule::kNone && a_.rule.tokens.hides());
   }
 
-  __device__ uint64_t Tokens(const MmaTile& tile) const {
-    if (a_.key_mask == nullptr) return Bits(0, a_.kv_tokens - int64_t{tile.index} * kKeys);
-    const unsigned low = __ballot_sync(~0u, KeyTokenOrNone(tile, lane()) >= 0);
-    const unsigned high = __ballot_sync(~0u, KeyTokenOrNone(tile, lane() + 32) >= 0);
-    return low | static_cast<uint64_t>(high) << 32;
-  }
   // Returns a word whose bit c says that query `row` of the block sees key c of the tile, if that
   // is a token.
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
@@ -602,7 +411,7 @@ class FlashMmaBlock {
   }
 
   __device__ void Hide(const MmaTile& tile, Scores& score) {
-    const uint64_t tokens = Tokens(tile);
+    const uint64_t tokens = common_.keys.Tokens(a_, tile, lane());
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -635,27 +444,12 @@ class FlashMmaBlock {
       ForEachScore(score,
                    [&](float& s, int n, int x) { s += common_.key_bias[n * 8 + column() + x]; });
     }
-    const int query_offset = ChunkOffset<kDim>(warp_row() + lane() % 16, lane() / 16);
-    const int key_offset = ChunkOffset<kDim>(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      unsigned query[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        LdMatrixX4(query[m], shared_.queries + ChunksOn<kDim>(query_offset, k * 2) +
-                                 m * 16 * Shape::kRowBytes);
-      }
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; n += 2) {
-        unsigned key[4];
-        LdMatrixX4(key, Slot(slot) + ChunksOn<kDim>(key_offset, k * 2) + n * 8 * Shape::kRowBytes);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          Sixteen<T>::Multiply(score[m][n], query[m], key);
-          Sixteen<T>::Multiply(score[m][n + 1], query[m], key + 2);
-        }
-      }
-    }
+    const unsigned char* queries = shared_.queries + warp_row() * Shape::kRowBytes;
+    AddInnerProducts<T, kDim, kRowTiles, kKeyTiles>(
+        [&](int k, unsigned(&query)[kRowTiles][4]) {
+          LoadLeft<kDim, kRowTiles>(queries, k, lane(), query);
+        },
+        Slot(slot), lane(), score);
   }
   // Calls act(score, n, x) for the scores of columns 8 n + column() + x.
   template <class Act>
@@ -872,7 +666,7 @@ class FlashMmaBlock {
     typename Shared::Labels& labels = shared_.labels();
     const int64_t batch = common_.task.batch;
     if (thread_ < kKeys) {
-      const int64_t token = KeyTokenOrNone(tile, static_cast<int>(thread_));
+      const int64_t token = common_.keys.TokenOrNone(a_, tile, static_cast<int>(thread_));
       labels.key_ids[thread_] = token < 0 ? 0 : IdOf(a_.key_ids, batch, token);
     }
     if (n == 0) {
@@ -1041,7 +835,6 @@ class FlashMmaBlock {
 
   // Adds the values in `slot`, weighted.
   __device__ void AddValues(int slot, const Scores& score, const RowValues& minus) {
-    const int value_offset = ChunkOffset<kDim>(lane() % 16, lane() / 16);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
       unsigned weight[kRowTiles][4];
@@ -1058,37 +851,23 @@ class FlashMmaBlock {
           }
         }
       }
-#pragma unroll
-      for (int n = 0; n < kOutputTiles; n += 2) {
-        unsigned value[4];
-        LdMatrixX4Transposed(
-            value, Slot(slot) + ChunksOn<kDim>(value_offset, n) + k * 16 * Shape::kRowBytes);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          Sixteen<T>::Multiply(output_[m][n], weight[m], value);
-          Sixteen<T>::Multiply(output_[m][n + 1], weight[m], value + 2);
-        }
-      }
+      AddWeightedRows<T, kDim, kRowTiles>(weight, Slot(slot) + k * 16 * Shape::kRowBytes, lane(),
+                                          output_);
     }
   }
 
   // Notes that a value that this thread has copied is not finite: a hidden key's weight of 0 must
   // not be multiplied by it.
   __device__ void NoteNonFinite(int slot, int n) {
-    unsigned found = 0;
-    ForEachRow<kKeys>([&](int r) {
-      ForEachChunk([&](int c) {
-        const uint4 x = ChunkOf(Slot(slot), r, c);
-        found |= NonFinite<T>(x.x) | NonFinite<T>(x.y) | NonFinite<T>(x.z) | NonFinite<T>(x.w);
-      });
-    });
-    if (found != 0) atomicMax(&common_.tile_with_non_finite, n);
+    if (Copies::template HasNonFinite<kKeys>(thread_, Slot(slot))) {
+      atomicMax(&common_.tile_with_non_finite, n);
+    }
   }
 
   // Adds the values that are not finite to the rows that see them, and puts zeros in their place:
   // they stay infinite or NaN under any weight above 0.
   __device__ void SetAsideNonFinite(const MmaTile& tile, int slot) {
-    const uint64_t tokens = Tokens(tile);
+    const uint64_t tokens = common_.keys.Tokens(a_, tile, lane());
 #pragma unroll 1
     for (int first = 0; first < kKeys; first += 32) {
       unsigned seen[kRowTiles][2];
@@ -1100,42 +879,13 @@ class FlashMmaBlock {
         }
       }
 #pragma unroll 1
-      for (int c = 0; c < 32; ++c) AddNonFinite(Slot(slot), first + c, c, seen);
-    }
-    __syncthreads();
-    ForEachRow<kKeys>([&](int r) {
-#pragma unroll 1
-      for (int c = thread_ % kRowThreads; c < kChunks; c += kRowThreads) {
-        unsigned* pairs = reinterpret_cast<unsigned*>(Slot(slot) + ChunkOffset<kDim>(r, c));
-        for (int n = 0; n < 4; ++n) {
-          const unsigned non_finite = NonFinite<T>(pairs[n]);
-          if ((non_finite & 0x8000u) != 0) pairs[n] &= 0xffff0000u;
-          if ((non_finite & 0x80000000u) != 0) pairs[n] &= 0x0000ffffu;
-        }
-      }
-    });
-    __syncthreads();
-  }
-  // Adds the value of one key, for which bit `bit` of `seen` stands.
-  __device__ void AddNonFinite(const unsigned char* values, int key, int bit,
-                               const unsigned (&seen)[kRowTiles][2]) {
-#pragma unroll
-    for (int n = 0; n < kOutputTiles; ++n) {
-      const unsigned pair =
-          *reinterpret_cast<const unsigned*>(values + ChunkOffset<kDim>(key, n) + column() * 2);
-      const unsigned non_finite = NonFinite<T>(pair);
-#pragma unroll
-      for (int x = 0; x < 2; ++x) {
-        if ((non_finite >> (15 + 16 * x) & 1) == 0) continue;
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            if ((seen[m][half] >> bit & 1) != 0) output_[m][n][half * 2 + x] += Half<T>(pair, x);
-          }
-        }
+      for (int c = 0; c < 32; ++c) {
+        AddNonFinite<T, kDim, kRowTiles>(Slot(slot), first + c, c, seen, column(), output_);
       }
     }
+    __syncthreads();
+    Copies::template ClearNonFinite<kKeys>(thread_, Slot(slot));
+    __syncthreads();
   }
 
   // ---- Results ----
@@ -1231,17 +981,6 @@ const char* LaunchMma(const FlashArguments& a, const InChunks& in_chunks, void* 
                 {BlocksInTurns(tasks, a.max_blocks), MmaShape<kDim, kRule>::kThreads,
                  MmaShared<kDim, kRule>::Bytes(a.rule)},
                 stream, a, in_chunks);
-}
-
-// Tells whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the
-// type.
-template <class T>
-bool IsInChunks(const DeviceView& view, int64_t batch, int64_t heads, int channels) {
-  constexpr int kChunk = 16 / sizeof(T);
-  return view.element == Sixteen<T>::kElement && view.strides[3] == 1 && channels % kChunk == 0 &&
-         reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.strides[2] % kChunk == 0 &&
-         (heads == 1 || view.strides[1] % kChunk == 0) &&
-         (batch == 1 || view.strides[0] % kChunk == 0);
 }
 
 template <class T>
