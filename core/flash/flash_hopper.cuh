@@ -18,7 +18,7 @@
 //                   same bits
 //   shared memory   output, and stages of 128 queries, and of 128 keys and values: one and two at
 //                   D = 128, two and four at D = 64. 201 and 189 KiB
-//   registers       output D / 2, scores 64, probabilities 32 a thread, of 216; 72 of the first group
+//   registers       output D / 2, scores 64, probabilities 32 a thread, of 208; 88 of the first group
 //   rate            4 x 128 x 128 x D FLOPs a step, 2,048 cycles of the tensor cores at D = 128 and
 //                   1,024 at D = 64, beside 128 x 128 exponentials, 1,024 cycles. Keys and values of a
 //                   step come from L2, 64 KiB at D = 128: 5 TB/s at 650 TFLOP/s, which is why blocks
@@ -143,56 +143,85 @@ struct HopperCopying {
 
 // The tasks of a grid that has fewer blocks than there are. A block takes pairs of a head's tasks, a
 // long one and a short one, whose keys are about as many in all pairs; the blocks are at the same head
-// at the same time, so that its keys and values are read from L2.
+// at the same time, so that its keys and values are read from L2. A pair is found by additions: one
+// division of 64 bits takes a thread about as long as the tensor cores take for a quarter of a step.
 class HopperTasks {
  public:
   __device__ explicit HopperTasks(const FlashArguments& a) : a_(a) {
-    of_head_ = a.schedule.query_tiles * a.splits;
+    of_head_ = static_cast<int>(a.schedule.query_tiles) * a.splits;
     in_pairs_ = FlashTasks(a) > gridDim.x;
     units_of_head_ = in_pairs_ ? (of_head_ + 1) / 2 : of_head_;
-    unit_ = blockIdx.x;
+    if (of_head_ == 0) return;
+    next_ = At(blockIdx.x);
+    stride_ = At(gridDim.x);
+    group_ = static_cast<int>(a.query_heads / a.kv_heads);
   }
   // Finds the block's next task. Returns false after the last.
   __device__ bool Next(FlashTask* task) {
     if (of_head_ == 0) return false;
     if (second_ >= 0) {
-      *task = TaskOf(unit_ / units_of_head_, second_);
+      Describe(second_, task);
       second_ = -1;
-      unit_ += gridDim.x;
+      Advance();
       return true;
     }
-    const int64_t head = unit_ / units_of_head_, n = unit_ % units_of_head_;
-    if (head >= a_.batch * a_.query_heads) return false;
-    *task = TaskOf(head, n);
-    if (in_pairs_ && of_head_ - 1 - n > n) {
-      second_ = of_head_ - 1 - n;
+    if (next_.batch >= a_.batch) return false;
+    Describe(next_.unit, task);
+    if (in_pairs_ && of_head_ - 1 - next_.unit > next_.unit) {
+      second_ = of_head_ - 1 - next_.unit;
     } else {
-      unit_ += gridDim.x;
+      Advance();
     }
     return true;
   }
 
  private:
-  // Returns the n-th task of a head, the longest first.
-  __device__ FlashTask TaskOf(int64_t head, int64_t n) const {
-    FlashTask task;
-    task.split = n % a_.splits;
-    const int64_t rank = n / a_.splits, tiles = a_.schedule.query_tiles;
-    task.head = head % a_.query_heads;
-    task.batch = head / a_.query_heads;
-    task.kv_head = task.head / (a_.query_heads / a_.kv_heads);
+  // A pair, or a task, of a head.
+  struct Place {
+    int batch;
+    int head;
+    int unit;
+  };
+  __device__ Place At(unsigned n) const {
+    const int64_t head = n / units_of_head_, heads = a_.query_heads;
+    return {static_cast<int>(head / heads), static_cast<int>(head % heads),
+            static_cast<int>(n % units_of_head_)};
+  }
+  __device__ void Advance() {
+    next_.unit += stride_.unit;
+    next_.head += stride_.head;
+    next_.batch += stride_.batch;
+    if (next_.unit >= units_of_head_) {
+      next_.unit -= units_of_head_;
+      ++next_.head;
+    }
+    if (next_.head >= a_.query_heads) {
+      next_.head -= static_cast<int>(a_.query_heads);
+      ++next_.batch;
+    }
+  }
+  // Describes the n-th task of the head, the longest first.
+  __device__ void Describe(int n, FlashTask* task) const {
+    const int rank = a_.splits == 1 ? n : n / a_.splits;
+    const int tiles = static_cast<int>(a_.schedule.query_tiles);
+    task->split = n - rank * a_.splits;
+    task->head = next_.head;
+    task->batch = next_.batch;
+    task->kv_head = group_ == 1 ? next_.head : next_.head / group_;
     // In bands, later queries see more keys or as many.
-    task.query_tile = a_.schedule.order == nullptr
-                          ? tiles - 1 - rank
-                          : a_.schedule.order[task.head % a_.schedule.heads * tiles + rank];
-    return task;
+    task->query_tile = tiles - 1 - rank;
+    if (a_.schedule.order == nullptr) return;
+    const int pattern = PatternOf(a_.schedule, next_.head);
+    task->query_tile = a_.schedule.order[int64_t{pattern} * tiles + rank];
   }
 
   const FlashArguments& a_;
-  int64_t of_head_;  // tasks
-  int64_t units_of_head_;
-  int64_t unit_;
-  int64_t second_ = -1;  // of a pair of which the first is done
+  int of_head_;  // tasks
+  int units_of_head_;
+  int group_;
+  Place next_;
+  Place stride_;     // from one of the block's pairs to the next
+  int second_ = -1;  // of a pair of which the first is done
   bool in_pairs_;
 };
 
@@ -415,16 +444,23 @@ class HopperCopies {
 
   // ---- Which keys a query sees ----
 
+  // Reads a tile's words before it writes one, since each comes from memory.
   __device__ void FindVisible(const HopperTask& task, const Step& step,
                               uint64_t (&visible)[2][kQueries]) const {
-    constexpr int kThreads = kInBoxes ? kWarp : kWarpGroup;
+    constexpr int kThreads = kInBoxes ? kWarp : kWarpGroup, kOfThread = kQueries / kThreads;
 #pragma unroll 1
     for (int t = 0; t < 2; ++t) {
       const KeyTile tile = t == 0 ? step.tiles[0] : step.tiles[1];
+      uint64_t words[kOfThread];
+#pragma unroll
+      for (int n = 0; n < kOfThread; ++n) {
+        const int r = n * kThreads + static_cast<int>(threadIdx.x);
+        words[n] = MaskOf(a_.schedule, tile, RowOfCall(a_, task, r), r, kQueries);
+      }
       const uint64_t tokens = Tokens(task.task, tile.index);
-#pragma unroll 1
-      for (int r = threadIdx.x; r < kQueries; r += kThreads) {
-        visible[t][r] = tokens & MaskOf(a_.schedule, tile, RowOfCall(a_, task, r), r, kQueries);
+#pragma unroll
+      for (int n = 0; n < kOfThread; ++n) {
+        visible[t][n * kThreads + static_cast<int>(threadIdx.x)] = tokens & words[n];
       }
     }
   }
@@ -923,10 +959,10 @@ __global__ void __launch_bounds__(HopperShape<kDim>::kThreads, 1)
   }
   __syncthreads();
   if (threadIdx.x < kWarpGroup) {
-    FewerRegisters<72>();
+    FewerRegisters<88>();
     HopperCopies<T, kDim, kInBoxes>(a, copying, shared).Run();
   } else {
-    MoreRegisters<216>();
+    MoreRegisters<208>();
     HopperProducts<T, kDim>(a, copying.in_chunks.out, shared).Run();
   }
 #endif

@@ -85,6 +85,13 @@ __device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& t
   return Bits(max(band.first_key, i + band.low) - key, i + band.high + 1 - key);
 }
 
+// Returns the pattern of a head, without the division that takes longest where all heads have one.
+__device__ inline int PatternOf(const ScheduleView& schedule, int64_t head) {
+  return schedule.heads == 1 ? 0
+                             : static_cast<int>(static_cast<unsigned>(head) %
+                                                static_cast<unsigned>(schedule.heads));
+}
+
 // The state of a walk over the key tiles of a task. It is plain data, so that it can lie in shared
 // memory, and of 32 bits where numbers of tiles and of rows are, so that it takes few registers.
 struct WalkState {
@@ -108,7 +115,7 @@ struct WalkState {
     last_row = static_cast<int>(QueryRow(a, task.batch, min(first_query + queries, count) - 1));
     int64_t tiles = 0;
     if (schedule.row_begin != nullptr) {
-      const int64_t row = task.head % schedule.heads * schedule.query_tiles + task.query_tile;
+      const int64_t row = PatternOf(schedule, task.head) * schedule.query_tiles + task.query_tile;
       run = schedule.row_begin[row];
       const int64_t runs_end = schedule.row_begin[row + 1];
       for (int64_t r = run; r < runs_end; ++r) tiles += schedule.runs[r].tiles;
@@ -120,8 +127,8 @@ struct WalkState {
       tiles = end > first ? (end - 1) / kKeys + 1 - tile : 0;
     }
     // Skips the tiles before this part's.
-    int64_t skip = tiles * task.split / a.splits;
-    left = static_cast<int>(tiles * (task.split + 1) / a.splits - skip);
+    int64_t skip = a.splits == 1 ? 0 : tiles * task.split / a.splits;
+    left = static_cast<int>(a.splits == 1 ? tiles : tiles * (task.split + 1) / a.splits - skip);
     if (schedule.row_begin == nullptr) {
       tile += static_cast<int>(skip) - 1;
       return;
