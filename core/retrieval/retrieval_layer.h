@@ -17,7 +17,8 @@
 // as they are distinct and in the order of their distances.
 //
 // The backward pass is of the neighbours as they were found, which is all that a Run keeps: it makes
-// the prediction again. No gradient goes into the datastore.
+// the prediction again. No gradient goes into the datastore. On every device each sum has an order
+// that depends on sizes and neighbours alone, so that every run gives the same bits.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 

@@ -66,27 +66,31 @@ size_t SharedBytes(const KnnLmArguments& a) {
   return a.k * (sizeof(double) + 2 * sizeof(float) + sizeof(int));
 }
 
-__device__ int64_t Offset(const DeviceView& view, const KnnLmArguments& a, int64_t row) {
-  return row / a.tokens * view.strides[0] + row % a.tokens * view.strides[1];
+// The row of a block: token i of sequence b.
+struct Row {
+  int64_t index, b, i;
+};
+__device__ Row RowOfBlock(const KnnLmArguments& a) {
+  const int64_t row = blockIdx.x;
+  return {row, row / a.tokens, row % a.tokens};
 }
-__device__ float Element(const DeviceView& view, const KnnLmArguments& a, int64_t row, int64_t n) {
-  return Load(view, Offset(view, a, row) + n * view.strides[2]);
+__device__ float Element(const DeviceView& view, const Row& row, int64_t n) {
+  return Load(view, Offset(view, row.b, row.i, n));
 }
-__device__ void Write(const DeviceView& view, const KnnLmArguments& a, int64_t row, int64_t n,
-                      float value) {
-  Store(view, Offset(view, a, row) + n * view.strides[2], value);
+__device__ void Write(const DeviceView& view, const Row& row, int64_t n, float value) {
+  Store(view, Offset(view, row.b, row.i, n), value);
 }
-__device__ float LogP(const KnnLmArguments& a, int64_t row, int64_t y) {
-  return static_cast<const float*>(a.log_p.data)[Offset(a.log_p, a, row) + y * a.log_p.strides[2]];
+__device__ float LogP(const KnnLmArguments& a, const Row& row, int64_t y) {
+  return static_cast<const float*>(a.log_p.data)[Offset(a.log_p, row.b, row.i, y)];
 }
 
 // Measures distances as the search does: differences in fp32, their squares in float64.
-__device__ void MeasureNeighbours(const KnnLmArguments& a, int64_t row, const Shared& shared) {
+__device__ void MeasureNeighbours(const KnnLmArguments& a, const Row& row, const Shared& shared) {
   for (int n = Warp(); n < a.k; n += kWarps) {
-    const int64_t entry = a.neighbours[row * a.k + n];
+    const int64_t entry = a.neighbours[row.index * a.k + n];
     double sum = 0;
     for (int64_t c = Lane(); entry >= 0 && c < a.dim; c += kWarp) {
-      const double difference = Element(a.context, a, row, c) - a.keys[entry * a.dim + c];
+      const double difference = Element(a.context, row, c) - a.keys[entry * a.dim + c];
       sum += difference * difference;
     }
     sum = SumOfWarp(sum);
@@ -106,7 +110,8 @@ __device__ Best Nearest(const KnnLmArguments& a, const Shared& shared) {
 
 // Computes the tokens and exponents of the neighbours, and returns the nearest to all threads.
 // `nearest` is shared.
-__device__ Best Weigh(const KnnLmArguments& a, int64_t row, const Shared& shared, Best* nearest) {
+__device__ Best Weigh(const KnnLmArguments& a, const Row& row, const Shared& shared,
+                      Best* nearest) {
   MeasureNeighbours(a, row, shared);
   __syncthreads();
   if (Warp() == 0) {
@@ -127,11 +132,11 @@ __device__ bool IsFound(const KnnLmArguments& a, const Best& nearest) {
 }
 
 // Returns the lambda that is given for a row, or the one of all.
-__device__ float GivenLambda(const KnnLmArguments& a, int64_t row) {
+__device__ float GivenLambda(const KnnLmArguments& a, const Row& row) {
   if (a.lambdas == nullptr) return a.lambda;
-  return a.lambdas[row / a.tokens * a.lambda_strides[0] + row % a.tokens * a.lambda_strides[1]];
+  return a.lambdas[row.b * a.lambda_strides[0] + row.i * a.lambda_strides[1]];
 }
-__device__ float LambdaOf(const KnnLmArguments& a, int64_t row) {
+__device__ float LambdaOf(const KnnLmArguments& a, const Row& row) {
   return InRange(GivenLambda(a, row));
 }
 
@@ -153,7 +158,7 @@ __device__ float LogMassOf(const Shared& shared, int k, int n) {
 // ---- The forward pass ----
 
 // Returns the sum of the weights. The first warp calls it.
-__device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& shared,
+__device__ float Summarize(const KnnLmArguments& a, const Row& row, const Shared& shared,
                            const Best& nearest, float* statistics) {
   Best likely = {-INFINITY, INT32_MAX};
   for (int64_t y = Lane(); y < a.vocabulary; y += kWarp) {
@@ -180,10 +185,10 @@ __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a, KnnLmOutputs o
   __shared__ Best of_block;
   __shared__ float sum_of_weights;
   const Shared shared = SharedOf(a.k);
-  const int64_t row = blockIdx.x;
+  const Row row = RowOfBlock(a);
   const Best nearest = Weigh(a, row, shared, &of_block);
   if (Warp() == 0) {
-    const float total = Summarize(a, row, shared, nearest, outputs.statistics + 2 * row);
+    const float total = Summarize(a, row, shared, nearest, outputs.statistics + 2 * row.index);
     if (Lane() == 0) sum_of_weights = total;
   }
   __syncthreads();
@@ -197,25 +202,26 @@ __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a, KnnLmOutputs o
   __syncthreads();  // log_p of the neighbours' tokens has been read
   const float log_share = IsFound(a, nearest) ? mixture.log_model : 0;
   for (int64_t y = threadIdx.x; y < a.vocabulary; y += kThreads) {
-    Write(outputs.out, a, row, y, log_share + LogP(a, row, y));
+    Write(outputs.out, row, y, log_share + LogP(a, row, y));
   }
   __syncthreads();
   for (int n = threadIdx.x; n < a.k; n += kThreads) {
-    if (!isnan(shared.mixed[n])) Write(outputs.out, a, row, shared.token[n], shared.mixed[n]);
+    if (!isnan(shared.mixed[n])) Write(outputs.out, row, shared.token[n], shared.mixed[n]);
   }
 }
 
 // ---- The backward pass ----
 
 // Differentiates a row without neighbours, whose prediction is the model's.
-__device__ void DifferentiateModel(const KnnLmArguments& a, const KnnLmGradients& g, int64_t row) {
+__device__ void DifferentiateModel(const KnnLmArguments& a, const KnnLmGradients& g,
+                                   const Row& row) {
   for (int64_t y = threadIdx.x; y < a.vocabulary; y += kThreads) {
-    g.log_p[row * a.vocabulary + y] = Element(g.out, a, row, y);
+    g.log_p[row.index * a.vocabulary + y] = Element(g.out, row, y);
   }
   for (int64_t c = threadIdx.x; g.context.data != nullptr && c < a.dim; c += kThreads) {
-    Write(g.context, a, row, c, 0);
+    Write(g.context, row, c, 0);
   }
-  if (threadIdx.x == 0 && g.lambda.data != nullptr) Write(g.lambda, a, row, 0, 0);
+  if (threadIdx.x == 0 && g.lambda.data != nullptr) Write(g.lambda, row, 0, 0);
 }
 
 // Writes log p_kNN of the whole vocabulary; `log_total` is the logarithm of the sum of the weights.
@@ -229,17 +235,17 @@ __device__ void WriteNeighbourLogP(const KnnLmArguments& a, const Shared& shared
 }
 
 // Writes the gradient of the context, a thread a channel, which sums over the neighbours in their order.
-__device__ void DifferentiateDistances(const KnnLmArguments& a, int64_t row, const Shared& shared,
-                                       const DeviceView& gradient) {
+__device__ void DifferentiateDistances(const KnnLmArguments& a, const Row& row,
+                                       const Shared& shared, const DeviceView& gradient) {
   for (int64_t c = threadIdx.x; c < a.dim; c += kThreads) {
-    const float x = Element(a.context, a, row, c);
+    const float x = Element(a.context, row, c);
     float sum = 0;
     for (int n = 0; n < a.k; ++n) {
       if (shared.token[n] < 0) continue;
-      const int64_t entry = a.neighbours[row * a.k + n];
+      const int64_t entry = a.neighbours[row.index * a.k + n];
       sum += shared.mixed[n] * (x - a.keys[entry * a.dim + c]);
     }
-    Write(gradient, a, row, c, sum);
+    Write(gradient, row, c, sum);
   }
 }
 
@@ -249,12 +255,12 @@ __global__ void __launch_bounds__(kThreads) Differentiate(KnnLmArguments a, KnnL
   __shared__ double products_of_warps[kWarps];
   __shared__ float lambda_of_warps[kWarps];
   const Shared shared = SharedOf(a.k);
-  const int64_t row = blockIdx.x;
+  const Row row = RowOfBlock(a);
   const Best nearest = Weigh(a, row, shared, &of_block);
   if (!IsFound(a, nearest)) return DifferentiateModel(a, g, row);
 
   // The row of the gradient is log p_kNN first.
-  float* const gradient = g.log_p + row * a.vocabulary;
+  float* const gradient = g.log_p + row.index * a.vocabulary;
   for (int64_t y = threadIdx.x; y < a.vocabulary; y += kThreads) gradient[y] = -INFINITY;
   float total = 0;
   for (int n = threadIdx.x; n < a.k; n += kThreads) total += expf(shared.exponent[n]);
@@ -269,7 +275,7 @@ __global__ void __launch_bounds__(kThreads) Differentiate(KnnLmArguments a, KnnL
     const int token = shared.token[n];
     if (token < 0) continue;
     const float log_p = mixture.LogP(LogP(a, row, token), gradient[token]);
-    shared.distance[n] = static_cast<double>(Element(g.out, a, row, token)) *
+    shared.distance[n] = static_cast<double>(Element(g.out, row, token)) *
                          mixture.ByNeighbour(shared.exponent[n] - log_total, log_p);
     sum += shared.distance[n];
   }
@@ -284,14 +290,14 @@ __global__ void __launch_bounds__(kThreads) Differentiate(KnnLmArguments a, KnnL
   float of_lambda = 0;
   for (int64_t y = threadIdx.x; y < a.vocabulary; y += kThreads) {
     const float log_p_lm = LogP(a, row, y), log_p_knn = gradient[y];
-    const float log_p = mixture.LogP(log_p_lm, log_p_knn), of_y = Element(g.out, a, row, y);
+    const float log_p = mixture.LogP(log_p_lm, log_p_knn), of_y = Element(g.out, row, y);
     of_lambda += of_y * Mixture::ByLambda(log_p_lm, log_p_knn, log_p);
     gradient[y] = of_y * mixture.ByModel(log_p_lm, log_p);
   }
   of_lambda = SumOfBlock(of_lambda, lambda_of_warps);  // all factors are written
   if (threadIdx.x == 0 && g.lambda.data != nullptr) {
     const bool counts = GivenLambda(a, row) == LambdaOf(a, row);
-    Write(g.lambda, a, row, 0, counts ? of_lambda : 0);
+    Write(g.lambda, row, 0, counts ? of_lambda : 0);
   }
   if (g.context.data != nullptr) DifferentiateDistances(a, row, shared, g.context);
 }

@@ -8,23 +8,30 @@ namespace {
 
 // ---- The states: a block for each row of z ----
 //
-// Its warps divide the scores of the neighbours and of the gate
-// among them; the first warp turns the scores into weights; then each thread does one channel at a
-// time, summing the neighbours in their order.
+// Its warps divide the scores of the neighbours and of the gate among them; the first warp turns the
+// scores into weights; then each thread does one channel at a time, summing the neighbours in their
+// order.
 //   shared memory: k (4 + 4) B and the gate's score
 
 constexpr int kThreads = 128;
 
+// A row of x.
+struct RowOfX {
+  const DeviceView& x;
+  int64_t offset;
+
+  __device__ float operator[](int64_t c) const { return Load(x, offset + c * x.strides[2]); }
+};
 template <class Arguments>
-__device__ float X(const Arguments& a, int64_t row, int64_t c) {
-  return Load(a.x, Offset(a.x, row / a.tokens, row % a.tokens, c));
+__device__ RowOfX RowOf(const Arguments& a, int64_t row) {
+  return {a.x, Offset(a.x, row / a.tokens, row % a.tokens, 0)};
 }
 
-// Returns x . vector, computed by a warp.
-template <class Arguments>
-__device__ float DotWith(const Arguments& a, int64_t row, const float* vector) {
+// Returns a . b, computed by a warp.
+template <class Row>
+__device__ float DotOf(const Row& a, const float* b, int64_t dim) {
   float sum = 0;
-  for (int64_t c = Lane(); c < a.dim; c += kWarp) sum += X(a, row, c) * vector[c];
+  for (int64_t c = Lane(); c < dim; c += kWarp) sum += a[c] * b[c];
   return SumOfWarp(sum);
 }
 
@@ -53,12 +60,13 @@ __global__ void __launch_bounds__(kThreads) Aggregate(SpalmArguments a) {
   float* const weights = reinterpret_cast<float*>(DynamicShared());  // [k]
   int* const tokens = reinterpret_cast<int*>(weights + a.k);         // [k]: -1 for no neighbour
   const int64_t row = blockIdx.x;
+  const RowOfX x = RowOf(a, row);
 
   for (int n = Warp(); n <= a.k; n += kThreads / kWarp) {
     const int64_t entry = n < a.k ? a.neighbours[row * a.k + n] : -1;
     const int token = entry >= 0 ? a.values[entry] : -1;
     const float* vector = n == a.k ? a.gate : a.embeddings + (token < 0 ? 0 : token) * a.dim;
-    const float score = n < a.k && token < 0 ? -INFINITY : DotWith(a, row, vector);
+    const float score = n < a.k && token < 0 ? -INFINITY : DotOf(x, vector, a.dim);
     if (Lane() != 0) continue;
     if (n == a.k) {
       gate = 1 / (1 + expf(-score));
@@ -80,12 +88,12 @@ __global__ void __launch_bounds__(kThreads) Aggregate(SpalmArguments a) {
   const float g = gate;
   const bool keeps = a.mean != nullptr;
   for (int64_t c = threadIdx.x; c < a.dim; c += kThreads) {
-    const float x = X(a, row, c);
-    float mean = has_neighbour ? 0 : x;
+    const float of_x = x[c];
+    float mean = has_neighbour ? 0 : of_x;
     for (int n = 0; n < a.k; ++n) {
       if (tokens[n] >= 0) mean += weights[n] * a.embeddings[tokens[n] * a.dim + c];
     }
-    a.z[row * a.dim + c] = has_neighbour ? (1 - g) * mean + g * x : x;
+    a.z[row * a.dim + c] = has_neighbour ? (1 - g) * mean + g * of_x : of_x;
     if (keeps) a.mean[row * a.dim + c] = mean;
   }
   for (int n = threadIdx.x; keeps && n < a.k; n += kThreads) {
@@ -111,11 +119,11 @@ __global__ void __launch_bounds__(kThreads) DifferentiateScores(SpalmGradientArg
   for (int n = Warp(); n < a.k + 2; n += kThreads / kWarp) {
     float dot = 0;
     if (n == a.k) {
-      dot = DotWith(a, row, dz);
-    } else if (n > a.k || places[n] >= 0) {
-      const float* vector = n > a.k ? a.mean + row * a.dim : a.embeddings + places[n] * a.dim;
-      for (int64_t c = Lane(); c < a.dim; c += kWarp) dot += vector[c] * dz[c];
-      dot = SumOfWarp(dot);
+      dot = DotOf(RowOf(a, row), dz, a.dim);
+    } else if (n > a.k) {
+      dot = DotOf(a.mean + row * a.dim, dz, a.dim);
+    } else if (places[n] >= 0) {
+      dot = DotOf(a.embeddings + places[n] * a.dim, dz, a.dim);
     }
     if (Lane() == 0) dots[n] = dot;
   }
@@ -142,7 +150,7 @@ const char* LaunchDifferentiateScores(const SpalmGradientArguments& a, void* str
 // fourth of all the block's places; the groups' sums are added at the end, in the order of the groups.
 // So a token that most places have, as that of a frequent word, keeps all groups busy, and no order of
 // threads has an effect.
-//   shared memory: 4 x 32 x 64 x 4 B = 32 KiB of sums, and 1 KiB of the list
+//   shared memory: 4 x 32 x 64 x 4 B = 32 KiB of sums, and a list of 256 x 32 B = 8 KiB
 // Of a vocabulary of 50,000 tokens, 1024 channels and 64 Ki places, all blocks read 1563 x 16 x 256
 // KiB = 6.1 GiB of tokens, which lie in the L2 cache; the products with `output` are 20 TFLOP
 // where each of 64 Ki rows has one place.
@@ -153,15 +161,26 @@ constexpr int kGroups = 4;
 constexpr int kListThreads = kGroups * kTileChannels;
 constexpr int kListWarps = kListThreads / kWarp;
 
+struct ListedPlace {
+  int64_t row;
+  int64_t x_offset;  // of the row
+  float weight;
+  float score;
+  int token;  // of the tile's
+};
 struct EmbeddingTile {
   float sums[kGroups][kTileTokens][kTileChannels];
+  ListedPlace list[kListThreads];
   int of_warps[kListWarps];  // how many of a warp's places are the block's
-  int list[kListThreads];    // the block's places, counted from the first one looked at
 };
 
-// Lists the block's places among kListThreads of which the thread has one, where `is_own`. Returns
-// their number. Other threads have then done with the list before.
-__device__ int ListPlaces(bool is_own, EmbeddingTile* tile) {
+// Lists the block's places among kListThreads from `first` on, of which the thread looks at one.
+// Returns their number. Other threads have then done with the list before.
+__device__ int ListPlaces(const SpalmGradientArguments& a, int64_t first, int64_t first_token,
+                          EmbeddingTile* tile) {
+  const int64_t place = first + threadIdx.x;
+  const int64_t token = place < a.rows * a.k ? a.places[place] - first_token : -1;
+  const bool is_own = token >= 0 && token < kTileTokens;
   const unsigned own = __ballot_sync(kAllLanes, is_own);
   if (Lane() == 0) tile->of_warps[Warp()] = __popc(own);
   __syncthreads();
@@ -170,7 +189,11 @@ __device__ int ListPlaces(bool is_own, EmbeddingTile* tile) {
     before += w < Warp() ? tile->of_warps[w] : 0;
     count += tile->of_warps[w];
   }
-  if (is_own) tile->list[before] = static_cast<int>(threadIdx.x);
+  if (is_own) {
+    const int64_t row = place / a.k;
+    tile->list[before] = {row, RowOf(a, row).offset, a.weights[place], a.scores[place],
+                          static_cast<int>(token)};
+  }
   __syncthreads();
   return count;
 }
@@ -182,18 +205,16 @@ __global__ void __launch_bounds__(kListThreads) AddToOutput(SpalmGradientArgumen
   const int own_channel = static_cast<int>(threadIdx.x) % kTileChannels;
   const int64_t c = blockIdx.x % channel_tiles * kTileChannels + own_channel;
   const int group = static_cast<int>(threadIdx.x) / kTileChannels;
-  const int64_t places = a.rows * a.k;
   for (int t = 0; t < kTileTokens; ++t) tile.sums[group][t][own_channel] = 0;
   int64_t seen = 0;  // places of the block
-  for (int64_t first = 0; first < places; first += kListThreads) {
-    const int64_t own_place = first + threadIdx.x;
-    const int64_t token = own_place < places ? a.places[own_place] - first_token : -1;
-    const int count = ListPlaces(token >= 0 && token < kTileTokens, &tile);
-    const int after = static_cast<int>(seen % kGroups);  // the group that is next
-    for (int n = (group - after + kGroups) % kGroups; n < count && c < a.dim; n += kGroups) {
-      const int64_t place = first + tile.list[n], row = place / a.k;
-      float& sum = tile.sums[group][a.places[place] - first_token][own_channel];
-      sum += a.weights[place] * a.z_gradient[row * a.dim + c] + a.scores[place] * X(a, row, c);
+  for (int64_t first = 0; first < a.rows * a.k; first += kListThreads) {
+    const int count = ListPlaces(a, first, first_token, &tile);
+    const int next = static_cast<int>(seen % kGroups);  // the group that takes the next place
+    for (int n = (group - next + kGroups) % kGroups; n < count && c < a.dim; n += kGroups) {
+      const ListedPlace& place = tile.list[n];
+      const float x = RowOfX{a.x, place.x_offset}[c];
+      tile.sums[group][place.token][own_channel] +=
+          place.weight * a.z_gradient[place.row * a.dim + c] + place.score * x;
     }
     seen += count;
     __syncthreads();  // the list has been read
