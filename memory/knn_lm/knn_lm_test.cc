@@ -440,6 +440,11 @@ TEST(KnnLm, AnImpossibleTokenGivesNoGradient) {
     SCOPED_TRACE(Name(device));
     const RunAndGradients expected = line.RunBackward(possible, device);
     EXPECT_GT(MaxAbs(expected.inputs.at("context").view()), 0.1);
+    // Of the tokens that are possible dlog p / dlambda = 1 - 1 / (3 p), with p of the two neighbours.
+    const absl::Span<const float> of_lambda = expected.inputs.at("lambda").span<float>();
+    const double near = 1 / (1 + std::exp(-1.0));
+    EXPECT_NEAR(of_lambda[0], 0.5 * (1 - 1 / (3 - 3 * near)) + 2 * (1 - 1 / (3 * near)), 1e-6);
+    EXPECT_NEAR(of_lambda[1], 0, 1e-6);  // both have 1 / 2, and the gradients 1 and -1
     ExpectSameBits(line.RunBackward(all, device).inputs, expected.inputs);
   }
 }

@@ -161,7 +161,7 @@ class SpalmLayer : public RetrievalLayer {
     float* mean;         // m [rows][model_dim]
     float* z;            // likewise
     float* z_gradient;   // likewise; then dm
-    float* weights;      // w [rows][k]; 0 for what is no neighbour
+    float* weights;      // w [rows][k]; unspecified for what is no neighbour
     float* scores;       // dc [rows][k]
     int32_t* places;     // [rows][k]: the neighbours' tokens; -1 for none
     float* gates;        // g [rows]
@@ -260,7 +260,6 @@ class SpalmLayer : public RetrievalLayer {
       for (int64_t n = 0; n < k; ++n) weights[n] /= sum;
       scratch.gates[row] = 1 / (1 + std::exp(-Dot(gate_.data(), x, dim)));
     } else {
-      std::fill_n(weights, k, 0.0f);
       std::copy_n(x, dim, mean);
     }
     const float g = scratch.gates[row];

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads) Aggregate(SpalmArguments a) {
     if (keeps) a.mean[row * a.dim + c] = mean;
   }
   for (int n = threadIdx.x; keeps && n < a.k; n += kThreads) {
-    a.weights[row * a.k + n] = tokens[n] < 0 ? 0 : weights[n];
+    a.weights[row * a.k + n] = weights[n];
     a.places[row * a.k + n] = tokens[n];
   }
 }

@@ -23,7 +23,7 @@ struct SpalmArguments {
   int k;
   // Written for a backward pass, unless `mean` is null.
   float* mean;      // m [rows][dim], which is x where there is no neighbour
-  float* weights;   // w [rows][k], 0 for what is no neighbour
+  float* weights;   // w [rows][k], unspecified for what is no neighbour
   int32_t* places;  // [rows][k]: the neighbours' tokens; -1 for none
 };
 
