@@ -7,13 +7,13 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/log_softmax.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/random.h"
 #include "core/retrieval/retrieval_functors.h"
 #include "core/search/search.h"
 #include "core/status.h"
-#include "core/zeros.h"
 
 namespace tfb {
 namespace {
@@ -176,7 +176,10 @@ absl::Status RetrievalLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                    const Execution& execution) {
   Tokens tokens = {inputs.Get("x"), inputs.Get("context"), nullptr, outputs.Get("out"), inputs};
   Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(tokens.rows(), workspace);
+  Scratch scratch = LayOut(tokens.rows(), workspace);
+  if (!execution.kept.empty()) {
+    scratch.neighbours = reinterpret_cast<int32_t*>(execution.kept.data());
+  }
   tokens.neighbours = scratch.neighbours;
   Execution rest = execution;
   rest.workspace = workspace.Rest();
@@ -189,10 +192,6 @@ absl::Status RetrievalLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                     : CopyNeighbours(given, found, rest));
   if (const TensorView written = outputs.Get("neighbours"); !written.empty()) {
     TFB_RETURN_IF_ERROR(CopyNeighbours(found, written, rest));
-  }
-  if (!execution.kept.empty()) {
-    std::copy_n(scratch.neighbours, tokens.rows() * retrieval_.k,
-                reinterpret_cast<int32_t*>(execution.kept.data()));
   }
   rest.kept = {};
   return Predict(tokens, rest);
@@ -207,10 +206,7 @@ absl::Status RetrievalLayer::DoAppend(int64_t, const Inputs& segment, const Outp
 
 // ---- The backward pass ----
 
-absl::Status RetrievalLayer::CheckBackward() const {
-  if (device_ == Device::kCpu) return absl::OkStatus();
-  return absl::UnimplementedError("the backward pass of a prediction is on the CPU alone");
-}
+absl::Status RetrievalLayer::CheckBackward() const { return absl::OkStatus(); }
 
 size_t RetrievalLayer::kept_bytes() const {
   return Workspace::Measure(
@@ -221,7 +217,7 @@ size_t RetrievalLayer::OutputBackwardWorkspaceBytes(int64_t rows, int threads) c
   const int64_t dim = problem().model_dim(), vocabulary = retrieval_.vocabulary;
   return std::max({MatMulWorkspaceBytes(device_, rows, dim, vocabulary, threads),
                    MatMulWorkspaceBytes(device_, rows, vocabulary, dim, threads),
-                   MatMulGradientWorkspaceBytes(rows, vocabulary, dim, threads),
+                   MatMulGradientWorkspaceBytes(device_, rows, vocabulary, dim, threads),
                    LogSoftmaxWorkspaceBytes(device_, vocabulary, threads)});
 }
 
@@ -250,14 +246,17 @@ absl::Status RetrievalLayer::DoSetUpBackward(const Inputs&, const Execution&) {
 }
 
 absl::Status RetrievalLayer::DoBackward(const BackwardCall& call, const Execution& execution) {
-  for (const auto& [name, gradient] : call.parameter_gradients) {
-    if (!gradient.empty()) SetToZero(gradient, execution.pool);
-  }
   const Tokens tokens = {call.inputs.Get("x"), call.inputs.Get("context"),
                          reinterpret_cast<const int32_t*>(execution.kept.data()), TensorView(),
                          call.inputs};
-  if (tokens.rows() == 0) return absl::OkStatus();
-  const ConstTensorView dout = OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out"));
+  if (tokens.rows() == 0) {
+    for (const auto& [name, gradient] : call.parameter_gradients) {
+      if (!gradient.empty()) TFB_RETURN_IF_ERROR(ClearTensor(device_, gradient, execution));
+    }
+    return absl::OkStatus();
+  }
+  ConstTensorView dout = call.output_gradients.Get("out");
+  if (dout.empty()) dout = Zeros(call.outputs.Get("out").shape());
   Execution rest = execution;
   rest.kept = {};
   return PredictBackward(tokens,
@@ -273,8 +272,7 @@ absl::Status RetrievalLayer::FindNeighbours(const ConstTensorView& context, cons
   ConstTensorView queries = EvenRows(context);
   if (queries.empty()) {
     const TensorView copy(scratch.context, DType::kF32, context.shape());
-    const ConstTensorView zeros(zero_.data(), DType::kF32, context.shape(), {0, 0, 0});
-    TFB_RETURN_IF_ERROR(Add(device_, context, zeros, copy, execution));
+    TFB_RETURN_IF_ERROR(Add(device_, context, Zeros(context.shape()), copy, execution));
     queries = EvenRows(copy);
   }
   if (!retrieval_.exact) {

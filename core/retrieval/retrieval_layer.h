@@ -16,8 +16,9 @@
 // definition cannot know what an approximate search finds: it takes the layer's neighbours, as long
 // as they are distinct and in the order of their distances.
 //
-// The backward pass, on the CPU, is of the neighbours as they were found, which is all that a Run
-// keeps: it makes the prediction again. No gradient goes into the datastore.
+// The backward pass is of the neighbours as they were found, which is all that a Run keeps: it makes
+// the prediction again. No gradient goes into the datastore. On every device each sum has an order
+// that depends on sizes and neighbours alone, so that every run gives the same bits.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 
@@ -129,7 +130,8 @@ class RetrievalLayer : public StreamingLayer {
     const Outputs& inputs;  // these, and others
     const Outputs& parameters;
   };
-  // Computes the prediction again, and from that the gradients. `tokens` has no `out`.
+  // Computes the prediction again, and from that the gradients. `tokens` has a row at least, and no
+  // `out`.
   virtual absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,
                                        const Execution& execution) = 0;
   virtual size_t predict_backward_workspace_bytes(int64_t rows, int threads) const = 0;
@@ -165,6 +167,9 @@ class RetrievalLayer : public StreamingLayer {
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
   int64_t rows() const { return problem().batch * max_segment_tokens(); }
   size_t search_workspace_bytes(int threads) const;
+  ConstTensorView Zeros(const Shape& shape) const {
+    return ConstTensorView(zero_.data(), DType::kF32, shape, {0, 0, 0});
+  }
   absl::Status FindNeighbours(const ConstTensorView& context, const Scratch& scratch,
                               const Execution& execution) const;
   absl::Status CopyNeighbours(const ConstTensorView& from, const TensorView& to,

@@ -17,6 +17,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/knn_lm/knn_lm_cuda.h"
+#include "memory/knn_lm/mixture.h"
 
 namespace tfb::knn_lm {
 namespace {
@@ -44,13 +45,6 @@ std::vector<TensorSpec> InputsOf(const Problem& problem, const KnnLmOptions& opt
   std::vector<TensorSpec> inputs = RetrievalInputs(problem, options);
   inputs.push_back({kLambda, {problem.batch, problem.query_tokens}, DType::kF32, true});
   return inputs;
-}
-
-// Returns log(exp(a) + exp(b)).
-template <class T>
-T LogAdd(T a, T b) {
-  const T max = std::max(a, b);
-  return std::isinf(max) ? max : max + std::log1p(std::exp(std::min(a, b) - max));
 }
 
 class KnnLmLayer : public RetrievalLayer {
@@ -130,21 +124,19 @@ class KnnLmLayer : public RetrievalLayer {
     const TensorView gradient(scratch.gradient, DType::kF32, shape);
     TFB_RETURN_IF_ERROR(MatMul(output(), {tokens.x, {}, log_p}, rest));
     TFB_RETURN_IF_ERROR(LogSoftmax(device(), log_p, log_p, rest));
-    MixBackward(tokens, gradients, scratch, rest.pool);
+    if (device() == Device::kCpu) {
+      MixBackwardCpu(tokens, gradients, scratch, rest.pool);
+    } else {
+      TFB_RETURN_IF_ERROR(MixBackwardCuda(tokens, gradients, log_p, scratch.gradient, rest));
+    }
     TFB_RETURN_IF_ERROR(LogSoftmaxBackward(device(), log_p, gradient, gradient, rest));
-    TFB_RETURN_IF_ERROR(
-        MatMulGradient({gradient, tokens.x, gradients.parameters.Get("output"), {}}, rest));
+    TFB_RETURN_IF_ERROR(MatMulGradient(
+        device(), {gradient, tokens.x, gradients.parameters.Get("output"), {}}, rest));
     if (gradients.x.empty()) return absl::OkStatus();
     return MatMul(output_transposed(), {gradient, {}, gradients.x}, rest);
   }
 
  private:
-  // Returns what counts in the place of a lambda.
-  template <class T>
-  static T InRange(T lambda) {
-    return lambda < 0 ? 0 : lambda > 1 ? 1 : lambda;
-  }
-
   // The scratch of a thread for one row.
   struct Scratch {
     float* log_p;     // [vocabulary]
@@ -162,14 +154,15 @@ class KnnLmLayer : public RetrievalLayer {
   // ---- The backward pass ----
 
   struct BackwardScratch {
-    float* log_p;     // of the model, [rows][vocabulary]
-    float* gradient;  // of log p, then of log p_LM, then of the logits; likewise
-    std::byte* of_threads;
+    float* log_p;           // of the model, [rows][vocabulary]
+    float* gradient;        // of log p, then of log p_LM, then of the logits; likewise
+    std::byte* of_threads;  // on the CPU
   };
   BackwardScratch LayOutBackward(int64_t rows, int threads, Workspace& workspace) const {
     const int64_t size = rows * retrieval().vocabulary;
+    const size_t of_threads = device() == Device::kCpu ? threads * MixBytes() : 0;
     return {workspace.Take<float>(size), workspace.Take<float>(size),
-            workspace.Take<std::byte>(static_cast<int64_t>(threads * MixBytes()))};
+            workspace.Take<std::byte>(static_cast<int64_t>(of_threads))};
   }
 
   // Turns the gradient of a row of log p into that of log p_LM, adds to that of the context, and
@@ -179,39 +172,31 @@ class KnnLmLayer : public RetrievalLayer {
     const int64_t count = Weigh(neighbours, scratch), dim = problem().model_dim();
     if (count == 0) return 0;
     const float log_total = AddMasses(count, scratch);
-    const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
+    const Mixture mixture = MixtureOf(lambda);
     float of_lambda = 0;
     for (int64_t y = 0; y < retrieval().vocabulary; ++y) {
-      scratch.log_p[y] =
-          LogAdd(log_model + log_p[y], log_lambda + (scratch.log_mass[y] - log_total));
-      if (scratch.log_p[y] == kNegativeInfinity) continue;
-      of_lambda += gradient[y] * (std::exp(scratch.log_mass[y] - log_total - scratch.log_p[y]) -
-                                  std::exp(log_p[y] - scratch.log_p[y]));
+      const float log_p_knn = scratch.log_mass[y] - log_total;
+      scratch.log_p[y] = mixture.LogP(log_p[y], log_p_knn);
+      of_lambda += gradient[y] * Mixture::ByLambda(log_p[y], log_p_knn, scratch.log_p[y]);
     }
-    const auto share = [&](int64_t n) {  // b_i
-      const float log_all = scratch.log_p[values()[scratch.entries[n]]];
-      return log_all == kNegativeInfinity
-                 ? 0
-                 : std::exp(log_lambda + (scratch.exponents[n] - log_total) - log_all);
-    };
     // In double, in which products of floats are exact: those of a neighbour that is alone cancel.
     const auto product = [&](int64_t n) {
-      return static_cast<double>(gradient[values()[scratch.entries[n]]]) * share(n);
+      const int32_t token = values()[scratch.entries[n]];
+      return static_cast<double>(gradient[token]) *
+             mixture.ByNeighbour(scratch.exponents[n] - log_total, scratch.log_p[token]);
     };
     double sum = 0;
     for (int64_t n = 0; n < count; ++n) sum += product(n);
     for (int64_t n = 0; n < count; ++n) {
       const double weight = std::exp(scratch.exponents[n] - log_total);
-      const double of_exponent = product(n) - weight * sum;
-      const float factor = static_cast<float>(-2 * of_exponent / options_.temperature);
+      const float factor = DifferenceFactor(product(n) - weight * sum, options_.temperature);
       const float* key = keys() + scratch.entries[n] * dim;
       for (int64_t c = 0; c < dim; ++c) {
         context_gradient[c] += factor * (scratch.context[c] - key[c]);
       }
     }
     for (int64_t y = 0; y < retrieval().vocabulary; ++y) {
-      const bool is_none = scratch.log_p[y] == kNegativeInfinity;
-      gradient[y] *= is_none ? 0 : std::exp(log_model + log_p[y] - scratch.log_p[y]);
+      gradient[y] *= mixture.ByModel(log_p[y], scratch.log_p[y]);
     }
     for (int64_t n = 0; n < count; ++n) {
       scratch.log_mass[values()[scratch.entries[n]]] = kNegativeInfinity;
@@ -219,8 +204,8 @@ class KnnLmLayer : public RetrievalLayer {
     return of_lambda;
   }
 
-  void MixBackward(const Tokens& tokens, const PredictionGradients& gradients,
-                   const BackwardScratch& scratch, ThreadPool* pool) const {
+  void MixBackwardCpu(const Tokens& tokens, const PredictionGradients& gradients,
+                      const BackwardScratch& scratch, ThreadPool* pool) const {
     constexpr int64_t kRowsOfTask = 16;
     const int64_t vocabulary = retrieval().vocabulary, dim = problem().model_dim();
     const TensorView of_lambda = gradients.inputs.Get(kLambda);
@@ -250,6 +235,19 @@ class KnnLmLayer : public RetrievalLayer {
                      gradients.context.Offset(b, i), gradients.context.stride(2));
           }
         });
+  }
+
+  absl::Status MixBackwardCuda(const Tokens& tokens, const PredictionGradients& gradients,
+                               const TensorView& log_p, float* gradient,
+                               const Execution& execution) const {
+    KnnLmGradients of = {};
+    of.out = ToDeviceView(gradients.out);
+    of.log_p = gradient;
+    of.context = ToDeviceView(gradients.context);
+    of.lambda = ToDeviceView(gradients.inputs.Get(kLambda));
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(KernelsOn<KnnLmKernels>(runtime->target())
+                        .differentiate(ToArguments(tokens, log_p), of, execution.stream));
   }
 
   // Returns memory for the model's log-probabilities where `out` cannot hold them in fp32.
@@ -328,13 +326,13 @@ class KnnLmLayer : public RetrievalLayer {
         std::max_element(scratch.log_p, scratch.log_p + retrieval().vocabulary) - scratch.log_p;
     statistics[0] = values()[scratch.entries[0]] == likely ? 1 : 0;
     statistics[1] = lambda * std::exp(scratch.log_mass[likely] - log_total);
-    const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
-    for (int64_t y = 0; y < retrieval().vocabulary; ++y) scratch.log_p[y] += log_model;
+    const Mixture mixture = MixtureOf(lambda);
+    for (int64_t y = 0; y < retrieval().vocabulary; ++y) scratch.log_p[y] += mixture.log_model;
     for (int64_t n = 0; n < count; ++n) {
       const int32_t token = values()[scratch.entries[n]];
       if (scratch.log_mass[token] == kNegativeInfinity) continue;  // this token is done already
       scratch.log_p[token] =
-          LogAdd(scratch.log_p[token], log_lambda + (scratch.log_mass[token] - log_total));
+          LogAdd(scratch.log_p[token], mixture.log_lambda + (scratch.log_mass[token] - log_total));
       scratch.log_mass[token] = kNegativeInfinity;
     }
   }
@@ -360,16 +358,13 @@ class KnnLmLayer : public RetrievalLayer {
     execution.pool->ParallelForRanges(tokens.rows(), kRowsOfTask, mix);
   }
 
-  absl::Status MixCuda(const Tokens& tokens, const TensorView& log_p,
-                       const Execution& execution) const {
+  KnnLmArguments ToArguments(const Tokens& tokens, const TensorView& log_p) const {
     KnnLmArguments arguments = {};
     arguments.neighbours = tokens.neighbours;
     arguments.keys = keys();
     arguments.values = values();
     arguments.context = ToDeviceView(tokens.context);
     arguments.log_p = ToDeviceView(log_p);
-    arguments.out = ToDeviceView(tokens.out);
-    arguments.statistics = statistics_.mutable_data();
     arguments.rows = tokens.rows();
     arguments.tokens = tokens.x.dim(1);
     arguments.dim = problem().model_dim();
@@ -382,8 +377,15 @@ class KnnLmLayer : public RetrievalLayer {
       arguments.lambda_strides[0] = given.stride(0);
       arguments.lambda_strides[1] = given.stride(1);
     }
+    return arguments;
+  }
+
+  absl::Status MixCuda(const Tokens& tokens, const TensorView& log_p,
+                       const Execution& execution) const {
+    const KnnLmOutputs outputs = {ToDeviceView(tokens.out), statistics_.mutable_data()};
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
-    return ToStatus(KernelsOn<KnnLmKernels>(runtime->target()).mix(arguments, execution.stream));
+    return ToStatus(KernelsOn<KnnLmKernels>(runtime->target())
+                        .mix(ToArguments(tokens, log_p), outputs, execution.stream));
   }
 
   KnnLmOptions options_;
@@ -392,6 +394,12 @@ class KnnLmLayer : public RetrievalLayer {
 };
 
 // ---- The definition ----
+
+// Returns log(exp(a) + exp(b)).
+double LogAddInDouble(double a, double b) {
+  const double max = std::max(a, b);
+  return std::isinf(max) ? max : max + std::log1p(std::exp(std::min(a, b) - max));
+}
 
 // Returns log p_kNN over the vocabulary; empty where there is no neighbour.
 std::vector<double> NeighbourLogProbabilities(const std::vector<Neighbour>& neighbours,
@@ -403,8 +411,8 @@ std::vector<double> NeighbourLogProbabilities(const std::vector<Neighbour>& neig
     if (neighbour.entry < 0 || !std::isfinite(neighbour.distance)) continue;
     const double log_weight = -neighbour.distance / options.temperature;
     double& of_token = log_p[static_cast<int64_t>(values.Get(neighbour.entry))];
-    of_token = LogAdd(of_token, log_weight);
-    total = LogAdd(total, log_weight);
+    of_token = LogAddInDouble(of_token, log_weight);
+    total = LogAddInDouble(total, log_weight);
   }
   if (std::isinf(total)) return {};
   for (double& one : log_p) one -= total;
@@ -446,7 +454,8 @@ absl::Status KnnLm::DefineChecked(const Problem& problem, const KnnLmOptions& op
           lambda = lambda < 0 ? 0 : lambda > 1 ? 1 : lambda;
         }
         for (int64_t y = 0; y < options.vocabulary; ++y) {
-          log_p[y] = LogAdd(std::log(1 - lambda) + log_p[y], std::log(lambda) + log_p_knn[y]);
+          log_p[y] =
+              LogAddInDouble(std::log(1 - lambda) + log_p[y], std::log(lambda) + log_p_knn[y]);
         }
         return log_p;
       },

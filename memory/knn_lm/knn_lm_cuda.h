@@ -1,4 +1,4 @@
-// The CUDA kernel of kNN-LM as C++ sees it. Pointers are to device memory.
+// The CUDA kernels of kNN-LM as C++ sees them. Pointers are to device memory.
 #ifndef TFB_MEMORY_KNN_LM_KNN_LM_CUDA_H_
 #define TFB_MEMORY_KNN_LM_KNN_LM_CUDA_H_
 
@@ -9,14 +9,13 @@
 
 namespace tfb::knn_lm {
 
+// What a prediction is mixed of.
 struct KnnLmArguments {
   const int32_t* neighbours;  // [rows][k], -1: none
   const float* keys;          // [entries][dim]
   const int32_t* values;      // [entries]
   DeviceView context;         // [batch, tokens, dim]
   DeviceView log_p;           // [batch, tokens, vocabulary], f32: the model's
-  DeviceView out;             // of the same shape, of any dtype; may be log_p
-  float* statistics;          // [rows][2]: agreement, neighbour mass
   int64_t rows;               // batch * tokens
   int64_t tokens;
   int64_t dim;
@@ -28,9 +27,23 @@ struct KnnLmArguments {
   int64_t lambda_strides[2];
 };
 
+struct KnnLmOutputs {
+  DeviceView out;     // [batch, tokens, vocabulary], of any dtype; may be log_p
+  float* statistics;  // [rows][2]: agreement, neighbour mass
+};
+
+struct KnnLmGradients {
+  DeviceView out;      // [batch, tokens, vocabulary], of any dtype: dL/dlog p
+  float* log_p;        // [rows][vocabulary]; written: dL/dlog p_LM
+  DeviceView context;  // [batch, tokens, dim], of any dtype; written, unless null
+  DeviceView lambda;   // f32 [batch, tokens]; written, unless null
+};
+
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct KnnLmKernels {
-  // Enqueues on the stream and returns null, or a text that says why it could not.
-  const char* (*mix)(const KnnLmArguments& arguments, void* stream);
+  const char* (*mix)(const KnnLmArguments& arguments, const KnnLmOutputs& outputs, void* stream);
+  const char* (*differentiate)(const KnnLmArguments& arguments, const KnnLmGradients& gradients,
+                               void* stream);
 };
 
 }  // namespace tfb::knn_lm

@@ -17,7 +17,6 @@
 #include "core/backward_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
-#include "core/thread_pool.h"
 #include "gtest/gtest.h"
 #include "memory/knn_lm/retrieval_testing.h"
 
@@ -64,6 +63,11 @@ struct Line {
 
   NamedTensors Run(Device device = Device::kCpu) const {
     return RunTechnique(KnnLm(), problem, ViewsOf(inputs), {options, device, 1, &parameters, 2})
+        .value();
+  }
+  RunAndGradients RunBackward(const NamedTensors& output_gradients, Device device) const {
+    return BackwardOfTechnique(KnnLm(), problem, ViewsOf(inputs), output_gradients,
+                               {options, device, 1, &parameters, 2})
         .value();
   }
   NamedTensors Define(const NamedTensors* computed = nullptr) const {
@@ -389,65 +393,149 @@ TEST(KnnLm, GradientsReachTheLambdaOfEachToken) {
 
 // One that is asked for without the input is of the option, token by token.
 TEST(KnnLm, TheOptionsLambdaHasAGradientToo) {
-  Line line({0, 0.5f}, {0, 1}, {2, 0}, {{"lambda", "0.25"}});
-  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
-  ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
-  NamedTensors g, of_option, of_input;
-  g["out"] = Floats({1, 2, 3}, {1, -2, 0.5f, 0.3f, 0.7f, -1});
-  const auto differentiate = [&](NamedTensors* gradients) {
-    ThreadPool pool(1);
-    (*gradients)["lambda"] = Tensor(DType::kF32, {1, 2});
-    Execution execution;
-    execution.pool = &pool;
-    Tensor workspace(DType::kU8, {int64_t{1} << 20}), kept(DType::kU8, {int64_t{1} << 16});
-    const auto bytes = [](Tensor& memory) {
-      return absl::MakeSpan(static_cast<std::byte*>(memory.raw()), memory.bytes());
-    };
-    execution.workspace = bytes(workspace);
-    NamedTensors outputs;
-    outputs["out"] = Tensor(DType::kF32, {1, 2, 3});
-    const Inputs inputs = ViewsOf(line.inputs);
-    ASSERT_TRUE(layer->Setup(inputs, execution).ok());
-    ASSERT_TRUE(layer->SetUpBackward(inputs, execution).ok());
-    execution.kept = bytes(kept);
-    ASSERT_TRUE(layer->Run(inputs, MutableViewsOf(outputs), execution).ok());
-    const absl::Status status = layer->Backward(
-        {inputs, ViewsOf(outputs), ViewsOf(g), MutableViewsOf(*gradients), {}}, execution);
-    ASSERT_TRUE(status.ok()) << status;
-  };
-  differentiate(&of_option);
-  line.inputs["lambda"] = Floats({1, 2}, {0.25f, 0.25f});
-  differentiate(&of_input);
-  EXPECT_EQ(MaxDifference(of_option.at("lambda").view(), of_input.at("lambda").view()), 0);
-  EXPECT_GT(MaxAbs(of_option.at("lambda").view()), 0.1);
+  for (const Device device : TestedDevices()) {
+    SCOPED_TRACE(Name(device));
+    Line line({0, 0.5f}, {0, 1}, {2, 0}, {{"lambda", "0.25"}});
+    NamedTensors g;
+    g["out"] = Floats({1, 2, 3}, {1, -2, 0.5f, 0.3f, 0.7f, -1});
+    const Tensor of_option = line.RunBackward(g, device).inputs.at("lambda").Clone();
+    line.inputs["lambda"] = Floats({1, 2}, {0.25f, 0.25f});
+    const Tensor of_input = line.RunBackward(g, device).inputs.at("lambda").Clone();
+    EXPECT_EQ(MaxDifference(of_option.view(), of_input.view()), 0);
+    EXPECT_GT(MaxAbs(of_option.view()), 0.1);
+  }
 }
 
 // A neighbour that is alone has the weight 1, wherever it is.
 TEST(KnnLm, ANeighbourThatIsAloneGivesTheContextNoGradient) {
   const Line line({0.3f, -2}, {1}, {2}, {{"lambda", "0.3"}});
-  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
-  ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
   NamedTensors g;
   g["out"] = Floats({1, 2, 3}, {0.1f, 0.7f, -1.3f, 2.1f, 0.3f, 0.9f});
-  const auto gradients = RunBackward(*layer, ViewsOf(line.inputs), g);
-  ASSERT_TRUE(gradients.ok()) << gradients.status();
-  EXPECT_EQ(MaxAbs(gradients->inputs.at("context").view()), 0);
+  for (const Device device : TestedDevices()) {
+    EXPECT_EQ(MaxAbs(line.RunBackward(g, device).inputs.at("context").view()), 0) << Name(device);
+  }
 }
 
 TEST(KnnLm, ALambdaBeyondItsRangeHasNoGradient) {
-  Line line({0, 0, 0}, {0, 1}, {2, 0});
-  line.inputs["lambda"] = Floats({1, 3}, {0.5f, 7, -3});
-  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
-  ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
+  Line line({0, 0, 0, 0}, {0, 1}, {2, 0});
+  line.inputs["lambda"] = Floats({1, 4}, {0.5f, 7, -3, kNan});
   NamedTensors g;
-  g["out"] = Floats({1, 3, 3}, {1, 0, 0, 1, 0, 0, 1, 0, 0});
-  const auto gradients = RunBackward(*layer, ViewsOf(line.inputs), g);
-  ASSERT_TRUE(gradients.ok()) << gradients.status();
-  const absl::Span<const float> of_lambda = gradients->inputs.at("lambda").span<float>();
+  g["out"] = Floats({1, 4, 3}, {1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0});
   const double far = std::exp(-1.0) / (1 + std::exp(-1.0)), p = 0.5 / 3 + 0.5 * far;
-  EXPECT_NEAR(of_lambda[0], (far - 1.0 / 3) / p, 1e-6);
-  EXPECT_EQ(of_lambda[1], 0);
-  EXPECT_EQ(of_lambda[2], 0);
+  for (const Device device : TestedDevices()) {
+    const RunAndGradients pass = line.RunBackward(g, device);
+    const absl::Span<const float> of_lambda = pass.inputs.at("lambda").span<float>();
+    EXPECT_NEAR(of_lambda[0], (far - 1.0 / 3) / p, 1e-6) << Name(device);
+    for (const int64_t token : {1, 2, 3}) EXPECT_EQ(of_lambda[token], 0) << Name(device);
+  }
+}
+
+// With lambda = 1 the tokens that no neighbour has are impossible.
+TEST(KnnLm, AnImpossibleTokenGivesNoGradient) {
+  const Line line({0, 0.5f}, {0, 1}, {2, 0}, {{"lambda", "1"}});
+  NamedTensors possible, all;
+  possible["out"] = Floats({1, 2, 3}, {0.5f, 0, 2, 1, 0, -1});
+  all["out"] = Floats({1, 2, 3}, {0.5f, 7, 2, 1, -3, -1});
+  for (const Device device : TestedDevices()) {
+    SCOPED_TRACE(Name(device));
+    const RunAndGradients expected = line.RunBackward(possible, device);
+    EXPECT_GT(MaxAbs(expected.inputs.at("context").view()), 0.1);
+    // Of the tokens that are possible dlog p / dlambda = 1 - 1 / (3 p), with p of the two neighbours.
+    const absl::Span<const float> of_lambda = expected.inputs.at("lambda").span<float>();
+    const double near = 1 / (1 + std::exp(-1.0));
+    EXPECT_NEAR(of_lambda[0], 0.5 * (1 - 1 / (3 - 3 * near)) + 2 * (1 - 1 / (3 * near)), 1e-6);
+    EXPECT_NEAR(of_lambda[1], 0, 1e-6);  // both have 1 / 2, and the gradients 1 and -1
+    ExpectSameBits(line.RunBackward(all, device).inputs, expected.inputs);
+  }
+}
+
+// ---- The backward pass on devices ----
+
+// Gives every fifth token no neighbours: by a context that is not finite, and one that is, but far from
+// all keys. Gives others a lambda of their own, in the range and out of it.
+template <class Retrieval>
+void GiveTokensOfAllKinds(Retrieval* random) {
+  const Problem& p = random->problem;
+  Tensor& lambda = random->inputs["lambda"] = Tensor(DType::kF32, {p.batch, p.query_tokens});
+  const TensorView context = random->inputs.at("context").view();
+  const float kinds[] = {0.3f, 0, 1, 0.9f, 1.5f, 0.01f, -1};
+  for (int64_t row = 0; row < p.batch * p.query_tokens; ++row) {
+    lambda.span<float>()[row] = kinds[row % 7];
+    if (row % 5 != 2) continue;
+    Fill(Slice(Slice(context, 0, row / p.query_tokens, 1), 1, row % p.query_tokens, 1),
+         row % 2 == 0 ? kNan : 1e30);
+  }
+}
+
+TEST(KnnLm, GradientsOnADeviceAreThoseOfTheCpu) {
+  Random random;
+  GiveTokensOfAllKinds(&random);
+  ExpectGradientsOfTheCpu(random, {{"temperature", "10"}});
+}
+
+TEST(KnnLm, GradientsOnADeviceOf1031TokensAnd140Channels) {
+  Random random;
+  random.problem = Problem::SelfAttention(1, 2, 9, 70);
+  random.options["vocabulary"] = "1031";
+  random.options["k"] = "3";
+  random.inputs =
+      RandomInputs(random.technique.InputSpecs(random.problem, random.options).value(), 5);
+  ExpectGradientsOfTheCpu(random, {{"temperature", "100"}});
+  GiveTokensOfAllKinds(&random);
+  ExpectGradientsOfTheCpu(random, {{"temperature", "100"}});
+}
+
+// More neighbours than a block has threads, of which many have the same token.
+TEST(KnnLm, GradientsOnADeviceOf150NeighboursWith7Tokens) {
+  Random random;
+  random.options["vocabulary"] = "7";
+  random.options["k"] = "150";
+  GiveTokensOfAllKinds(&random);
+  ExpectGradientsOfTheCpu(random, {{"temperature", "20"}});
+}
+
+// Of given neighbours some are none, some have no finite distance, and the weight of some is 0 in fp32.
+TEST(KnnLm, GradientsOnADeviceOfGivenNeighbours) {
+  Random random;
+  NamedTensors parameters = random.Parameters();
+  const TensorView keys = parameters.at("datastore.keys").view();
+  Fill(Slice(keys, 0, 3, 1), kInfinity);
+  Fill(Slice(keys, 0, 4, 1), kNan);
+  Fill(Slice(keys, 0, 5, 1), 1e30);
+  Tensor given(DType::kI32, {2, 37, 16});
+  for (int64_t n = 0; n < given.num_elements(); ++n) {
+    const int64_t row = n / 16, place = n % 16;
+    given.span<int32_t>()[n] = static_cast<int32_t>(row % 6 == 4     ? (place % 2 == 0 ? -1 : 4)
+                                                    : place % 5 == 1 ? -1
+                                                                     : (row + place) % 9);
+  }
+  random.inputs["neighbours"] = std::move(given);
+  ExpectGradientsOfTheCpu(random, {{"temperature", "10"}}, &parameters);
+}
+
+TEST(KnnLm, GradientsOnADeviceWithoutNeighbours) {
+  Random random;
+  random.options["k"] = "0";
+  const RunAndGradients of_cpu = random.RunBackward();
+  const RunAndGradients of_device = random.RunBackward({}, nullptr, KernelDevice());
+  ExpectSameGradients(of_cpu.parameters, of_device.parameters);
+  EXPECT_LE(MaxDifference(of_cpu.inputs.at("x").view(), of_device.inputs.at("x").view()),
+            Fp32Bound(of_cpu.inputs.at("x").view()));
+  for (const char* name : {"context", "lambda"}) {
+    EXPECT_EQ(MaxAbs(of_device.inputs.at(name).view()), 0) << name;
+  }
+}
+
+TEST(KnnLm, ANanOfTheModelReachesAllTokens) {
+  Line line({0, 0}, {0, 1}, {2, 0});
+  line.inputs["x"] = Floats({1, 2, 1}, {1, kNan});
+  for (const Device device : TestedDevices()) {
+    const NamedTensors outputs = line.Run(device);
+    for (const int64_t y : {0, 1, 2}) {
+      EXPECT_TRUE(std::isfinite(*outputs.at("out").view().At<float>(0, 0, y))) << Name(device);
+      EXPECT_TRUE(std::isnan(*outputs.at("out").view().At<float>(0, 1, y))) << Name(device);
+    }
+  }
 }
 
 // ---- What it reports, costs and refuses ----

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/cpu/kernels.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/flash/rows.h"
@@ -18,6 +19,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/spalm/spalm_cuda.h"
+#include "memory/spalm/spalm_functors.h"
 
 namespace tfb::spalm {
 namespace {
@@ -76,8 +78,10 @@ class SpalmLayer : public RetrievalLayer {
 
  protected:
   size_t predict_backward_workspace_bytes(int64_t rows, int threads) const override {
+    const int64_t dim = problem().model_dim();
     return Workspace::Measure([&](Workspace& w) { LayOutBackward(rows, w); }) +
-           OutputBackwardWorkspaceBytes(rows, threads);
+           std::max(OutputBackwardWorkspaceBytes(rows, threads),
+                    MatMulGradientWorkspaceBytes(device(), rows, dim, 1, threads));
   }
 
   absl::Status PredictBackward(const Tokens& tokens, const PredictionGradients& gradients,
@@ -91,21 +95,18 @@ class SpalmLayer : public RetrievalLayer {
     const TensorView dz(scratch.z_gradient, DType::kF32, states);
     const TensorView logits(scratch.logits, DType::kF32, of_vocabulary);
     const TensorView dlogits(scratch.logits_gradient, DType::kF32, of_vocabulary);
-    ForEachOfRows(tokens.rows(), rest.pool, [&](int64_t row) { PrepareRow(tokens, row, scratch); });
+    TFB_RETURN_IF_ERROR(Prepare(tokens, scratch, rest));
     TFB_RETURN_IF_ERROR(MatMul(output(), {z, {}, logits}, rest));
     TFB_RETURN_IF_ERROR(LogSoftmaxBackward(device(), logits, gradients.out, dlogits, rest));
     TFB_RETURN_IF_ERROR(MatMul(output_transposed(), {dlogits, {}, dz}, rest));
     const TensorView of_output = gradients.parameters.Get("output");
-    TFB_RETURN_IF_ERROR(MatMulGradient({dlogits, z, of_output, {}}, rest));
-    ForEachOfRows(tokens.rows(), rest.pool, [&](int64_t row) {
-      RowBackward(tokens, row, scratch);
-      if (gradients.x.empty()) return;
-      const int64_t b = row / tokens.x.dim(1), i = row % tokens.x.dim(1);
-      StoreRow(scratch.x_gradient + row * problem().model_dim(), problem().model_dim(), gradients.x,
-               gradients.x.Offset(b, i), gradients.x.stride(2));
-    });
-    AddToParameters(tokens, scratch, of_output, gradients.parameters.Get("spalm.gate"), rest.pool);
-    return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(MatMulGradient(device(), {dlogits, z, of_output, {}}, rest));
+    TFB_RETURN_IF_ERROR(DifferentiateScores(tokens, scratch, rest));
+    TFB_RETURN_IF_ERROR(ForEachInRows(device(), tokens.rows(), problem().model_dim(),
+                                      ToThroughGate(tokens, scratch, gradients.x), rest));
+    TFB_RETURN_IF_ERROR(
+        DifferentiateGate(tokens, scratch, gradients.parameters.Get("spalm.gate"), rest));
+    return of_output.empty() ? absl::OkStatus() : AddToOutput(tokens, scratch, of_output, rest);
   }
 
   size_t predict_workspace_bytes(int64_t rows, int threads) const override {
@@ -156,39 +157,69 @@ class SpalmLayer : public RetrievalLayer {
   // ---- The backward pass ----
 
   struct BackwardScratch {
-    float* x;           // [rows][model_dim]
-    float* mean;        // m, likewise
-    float* z;           // likewise
-    float* z_gradient;  // likewise; then dm
-    float* x_gradient;  // likewise
-    float* weights;     // w [rows][k]; 0 for what is no neighbour
-    float* scores;      // dc [rows][k]
-    float* gates;       // g [rows], then ds
-    float* logits;      // [rows][vocabulary]
+    float* x;            // [rows][model_dim] on the CPU
+    float* mean;         // m [rows][model_dim]
+    float* z;            // likewise
+    float* z_gradient;   // likewise; then dm
+    float* weights;      // w [rows][k]; unspecified for what is no neighbour
+    float* scores;       // dc [rows][k]
+    int32_t* places;     // [rows][k]: the neighbours' tokens; -1 for none
+    float* gates;        // g [rows]
+    float* gate_scores;  // ds [rows]
+    float* logits;       // [rows][vocabulary]
     float* logits_gradient;
   };
   BackwardScratch LayOutBackward(int64_t rows, Workspace& workspace) const {
     const int64_t dim = problem().model_dim(), k = retrieval().k;
     const auto take = [&](int64_t channels) { return workspace.Take<float>(rows * channels); };
     BackwardScratch scratch = {};
-    for (float** states :
-         {&scratch.x, &scratch.mean, &scratch.z, &scratch.z_gradient, &scratch.x_gradient}) {
-      *states = take(dim);
-    }
+    scratch.x = take(device() == Device::kCpu ? dim : 0);
+    for (float** states : {&scratch.mean, &scratch.z, &scratch.z_gradient}) *states = take(dim);
     scratch.weights = take(k);
     scratch.scores = take(k);
+    scratch.places = workspace.Take<int32_t>(rows * k);
     scratch.gates = take(1);
+    scratch.gate_scores = take(1);
     scratch.logits = take(retrieval().vocabulary);
     scratch.logits_gradient = take(retrieval().vocabulary);
     return scratch;
   }
 
+  ThroughGate ToThroughGate(const Tokens& tokens, const BackwardScratch& scratch,
+                            const TensorView& x_gradient) const {
+    return {
+        scratch.places,      embeddings_.data(),    gate_.data(),       scratch.gates,
+        scratch.gate_scores, scratch.scores,        scratch.z_gradient, ToDeviceView(x_gradient),
+        tokens.x.dim(1),     problem().model_dim(), retrieval().k};
+  }
+  SpalmGradientArguments ToArguments(const Tokens& tokens, const BackwardScratch& scratch,
+                                     const TensorView& of_output) const {
+    SpalmGradientArguments arguments = {};
+    arguments.places = scratch.places;
+    arguments.embeddings = embeddings_.data();
+    arguments.x = ToDeviceView(tokens.x);
+    arguments.mean = scratch.mean;
+    arguments.weights = scratch.weights;
+    arguments.gates = scratch.gates;
+    arguments.z_gradient = scratch.z_gradient;
+    arguments.scores = scratch.scores;
+    arguments.gate_scores = scratch.gate_scores;
+    arguments.output = ToDeviceView(of_output);
+    arguments.rows = tokens.rows();
+    arguments.tokens = tokens.x.dim(1);
+    arguments.dim = problem().model_dim();
+    arguments.vocabulary = retrieval().vocabulary;
+    arguments.k = static_cast<int>(retrieval().k);
+    return arguments;
+  }
+
   template <class Body>
-  static void ForEachOfRows(int64_t rows, ThreadPool* pool, const Body& body) {
+  static absl::Status ForEachOfRows(int64_t rows, ThreadPool* pool, const Body& body) {
     constexpr int64_t kRowsOfTask = 16;
     pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t first, int64_t end, int) {
       for (int64_t row = first; row < end; ++row) body(row);
     });
+    return absl::OkStatus();
   }
   static float Dot(const float* a, const float* b, int64_t dim) {
     float sum = 0;
@@ -196,21 +227,39 @@ class SpalmLayer : public RetrievalLayer {
     return sum;
   }
 
-  // Computes x, m, w, g and z of a row again. Without neighbours m is x, and g 1.
+  // Computes x, m, w, g and z again. Without neighbours m is x, and g 1.
+  absl::Status Prepare(const Tokens& tokens, const BackwardScratch& scratch,
+                       const Execution& execution) const {
+    if (device() == Device::kCpu) {
+      return ForEachOfRows(tokens.rows(), execution.pool,
+                           [&](int64_t row) { PrepareRow(tokens, row, scratch); });
+    }
+    SpalmArguments arguments = ToArguments(tokens, scratch.z);
+    arguments.gates = scratch.gates;
+    arguments.mean = scratch.mean;
+    arguments.weights = scratch.weights;
+    arguments.places = scratch.places;
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(
+        KernelsOn<SpalmKernels>(runtime->target()).aggregate(arguments, execution.stream));
+  }
   void PrepareRow(const Tokens& tokens, int64_t row, const BackwardScratch& scratch) const {
     const int64_t dim = problem().model_dim(), k = retrieval().k;
+    const int32_t* neighbours = tokens.neighbours + row * k;
     float *x = scratch.x + row * dim, *mean = scratch.mean + row * dim;
     float* weights = scratch.weights + row * k;
     LoadRow(tokens.x, tokens.x.Offset(row / tokens.x.dim(1), row % tokens.x.dim(1)),
             tokens.x.stride(2), dim, x);
+    for (int64_t n = 0; n < k; ++n) {
+      scratch.places[row * k + n] = neighbours[n] < 0 ? -1 : values()[neighbours[n]];
+    }
     scratch.gates[row] = 1;
-    if (Average(tokens.neighbours + row * k, x, weights, mean)) {
+    if (Average(neighbours, x, weights, mean)) {
       float sum = 0;
       for (int64_t n = 0; n < k; ++n) sum += weights[n];
       for (int64_t n = 0; n < k; ++n) weights[n] /= sum;
       scratch.gates[row] = 1 / (1 + std::exp(-Dot(gate_.data(), x, dim)));
     } else {
-      std::fill_n(weights, k, 0.0f);
       std::copy_n(x, dim, mean);
     }
     const float g = scratch.gates[row];
@@ -219,53 +268,68 @@ class SpalmLayer : public RetrievalLayer {
     }
   }
 
-  // Computes dx, dm in the place of dz, dc and ds.
-  void RowBackward(const Tokens& tokens, int64_t row, const BackwardScratch& scratch) const {
+  // Computes dc and ds.
+  absl::Status DifferentiateScores(const Tokens& tokens, const BackwardScratch& scratch,
+                                   const Execution& execution) const {
+    if (device() == Device::kCpu) {
+      return ForEachOfRows(tokens.rows(), execution.pool,
+                           [&](int64_t row) { DifferentiateScoresOfRow(row, scratch); });
+    }
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(KernelsOn<SpalmKernels>(runtime->target())
+                        .differentiate_scores(ToArguments(tokens, scratch, {}), execution.stream));
+  }
+  void DifferentiateScoresOfRow(int64_t row, const BackwardScratch& scratch) const {
     const int64_t dim = problem().model_dim(), k = retrieval().k;
-    const float *x = scratch.x + row * dim, *mean = scratch.mean + row * dim;
-    float *dz = scratch.z_gradient + row * dim, *dx = scratch.x_gradient + row * dim;
-    const float g = scratch.gates[row];
-    const float ds = (Dot(dz, x, dim) - Dot(dz, mean, dim)) * g * (1 - g);
-    for (int64_t c = 0; c < dim; ++c) {
-      dx[c] = g * dz[c] + ds * gate_.data()[c];
-      dz[c] *= 1 - g;
+    const float *dz = scratch.z_gradient + row * dim, g = scratch.gates[row];
+    const float dz_mean = Dot(dz, scratch.mean + row * dim, dim);
+    scratch.gate_scores[row] = GateScoreGradient(Dot(dz, scratch.x + row * dim, dim), dz_mean, g);
+    for (int64_t n = row * k; n < (row + 1) * k; ++n) {
+      scratch.scores[n] = 0;
+      if (scratch.places[n] < 0) continue;
+      const float dz_embedding = Dot(dz, embeddings_.data() + scratch.places[n] * dim, dim);
+      scratch.scores[n] = ScoreGradient(scratch.weights[n], dz_embedding, dz_mean, g);
     }
-    const float of_mean = Dot(dz, mean, dim);
-    for (int64_t n = 0; n < k; ++n) {
-      const float* embedding = EmbeddingOf(tokens.neighbours[row * k + n]);
-      float& score = scratch.scores[row * k + n];
-      score = 0;
-      if (embedding == nullptr) continue;
-      score = scratch.weights[row * k + n] * (Dot(dz, embedding, dim) - of_mean);
-      for (int64_t c = 0; c < dim; ++c) dx[c] += score * embedding[c];
-    }
-    scratch.gates[row] = ds;
   }
 
-  // Adds dy_i to the rows of `output`, and dw_g, in the order of the rows: a task has some of the
-  // channels.
-  void AddToParameters(const Tokens& tokens, const BackwardScratch& scratch,
-                       const TensorView& of_output, const TensorView& of_gate,
-                       ThreadPool* pool) const {
+  // Computes dw_g, which is a product: x^T ds.
+  absl::Status DifferentiateGate(const Tokens& tokens, const BackwardScratch& scratch,
+                                 const TensorView& of_gate, const Execution& execution) const {
+    if (of_gate.empty()) return absl::OkStatus();
+    const TensorView ds(scratch.gate_scores, DType::kF32, {tokens.x.dim(0), tokens.x.dim(1), 1});
+    const TensorView column(of_gate.mutable_data(), DType::kF32, {of_gate.dim(0), 1},
+                            {of_gate.stride(0), 1});
+    return MatMulGradient(device(), {tokens.x, ds, column, {}}, execution);
+  }
+
+  // Adds dy_i to the rows of `output`, in an order that is fixed.
+  absl::Status AddToOutput(const Tokens& tokens, const BackwardScratch& scratch,
+                           const TensorView& of_output, const Execution& execution) const {
+    if (device() == Device::kCpu) {
+      AddToOutputCpu(tokens, scratch, of_output, execution.pool);
+      return absl::OkStatus();
+    }
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(KernelsOn<SpalmKernels>(runtime->target())
+                        .add_to_output(ToArguments(tokens, scratch, of_output), execution.stream));
+  }
+  // A task has some of the channels.
+  void AddToOutputCpu(const Tokens& tokens, const BackwardScratch& scratch,
+                      const TensorView& of_output, ThreadPool* pool) const {
     constexpr int64_t kChannelsOfTask = 16;
     const int64_t dim = problem().model_dim(), k = retrieval().k;
-    const auto add = [&](int64_t begin, int64_t end, int) {
+    pool->ParallelForRanges(dim, kChannelsOfTask, [&](int64_t begin, int64_t end, int) {
       for (int64_t row = 0; row < tokens.rows(); ++row) {
         const float *x = scratch.x + row * dim, *dm = scratch.z_gradient + row * dim;
-        for (int64_t c = begin; c < end && !of_gate.empty(); ++c) {
-          *of_gate.MutableAt<float>(c) += scratch.gates[row] * x[c];
-        }
-        for (int64_t n = 0; n < k && !of_output.empty(); ++n) {
-          const int32_t neighbour = tokens.neighbours[row * k + n];
-          if (neighbour < 0) continue;
-          const float weight = scratch.weights[row * k + n], score = scratch.scores[row * k + n];
+        for (int64_t n = row * k; n < (row + 1) * k; ++n) {
+          if (scratch.places[n] < 0) continue;
+          const float weight = scratch.weights[n], score = scratch.scores[n];
           for (int64_t c = begin; c < end; ++c) {
-            *of_output.MutableAt<float>(values()[neighbour], c) += weight * dm[c] + score * x[c];
+            *of_output.MutableAt<float>(scratch.places[n], c) += weight * dm[c] + score * x[c];
           }
         }
       }
-    };
-    pool->ParallelForRanges(dim, kChannelsOfTask, add);
+    });
   }
 
   Scratch LayOut(DType dtype, int64_t rows, Workspace& workspace) const {
@@ -343,7 +407,7 @@ class SpalmLayer : public RetrievalLayer {
     execution.pool->ParallelForRanges(tokens.rows(), kRowsOfTask, aggregate);
   }
 
-  absl::Status AggregateCuda(const Tokens& tokens, float* z, const Execution& execution) const {
+  SpalmArguments ToArguments(const Tokens& tokens, float* z) const {
     SpalmArguments arguments = {};
     arguments.neighbours = tokens.neighbours;
     arguments.values = values();
@@ -351,14 +415,18 @@ class SpalmLayer : public RetrievalLayer {
     arguments.gate = gate_.data();
     arguments.x = ToDeviceView(tokens.x);
     arguments.z = z;
-    arguments.statistics = statistics_.mutable_data();
+    arguments.gates = statistics_.mutable_data();
     arguments.rows = tokens.rows();
     arguments.tokens = tokens.x.dim(1);
     arguments.dim = problem().model_dim();
     arguments.k = static_cast<int>(retrieval().k);
+    return arguments;
+  }
+
+  absl::Status AggregateCuda(const Tokens& tokens, float* z, const Execution& execution) const {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
-    return ToStatus(
-        KernelsOn<SpalmKernels>(runtime->target()).aggregate(arguments, execution.stream));
+    return ToStatus(KernelsOn<SpalmKernels>(runtime->target())
+                        .aggregate(ToArguments(tokens, z), execution.stream));
   }
 
   DeviceArray<float> embeddings_;  // the parameter `output`, a row a token

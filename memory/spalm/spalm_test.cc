@@ -168,6 +168,81 @@ TEST(Spalm, MissingNeighboursAreLeftOutOfTheAverage) {
   plane.ExpectState(0, 1);
 }
 
+// ---- The backward pass on devices ----
+
+// Gives every fifth token a context that finds no neighbour.
+void LoseTokens(Random* random) {
+  const Problem& p = random->problem;
+  for (int64_t row = 2; row < p.batch * p.query_tokens; row += 5) {
+    const TensorView sequence =
+        Slice(random->inputs.at("context").view(), 0, row / p.query_tokens, 1);
+    Fill(Slice(sequence, 1, row % p.query_tokens, 1), kNan);
+  }
+}
+
+void ExpectGradientsOfTheCpu(const Random& random) { knn_lm::ExpectGradientsOfTheCpu(random, {}); }
+
+TEST(Spalm, GradientsOnADeviceAreThoseOfTheCpu) {
+  Random random;
+  LoseTokens(&random);
+  ExpectGradientsOfTheCpu(random);
+}
+
+TEST(Spalm, GradientsOnADeviceOf131TokensAnd140Channels) {
+  Random random;
+  random.problem = Problem::SelfAttention(1, 2, 9, 70);
+  random.options["vocabulary"] = "131";
+  random.options["k"] = "3";
+  random.inputs =
+      RandomInputs(random.technique.InputSpecs(random.problem, random.options).value(), 5);
+  ExpectGradientsOfTheCpu(random);
+  LoseTokens(&random);
+  ExpectGradientsOfTheCpu(random);
+}
+
+// More neighbours than a block has threads, which all have one of three tokens.
+TEST(Spalm, GradientsOnADeviceOf150NeighboursWith3Tokens) {
+  Random random;
+  random.options["vocabulary"] = "3";
+  random.options["k"] = "150";
+  LoseTokens(&random);
+  ExpectGradientsOfTheCpu(random);
+}
+
+TEST(Spalm, GradientsOnADeviceOfGivenNeighbours) {
+  Random random;
+  Tensor given(DType::kI32, {2, 37, 6});
+  for (int64_t n = 0; n < given.num_elements(); ++n) {
+    const int64_t row = n / 6, place = n % 6;
+    const bool is_none = row % 6 == 4 || (row + place) % 4 == 1;
+    given.span<int32_t>()[n] = static_cast<int32_t>(is_none ? -1 : (7 * row + place) % 300);
+  }
+  random.inputs["neighbours"] = std::move(given);
+  ExpectGradientsOfTheCpu(random);
+}
+
+// The average of one embedding is that, whatever its score.
+TEST(Spalm, TheScoreOfANeighbourThatIsAloneHasNoGradient) {
+  Plane plane({1, 2}, {3, -1, 1, 0, 0, 1}, {0}, {-1000, 0});  // g = 0
+  NamedTensors g;
+  g["out"] = Tensor(DType::kF32, {1, 1, 3});
+  FillNormal(&g["out"], 1, "gradient");
+  const auto differentiate = [&](Device device) {
+    return BackwardOfTechnique(Spalm(), plane.problem, ViewsOf(plane.inputs), g,
+                               {plane.options, device, 1, &plane.parameters, 2})
+        .value();
+  };
+  const Tensor of_output = differentiate(Device::kCpu).parameters.at("output").Clone();
+  for (const Device device : TestedDevices()) {
+    const RunAndGradients pass = differentiate(device);
+    EXPECT_EQ(MaxAbs(pass.inputs.at("x").view()), 0) << Name(device);
+    EXPECT_EQ(MaxAbs(pass.parameters.at("spalm.gate").view()), 0) << Name(device);
+    EXPECT_LE(MaxDifference(pass.parameters.at("output").view(), of_output.view()),
+              Fp32Bound(of_output.view()))
+        << Name(device);
+  }
+}
+
 // ---- What it reports, costs and refuses ----
 
 TEST(Spalm, TheStatisticIsTheMeanGateWhichIsOneForATokenWithoutNeighbours) {
