@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "adaptive/depth_adaptive/oracle.h"
@@ -191,6 +192,46 @@ TEST(DepthAdaptive, GradientsOfMixedExitsAreTheCpusOnEveryDevice) {
         if (loss.empty() || name == loss) of_loss[name] = gradient.Clone();
       }
       ExpectGradientsOfTheCpu(problem, options, inputs, of_loss);
+    }
+  }
+}
+
+// Segments without a memory, so that nothing but the sequence's classifier reads across their borders,
+// where gradients stop: of it the definition's slopes are those of its own parameters.
+TEST(DepthAdaptive, GradientsOfMixedExitsAreThoseOfTheDefinitionOnEveryDevice) {
+  const Problem problem = Make(2, 13, 4);
+  for (const Device device : TestedDevices()) {
+    for (const absl::string_view classifier : {"geometric", "multinomial", "sequence"}) {
+      SCOPED_TRACE(absl::StrCat(classifier, " ", Name(device)));
+      const Options options = {{"layers", "4"},
+                               {"segment", "5"},
+                               {"memory", "0"},
+                               {"feed_forward_dim", "9"},
+                               {"classifier", std::string(classifier)}};
+      const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+      NamedTensors inputs = InputsFor(problem), parameters, checked;
+      inputs["exits"] = MixedExits(problem, 4);
+      for (const auto& [name, tensor] : layer->parameters()) {
+        parameters[name] = tensor.Clone();
+        if (MaxAbs(tensor.view()) == 0) FillNormal(&parameters[name], 5, name, 0, 0.1);
+      }
+      const NamedTensors of_outputs = RandomOutputGradients(*layer, 7);
+      auto pass = BackwardOfTechnique(DepthAdaptive(), problem, ViewsOf(inputs), of_outputs,
+                                      {options, device, 1, &parameters});
+      ASSERT_TRUE(pass.ok()) << pass.status();
+      for (auto& [name, gradient] : pass->parameters) {
+        const bool is_classifiers = absl::StrContains(name, classifier);
+        if (is_classifiers || classifier != "sequence") checked[name] = std::move(gradient);
+      }
+      if (classifier != "sequence") checked["x"] = std::move(pass->inputs.at("x"));
+      EXPECT_EQ(checked.size(), classifier == "sequence" ? 2 : parameters.size() + 1);
+      const DepthAdaptive technique;
+      const auto slopes =
+          SlopesOf({&technique, problem, options, &parameters, &inputs, &of_outputs}, checked);
+      ASSERT_TRUE(slopes.ok()) << slopes.status();
+      for (const Slope& slope : *slopes) {
+        EXPECT_LE(std::abs(slope.of_layer - slope.of_definition), slope.bound) << slope.name;
+      }
     }
   }
 }

@@ -758,6 +758,8 @@ TEST(UniversalTransformer, GradientsOfTokensThatHaltAtDifferentStepsAreTheCpusOn
         for (const auto& [name, gradient] : of_cpu) {
           // That of the keys' bias is a sum that cancels, of what that of their matrix sums.
           const Tensor& scale = name == "attention.b_k" ? of_cpu.at("attention.w_k") : gradient;
+          for (const float value : gradient.span<float>())
+            ASSERT_TRUE(std::isfinite(value)) << name;
           EXPECT_LE(MaxDifference(of_device.at(name).view(), gradient.view()),
                     2 * Bound(scale.view()))
               << name;
