@@ -84,12 +84,12 @@ StepsBackward::Scratch StepsBackward::LayOut(Workspace& workspace) const {
   scratch.queries = of_dtype(s.query_width);
   scratch.context = of_dtype(s.context_width);
   scratch.log_sum_exp = floats(problem_.query_heads);
+  scratch.log_sum_exp_rest = floats(problem_.query_heads);
   if (device_ == Device::kCpu) {
     scratch.delta = floats(problem_.query_heads);
     scratch.place_of_row = workspace.Take<int32_t>(s.rows);
     scratch.row = workspace.Take<int32_t>(s.rows);
   } else {
-    scratch.log_sum_exp_rest = floats(problem_.query_heads);
     scratch.numbers = {floats(problem_.query_heads), floats(problem_.query_heads),
                        floats(problem_.query_heads), problem_.query_tokens};
   }
@@ -268,8 +268,9 @@ FlashCall StepsBackward::FlashOf(const Walk& walk) const {
   };
   call.q = of_places(scratch.queries, s.query_width);
   call.out = of_places(scratch.context, s.context_width);
-  call.log_sum_exp = TensorView(scratch.log_sum_exp, DType::kF32, {batch, heads, walk.active},
-                                {0, walk.active, 1});
+  const Shape numbers = {batch, heads, walk.active}, strides = {0, walk.active, 1};
+  call.log_sum_exp = TensorView(scratch.log_sum_exp, DType::kF32, numbers, strides);
+  call.log_sum_exp_rest = TensorView(scratch.log_sum_exp_rest, DType::kF32, numbers, strides);
   call.query_order.tokens = scratch.place_of_row;
   call.query_order.batch_stride = tokens;
   call.schedule = &schedule_;

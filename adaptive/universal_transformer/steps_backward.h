@@ -78,7 +78,7 @@ class StepsBackward {
     TensorView queries;       // by place, in that dtype
     TensorView context;       // likewise
     float* log_sum_exp;       // [heads][places]; on CUDA [batch, heads, tokens]
-    float* log_sum_exp_rest;  // CUDA: what rounding took from it
+    float* log_sum_exp_rest;  // likewise: what rounding took from it
     float* delta;             // CPU
     RowNumbers numbers;       // CUDA
     float* attended;          // what the first norm reads, by place

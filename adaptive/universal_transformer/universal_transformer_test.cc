@@ -796,6 +796,40 @@ TEST(UniversalTransformer, OfThePonderAloneTheGradientsAreTheCpusOnEveryDevice) 
   }
 }
 
+// A row's weights sum to 1, so that db_v = sum of dv = sum of dc = W_o db_o, also where all scores are
+// near 4096, and the log-sum-exp is rounded to 2^-12.
+TEST(UniversalTransformer, GradientsOfWeightsThatSumToOneKnowTheLogSumExpBeyondItsRounding) {
+  const Problem problem = Self(1, 2, 70, 8);
+  const Options options = {{"halting", "none"}, {"steps", "1"}, {"bias", "true"}};
+  NamedTensors parameters = Parameters(problem, options);
+  const double bias = std::sqrt(4096 / std::sqrt(8.0));
+  for (const char* name : {"attention.b_q", "attention.b_k"}) {
+    Fill(parameters.at(name).view(), bias);
+  }
+  NamedTensors of_out;
+  of_out["out"] = Tensor(DType::kF32, {1, 70, 16});
+  FillNormal(&of_out["out"], 7, "gradient");
+  for (const Device device : TestedDevices()) {
+    RunRequest request{options, device};
+    request.parameters = &parameters;
+    const NamedTensors inputs = Random(problem);
+    const auto pass =
+        BackwardOfTechnique(UniversalTransformer(), problem, ViewsOf(inputs), of_out, request);
+    ASSERT_TRUE(pass.ok()) << pass.status();
+    const auto of_b_o = pass->parameters.at("attention.b_o").span<float>();
+    const auto w_o = parameters.at("attention.w_o").span<float>();
+    Tensor expected(DType::kF64, {16});
+    for (int64_t r = 0; r < 16; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < 16; ++c) sum += static_cast<double>(w_o[r * 16 + c]) * of_b_o[c];
+      expected.span<double>()[r] = sum;
+    }
+    EXPECT_LE(MaxDifference(pass->parameters.at("attention.b_v").view(), expected.view()),
+              Fp32Bound(expected.view()))
+        << Name(device);
+  }
+}
+
 // Without halting, 2 equal layers: what is kept is a state a step.
 TEST(UniversalTransformer, AStepMoreKeepsOneState) {
   const Problem problem = Self(2, 2, 40, 8);
