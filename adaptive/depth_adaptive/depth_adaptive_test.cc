@@ -182,7 +182,7 @@ TEST(DepthAdaptive, GradientsOfMixedExitsAreTheCpusOnEveryDevice) {
     const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
     const NamedTensors of_all = RandomOutputGradients(*layer, 7);
     ASSERT_EQ(of_all.size(), 3u);
-    // Those of the outputs know no classifier.
+    // The gradients of the outputs know no classifier.
     const bool is_first = classifier == absl::string_view("geometric");
     for (const absl::string_view loss : {"out", "exit_outputs", "exit_probabilities", ""}) {
       if (!is_first && !loss.empty() && loss != "exit_probabilities") continue;

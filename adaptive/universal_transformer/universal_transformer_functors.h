@@ -41,8 +41,9 @@ struct KeepRowsOfTokens {
 
 // ---- Halting ----
 
-// What step n = step + 1 says of token r, for n <= N_t: the logit z^n = w . u + b of the row u that the
-// halting probability is of, and q^n = g . S^n; for other steps 0. Sums are float64.
+// Computes two numbers of token r and step n = step + 1, for n <= N_t: the logit z^n = w . u + b of the
+// row u that the halting probability is of, and q^n = g . S^n; they are 0 for other steps. Sums are
+// float64.
 struct HaltingProducts {
   const int32_t* stop;
   const float* halting_rows;  // [rows, channels]

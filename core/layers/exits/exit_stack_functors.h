@@ -66,7 +66,7 @@ struct GradientsOfLeaving {
 };
 
 // Moves the gradients of tokens that left before the layer to `passing`, so that they are 0 for the
-// layer, ...
+// layer.
 struct HoldBackGone {
   RolesOfSegment of;
   DeviceView gradient;  // f32 [batch, tokens, channels]
@@ -88,7 +88,7 @@ struct HoldBackGone {
   }
 };
 
-// ... and adds them to what such tokens have as keys of the layer.
+// Adds them, behind the layer, to what such tokens have as keys of it.
 struct LetGonePass {
   RolesOfSegment of;
   DeviceView gradient;

@@ -235,7 +235,7 @@ class Block {
 
 // A Run whose backward pass begins.
 struct PastRun {
-  // What came out of each layer, f32 [layers, batch, query_tokens, model_dim], contiguous. The last
+  // The layers' outputs, f32 [layers, batch, query_tokens, model_dim], contiguous. The last
   // layer's is there where the blocks write the outputs.
   ConstTensorView next_states;
   const Inputs& output_gradients;
