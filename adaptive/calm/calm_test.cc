@@ -543,6 +543,50 @@ TEST(Calm, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   EXPECT_GE(same, 58);
 }
 
+// The exits' losses weighed in proportion to the layer, as its section 4.1 trains them, with that of
+// the outputs of tokens that leave where the confidence says so.
+TEST(Calm, GradientsOfItsOwnExitsAreTheCpusOnEveryDevice) {
+  const Problem problem = CausalProblem(2, 2, 27, 8);
+  struct Rule {
+    const char* confidence;
+    const char* threshold;
+    size_t exits;  // saturation is not asked after the first layer
+  };
+  for (const auto& [confidence, threshold, exits_taken] :
+       {Rule{"softmax", "0.3", 3}, Rule{"saturation", "0.7", 2}, Rule{"classifier", "0.5", 3}}) {
+    SCOPED_TRACE(confidence);
+    const Options options = {
+        {"layers", "3"},     {"segment", "12"},          {"memory", "7"},
+        {"vocabulary", "9"}, {"confidence", confidence}, {"threshold", threshold}};
+    const NamedTensors inputs = InputsFor(problem);
+    NamedTensors of_outputs;
+    of_outputs["out"] = Tensor(DType::kF32, inputs.at("x").shape());
+    of_outputs["exit_outputs"] = Tensor(DType::kF32, {2, 3, 27, problem.model_dim()});
+    for (auto& [name, gradient] : of_outputs) FillNormal(&gradient, 7, name);
+    const TensorView of_exits = of_outputs.at("exit_outputs").view();
+    for (int64_t e = 0; e < of_exits.num_elements(); ++e) {
+      const int64_t n = e / (27 * problem.model_dim()) % 3 + 1;
+      of_exits.Set(e, of_exits.Get(e) * static_cast<double>(n) / 6);
+    }
+    const auto expected =
+        BackwardOfTechnique(Calm(), problem, ViewsOf(inputs), of_outputs, {options});
+    ASSERT_TRUE(expected.ok()) << expected.status();
+    const std::vector<int> exits = ExitsOf(expected->outputs);
+    EXPECT_EQ(std::set<int>(exits.begin(), exits.end()).size(), exits_taken);
+    const auto found = BackwardOfTechnique(Calm(), problem, ViewsOf(inputs), of_outputs,
+                                           {options, KernelDevice()});
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_EQ(ExitsOf(found->outputs), exits);
+    for (const auto& [name, gradient] : expected->parameters) {
+      EXPECT_LE(MaxDifference(found->parameters.at(name).view(), gradient.view()),
+                2 * Fp32Bound(gradient.view()))
+          << name;
+    }
+    const ConstTensorView of_x = expected->inputs.at("x").view();
+    EXPECT_LE(MaxDifference(found->inputs.at("x").view(), of_x), 2 * Fp32Bound(of_x));
+  }
+}
+
 TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
   const Problem problem = CausalProblem(1, 2, 3, 4);
   const Options options = {{"layers", "4"}, {"vocabulary", "9"}, {"confidence", "saturation"}};

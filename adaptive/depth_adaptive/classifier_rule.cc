@@ -25,8 +25,9 @@ int32_t ArgMax(const float* scores, int64_t count) {
   return static_cast<int32_t>(std::max_element(scores, scores + count) - scores);
 }
 
-DeviceProbabilities ToDevice(const TensorView& view) {
-  return {view.MutableAt<float>(0), view.stride(0), view.stride(1), view.stride(2), view.dim(1)};
+DeviceProbabilities ToDevice(const ConstTensorView& view) {
+  return {static_cast<float*>(const_cast<void*>(view.data)), view.stride(0), view.stride(1),
+          view.stride(2), view.dim(1)};
 }
 
 }  // namespace
@@ -230,146 +231,98 @@ absl::Status ClassifierRule::WriteGeometric(int64_t n, const ConstTensorView& st
 
 // ---- The backward pass of the probabilities ----
 
-namespace {
-
-constexpr int64_t kMostLayers = 32;
-
-float Dot(const float* a, const float* b, int64_t size) {
-  double sum = 0;
-  for (int64_t c = 0; c < size; ++c) sum += static_cast<double>(a[c]) * b[c];
-  return static_cast<float>(sum);
+ClassifierRule::Memory ClassifierRule::LayOut(Workspace& workspace) const {
+  Memory memory = {};
+  memory.of_logits = workspace.Take<float>(problem_.batch * problem_.query_tokens * classes());
+  if (Is(Classifier::kSequence)) {
+    memory.means = workspace.Take<float>(problem_.batch * segments() * problem_.model_dim());
+  }
+  return memory;
 }
 
-}  // namespace
-
-// With chi^n = sigmoid(z_n), q(n) = chi^n S_n, S_n = prod_(n' < n) (1 - chi^n') and g = dL/dq:
-//
-//   dz_n = g_n q(n) (1 - chi^n) - chi^n sum_(m > n) g_m q(m)
-void ClassifierRule::GeometricBackward(const ProbabilityGradients& gradients, int64_t b,
-                                       int64_t t) const {
-  const int64_t width = problem_.model_dim(), last = options_.layers - 1;
-  const ConstTensorView& g = gradients.of_probabilities;
-  float chi[kMostLayers], q[kMostLayers], left = 1;
-  for (int64_t n = 0; n < last; ++n) {
-    const float z =
-        Dot(weights_.data() + n * width, gradients.states(n + 1).At<float>(b, t), width) +
-        bias_.data()[n];
-    chi[n] = 1 / (1 + std::exp(-z));
-    q[n] = left * chi[n];
-    left /= 1 + std::exp(z);
-  }
-  float* const dz = LogitsOf(gradients, b, t);
-  float later = *g.At<float>(b, t, last) * left;
-  for (int64_t n = last - 1; n >= 0; --n) {
-    const float own = *g.At<float>(b, t, n) * q[n];
-    dz[n] = own * (1 - chi[n]) - chi[n] * later;
-    later += own;
-  }
+size_t ClassifierRule::probability_memory_bytes() const {
+  if (!has_probabilities()) return 0;
+  return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
 }
 
-// dz_n = q(n) (g_n - sum_m g_m q(m)); without scores the probabilities are constants.
-void ClassifierRule::SoftmaxBackward(const ProbabilityGradients& gradients, const float* scores,
-                                     int64_t b, int64_t t) const {
-  const ConstTensorView& g = gradients.of_probabilities;
-  float* const dz = LogitsOf(gradients, b, t);
-  if (scores == nullptr) {
-    std::fill_n(dz, options_.layers, 0.0f);
-    return;
+absl::Status ClassifierRule::DifferentiateLogits(const ConstTensorView& of_probabilities,
+                                                 const Memory& memory,
+                                                 const Execution& execution) const {
+  const int64_t rows = problem_.batch * problem_.query_tokens;
+  const DeviceProbabilities g = ToDevice(of_probabilities);
+  if (Is(Classifier::kGeometric)) {
+    return ForEach(device_, rows, GeometricGradient{g, memory.of_logits, classes()}, execution);
   }
-  const float largest = *std::max_element(scores, scores + options_.layers);
-  float sum = 0, mean = 0;
-  for (int64_t n = 0; n < options_.layers; ++n) sum += std::exp(scores[n] - largest);
-  for (int64_t n = 0; n < options_.layers; ++n) {
-    dz[n] = std::exp(scores[n] - largest) / sum;
-    mean += *g.At<float>(b, t, n) * dz[n];
-  }
-  for (int64_t n = 0; n < options_.layers; ++n) dz[n] *= *g.At<float>(b, t, n) - mean;
+  const int64_t constant = Is(Classifier::kSequence) ? options_.segment : 0;
+  return ForEach(device_, rows, SoftmaxGradient{g, memory.of_logits, classes(), constant},
+                 execution);
 }
 
-float ClassifierRule::MeanBefore(const ConstTensorView& states, int64_t b, int64_t begin,
-                                 int64_t c) const {
-  float sum = 0;
-  for (int64_t t = begin - options_.segment; t < begin; ++t) sum += *states.At<float>(b, t, c);
-  return sum / static_cast<float>(options_.segment);
-}
+absl::Status ClassifierRule::DifferentiateProbabilities(const ProbabilityGradients& gradients,
+                                                        const Execution& execution) const {
+  const int64_t width = problem_.model_dim(), tokens = problem_.query_tokens;
+  const int64_t rows = problem_.batch * tokens;
+  Workspace workspace(gradients.memory);
+  const Memory memory = LayOut(workspace);
+  ClassifierRows read = {};
+  read.rows = gradients.states.At<float>(0);
+  read.class_stride = Is(Classifier::kGeometric) ? rows * width : 0;
+  read.tokens = tokens;
+  read.segments = segments();
+  read.segment = segment();
+  read.channels = width;
+  if (Is(Classifier::kSequence)) {
+    const MeansOfSegments means = {read.rows, memory.means, tokens, segments(), segment(), width};
+    TFB_RETURN_IF_ERROR(
+        ForEachInRows(device_, problem_.batch * segments(), width, means, execution));
+    read.rows = memory.means;
+  }
+  TFB_RETURN_IF_ERROR(
+      ForEach(device_, rows * classes(),
+              ClassifierLogits{read, weights_.data(), bias_.data(), memory.of_logits, classes()},
+              execution));
+  TFB_RETURN_IF_ERROR(DifferentiateLogits(gradients.of_probabilities, memory, execution));
 
-void ClassifierRule::DifferentiateProbabilities(const ProbabilityGradients& gradients,
-                                                ThreadPool* pool) const {
-  const int64_t width = problem_.model_dim(), layers = options_.layers;
-  const int64_t total = problem_.query_tokens;
-  const ConstTensorView first = gradients.states(1);
-  const int64_t classes = Is(Classifier::kGeometric) ? layers - 1 : layers;
-  // The tokens that share their logits: a segment, or one.
-  const int64_t count = Is(Classifier::kSequence) ? options_.segment : 1;
-  const int64_t parts = (total + count - 1) / count;
-  pool->ParallelForRanges(problem_.batch * parts, kRowsOfTask, [&](int64_t from, int64_t to, int) {
-    for (int64_t part = from; part < to; ++part) {
-      const int64_t b = part / parts, begin = part % parts * count;
-      float scores[kMostLayers];
-      const bool has_scores = !Is(Classifier::kSequence) || begin > 0;
-      for (int64_t n = 0; n < layers && has_scores && !Is(Classifier::kGeometric); ++n) {
-        const float* weights = weights_.data() + n * width;
-        scores[n] = bias_.data()[n];
-        if (Is(Classifier::kMultinomial)) {
-          scores[n] += Dot(weights, first.At<float>(b, begin), width);
-          continue;
-        }
-        for (int64_t c = 0; c < width; ++c) {
-          scores[n] += weights[c] * MeanBefore(first, b, begin, c);
-        }
-      }
-      for (int64_t t = begin; t < std::min(begin + count, total); ++t) {
-        if (Is(Classifier::kGeometric)) {
-          GeometricBackward(gradients, b, t);
-        } else {
-          SoftmaxBackward(gradients, has_scores ? scores : nullptr, b, t);
-        }
-      }
-    }
-  });
-
-  // The sums over tokens, in their order: a task has some of the channels.
   const TensorView w = gradients.parameters.Get(names_.w);
-  const TensorView bias = gradients.parameters.Get(names_.b);
-  const auto at = [&](int64_t n, int64_t c) -> float& {
-    return Is(Classifier::kGeometric) ? *w.MutableAt<float>(n, c) : *w.MutableAt<float>(c, n);
-  };
-  pool->ParallelForRanges(w.empty() ? 0 : width, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
-    for (int64_t c = begin; c < end; ++c) {
-      for (int64_t b = 0; b < problem_.batch; ++b) {
-        float mean = 0;
-        for (int64_t t = 0; t < total; ++t) {
-          if (Is(Classifier::kSequence) && t % count == 0) {
-            mean = t == 0 ? 0 : MeanBefore(first, b, t, c);
-          }
-          const float* dz = LogitsOf(gradients, b, t);
-          for (int64_t n = 0; n < classes; ++n) {
-            const float x = Is(Classifier::kSequence) ? mean
-                            : Is(Classifier::kGeometric)
-                                ? *gradients.states(n + 1).At<float>(b, t, c)
-                                : *first.At<float>(b, t, c);
-            at(n, c) += dz[n] * x;
-          }
-        }
-      }
-    }
-  });
-  for (int64_t row = 0; row < problem_.batch * total && !bias.empty(); ++row) {
-    for (int64_t n = 0; n < classes; ++n) {
-      *bias.MutableAt<float>(n) += gradients.of_logits[row * layers + n];
-    }
+  if (!w.empty()) {
+    const int class_axis = Is(Classifier::kGeometric) ? 0 : 1;
+    const ClassifierWeightGradient of_weights = {read,
+                                                 memory.of_logits,
+                                                 static_cast<float*>(w.mutable_data()),
+                                                 w.stride(class_axis),
+                                                 w.stride(1 - class_axis),
+                                                 rows,
+                                                 classes()};
+    TFB_RETURN_IF_ERROR(ForEachInRows(device_, classes(), width, of_weights, execution));
   }
+  const TensorView b = gradients.parameters.Get(names_.b);
+  if (b.empty()) return absl::OkStatus();
+  const ClassifierBiasGradient of_bias = {memory.of_logits, static_cast<float*>(b.mutable_data()),
+                                          b.stride(0), rows, classes()};
+  return ForEach(device_, classes(), of_bias, execution);
 }
 
 // A sequence's classifier reads the segment before, where gradients stop.
-void ClassifierRule::AddStateGradient(int64_t n, const float* of_logits, float* gradient) const {
-  const int64_t width = problem_.model_dim();
-  const auto add = [&](int64_t of_class) {
-    const float* weights = weights_.data() + of_class * width;
-    for (int64_t c = 0; c < width; ++c) gradient[c] += of_logits[of_class] * weights[c];
-  };
-  if (Is(Classifier::kGeometric) && n < options_.layers) add(n - 1);
-  for (int64_t m = 0; m < options_.layers && n == 1 && Is(Classifier::kMultinomial); ++m) add(m);
+absl::Status ClassifierRule::AddStateGradient(int64_t n, absl::Span<std::byte> memory,
+                                              int64_t begin, const TensorView& gradient,
+                                              const Execution& execution) const {
+  const bool reads =
+      Is(Classifier::kGeometric) ? n <= classes() : Is(Classifier::kMultinomial) && n == 1;
+  if (!reads) return absl::OkStatus();
+  Workspace workspace(memory);
+  ClassifierStateGradient of_state = {};
+  of_state.of_logits = LayOut(workspace).of_logits;
+  of_state.weights = weights_.data();
+  of_state.gradient = ToDeviceView(gradient);
+  of_state.tokens = problem_.query_tokens;
+  of_state.begin = begin;
+  of_state.segment = gradient.dim(1);
+  of_state.classes = classes();
+  of_state.channels = problem_.model_dim();
+  of_state.first = Is(Classifier::kGeometric) ? n - 1 : 0;
+  of_state.end = Is(Classifier::kGeometric) ? n : classes();
+  return ForEachInRows(device_, problem_.batch * of_state.segment, of_state.channels, of_state,
+                       execution);
 }
 
 absl::Status ClassifierRule::Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,

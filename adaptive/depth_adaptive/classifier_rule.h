@@ -8,9 +8,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "adaptive/depth_adaptive/depth_adaptive.h"
 #include "core/cuda/device_array.h"
 #include "core/layers/exits/exit_stack.h"
+#include "core/workspace.h"
 
 namespace tfb::depth_adaptive {
 
@@ -38,9 +40,12 @@ class ClassifierRule : public layers::ExitRule {
   absl::Status WriteProbabilities(int64_t n, const ConstTensorView& state,
                                   const TensorView& probabilities,
                                   const Execution& execution) override;
-  void DifferentiateProbabilities(const ProbabilityGradients& gradients,
-                                  ThreadPool* pool) const override;
-  void AddStateGradient(int64_t n, const float* of_logits, float* gradient) const override;
+  size_t probability_memory_bytes() const override;
+  absl::Status DifferentiateProbabilities(const ProbabilityGradients& gradients,
+                                          const Execution& execution) const override;
+  absl::Status AddStateGradient(int64_t n, absl::Span<std::byte> memory, int64_t begin,
+                                const TensorView& gradient,
+                                const Execution& execution) const override;
 
  private:
   using Classifier = DepthAdaptiveOptions::Classifier;
@@ -66,15 +71,17 @@ class ClassifierRule : public layers::ExitRule {
                               const TensorView& probabilities, const Execution& execution) const;
   absl::Status Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,
                     const Execution& execution) const;
-  // Write the gradients of a token's logits from those of its probabilities.
-  void GeometricBackward(const ProbabilityGradients& gradients, int64_t b, int64_t t) const;
-  void SoftmaxBackward(const ProbabilityGradients& gradients, const float* scores, int64_t b,
-                       int64_t t) const;
-  // Returns channel c of the mean of h^1 over the segment that ends before token `begin`.
-  float MeanBefore(const ConstTensorView& states, int64_t b, int64_t begin, int64_t c) const;
-  float* LogitsOf(const ProbabilityGradients& gradients, int64_t b, int64_t t) const {
-    return gradients.of_logits + (b * problem_.query_tokens + t) * options_.layers;
-  }
+  // The backward pass: the classes that have logits, and tokens that share them.
+  int64_t classes() const { return options_.layers - (Is(Classifier::kGeometric) ? 1 : 0); }
+  int64_t segment() const { return Is(Classifier::kSequence) ? options_.segment : 1; }
+  int64_t segments() const { return (problem_.query_tokens + segment() - 1) / segment(); }
+  struct Memory {
+    float* of_logits;  // [batch, tokens, classes]: z, and then dz
+    float* means;      // sequence: [batch, segments, model_dim], what they are of
+  };
+  Memory LayOut(Workspace& workspace) const;
+  absl::Status DifferentiateLogits(const ConstTensorView& of_probabilities, const Memory& memory,
+                                   const Execution& execution) const;
 
   struct Names {
     explicit Names(const DepthAdaptiveOptions& options)

@@ -75,5 +75,12 @@ const char* LaunchGeometric(const GeometricArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(DepthAdaptiveKernels, {&LaunchClassify, &LaunchObey, &LaunchGeometric});
 TFB_FOR_EACH(ExitSoftmax);
+TFB_FOR_EACH_IN_ROWS(MeansOfSegments);
+TFB_FOR_EACH(ClassifierLogits);
+TFB_FOR_EACH(GeometricGradient);
+TFB_FOR_EACH(SoftmaxGradient);
+TFB_FOR_EACH_IN_ROWS(ClassifierWeightGradient);
+TFB_FOR_EACH(ClassifierBiasGradient);
+TFB_FOR_EACH_IN_ROWS(ClassifierStateGradient);
 
 }  // namespace tfb::depth_adaptive

@@ -10,8 +10,6 @@
 
 namespace tfb::depth_adaptive {
 
-constexpr int64_t kMaxExits = 32;
-
 // scores[s][n] = weights_n . mean_s + bias_n, mean_s that of rows s * count, ..., s * count + count
 // - 1; exits[s] = 1 + argmax_n scores[s][n]; ties go to the smallest n.
 struct ClassifyArguments {

@@ -1,4 +1,5 @@
-// A step of depth_adaptive that all devices run. Pointers are to the device's memory.
+// Steps of depth_adaptive that all devices run. Pointers are to the device's memory; row r of a Run is
+// token r % tokens of sequence r / tokens.
 #ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_FUNCTORS_H_
 #define TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_FUNCTORS_H_
 
@@ -8,6 +9,8 @@
 #include "core/cuda/functor.h"
 
 namespace tfb::depth_adaptive {
+
+constexpr int64_t kMaxExits = 32;
 
 // Probabilities q [batch, tokens, classes]; row r is token r % tokens of sequence r / tokens.
 struct DeviceProbabilities {
@@ -41,6 +44,187 @@ struct ExitSoftmax {
       sum += weight;
     }
     for (int64_t n = 0; n < classes; ++n) to[n * q.class_stride] /= sum;
+  }
+};
+
+// ---- The backward pass of the probabilities ----
+
+// The mean over each segment, and 0 for the first, of the states of the segment before it: row
+// b * segments + s is of segment s of sequence b.
+struct MeansOfSegments {
+  const float* states;  // [batch, tokens, channels]
+  float* means;         // [batch, segments, channels]
+  int64_t tokens;
+  int64_t segments;
+  int64_t segment;  // tokens of one
+  int64_t channels;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
+    const int64_t end = row % segments * segment;
+    const float* const sequence = states + row / segments * tokens * channels + piece.first();
+    float sum[Piece::kMost];
+    for (int i = 0; i < piece.count(); ++i) sum[i] = 0;
+    for (int64_t t = end == 0 ? 0 : end - segment; t < end; ++t) {
+      const float* const state = sequence + t * channels;
+      for (int i = 0; i < piece.count(); ++i) sum[i] += state[i];
+    }
+    float* const mean = means + row * channels + piece.first();
+    for (int i = 0; i < piece.count(); ++i) mean[i] = sum[i] / static_cast<float>(segment);
+  }
+};
+
+// The rows that classifiers read: those of tokens, or those that the tokens of a segment share.
+struct ClassifierRows {
+  const float* rows;     // [batch, segments, channels]
+  int64_t class_stride;  // from the rows of one class to those of the next
+  int64_t tokens;
+  int64_t segments;
+  int64_t segment;  // tokens of one; 1: each token has its own row
+  int64_t channels;
+
+  TFB_HOST_DEVICE const float* Of(int64_t r, int64_t n) const {
+    const int64_t row = r / tokens * segments + r % tokens / segment;
+    return rows + n * class_stride + row * channels;
+  }
+};
+
+// z = w_n . row + b_n of each token and class, of which element e is class e % classes of token
+// e / classes. Sums are float64.
+struct ClassifierLogits {
+  ClassifierRows of;
+  const float* weights;  // [classes, channels]
+  const float* bias;     // [classes]
+  float* logits;         // [tokens of the batch, classes]
+  int64_t classes;
+
+  TFB_HOST_DEVICE void operator()(int64_t e) const {
+    const int64_t n = e % classes;
+    const float* const row = of.Of(e / classes, n);
+    const float* const own = weights + n * of.channels;
+    double sum = 0;
+    for (int64_t c = 0; c < of.channels; ++c) {
+      sum += static_cast<double>(own[c]) * static_cast<double>(row[c]);
+    }
+    logits[e] = static_cast<float>(sum) + bias[n];
+  }
+};
+
+// With chi^n = sigmoid(z_n), q(n) = chi^n prod_(n' < n) (1 - chi^n') and g = dL/dq, whose last class,
+// the `classes`-th from 0, is that of no chi:
+//
+//   dz_n = g_n q(n) (1 - chi^n) - chi^n sum_(m > n) g_m q(m)
+struct GeometricGradient {
+  DeviceProbabilities g;
+  float* logits;  // [tokens of the batch, classes]: z, which become dz
+  int64_t classes;
+
+  TFB_HOST_DEVICE void operator()(int64_t r) const {
+    const float* const of_q = g.Row(r);
+    float* const z = logits + r * classes;
+    float q[kMaxExits], left = 1;
+    for (int64_t n = 0; n < classes; ++n) {
+      q[n] = left / (1 + expf(-z[n]));
+      left /= 1 + expf(z[n]);
+    }
+    float later = of_q[classes * g.class_stride] * left;
+    for (int64_t n = classes - 1; n >= 0; --n) {
+      const float own = of_q[n * g.class_stride] * q[n], chi = 1 / (1 + expf(-z[n]));
+      z[n] = own * (1 - chi) - chi * later;
+      later += own;
+    }
+  }
+};
+
+// With q = softmax(z) and g = dL/dq, dz_n = q(n) (g_n - sum_m g_m q(m)); and 0 for the first tokens of
+// each sequence, whose probabilities are constant.
+struct SoftmaxGradient {
+  DeviceProbabilities g;
+  float* logits;  // [tokens of the batch, classes]: z, which become dz
+  int64_t classes;
+  int64_t constant;  // tokens
+
+  TFB_HOST_DEVICE void operator()(int64_t r) const {
+    const float* const of_q = g.Row(r);
+    float* const z = logits + r * classes;
+    float largest = -INFINITY, sum = 0, mean = 0;
+    for (int64_t n = 0; n < classes; ++n) largest = fmaxf(largest, z[n]);
+    for (int64_t n = 0; n < classes; ++n) sum += expf(z[n] - largest);
+    for (int64_t n = 0; n < classes; ++n) {
+      z[n] = expf(z[n] - largest) / sum;
+      mean += of_q[n * g.class_stride] * z[n];
+    }
+    const bool is_constant = r % g.tokens < constant;
+    for (int64_t n = 0; n < classes; ++n) {
+      z[n] = is_constant ? 0 : z[n] * (of_q[n * g.class_stride] - mean);
+    }
+  }
+};
+
+// dw_n += sum over tokens, in their order, of dz_n row: row n is of class n.
+struct ClassifierWeightGradient {
+  ClassifierRows of;
+  const float* of_logits;  // [count, classes]
+  float* gradient;         // of class n and channel c, at n class_stride + c channel_stride
+  int64_t class_stride;
+  int64_t channel_stride;
+  int64_t count;
+  int64_t classes;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t n, const Piece& piece) const {
+    float sum[Piece::kMost];
+    for (int i = 0; i < piece.count(); ++i) sum[i] = 0;
+    for (int64_t r = 0; r < count; ++r) {
+      const float dz = of_logits[r * classes + n];
+      const float* const row = of.Of(r, n) + piece.first();
+      for (int i = 0; i < piece.count(); ++i) sum[i] += dz * row[i];
+    }
+    float* const to = gradient + n * class_stride + piece.first() * channel_stride;
+    for (int i = 0; i < piece.count(); ++i) to[i * channel_stride] += sum[i];
+  }
+};
+
+// db_n += sum over tokens, in their order, of dz_n.
+struct ClassifierBiasGradient {
+  const float* of_logits;  // [count, classes]
+  float* gradient;         // of class n, at n stride
+  int64_t stride;
+  int64_t count;
+  int64_t classes;
+
+  TFB_HOST_DEVICE void operator()(int64_t n) const {
+    float sum = 0;
+    for (int64_t r = 0; r < count; ++r) sum += of_logits[r * classes + n];
+    gradient[n * stride] += sum;
+  }
+};
+
+// dh_t += sum over classes first, ..., end - 1 of dz_n w_n, of the tokens of a segment.
+struct ClassifierStateGradient {
+  const float* of_logits;  // [batch, tokens, classes]
+  const float* weights;    // [classes, channels]
+  DeviceView gradient;     // f32 [batch, segment, channels], of tokens begin, begin + 1, ...
+  int64_t tokens;
+  int64_t begin;
+  int64_t segment;
+  int64_t classes;
+  int64_t channels;
+  int64_t first;
+  int64_t end;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t place, const Piece& piece) const {
+    const int64_t b = place / segment, t = place % segment;
+    const float* const dz = of_logits + (b * tokens + begin + t) * classes;
+    const int64_t offset = Offset(gradient, b, t, 0);
+    float x[Piece::kMost];
+    piece.Load(gradient, offset, gradient.strides[2], x);
+    for (int64_t n = first; n < end; ++n) {
+      const float* const own = weights + n * channels + piece.first();
+      for (int i = 0; i < piece.count(); ++i) x[i] += dz[n] * own[i];
+    }
+    piece.Store(x, gradient, offset, gradient.strides[2]);
   }
 };
 

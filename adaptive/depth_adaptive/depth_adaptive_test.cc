@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "adaptive/depth_adaptive/oracle.h"
 #include "core/backward_testing.h"
 #include "core/layers/stack/segmented_layer.h"
@@ -103,31 +105,159 @@ TEST(DepthAdaptive, GradientsOfAllExitsAreThoseOfEachAddedUp) {
   const Problem problem = Make(2, 45);
   const Options options = {
       {"layers", "3"}, {"segment", "20"}, {"memory", "20"}, {"classifier", "fixed"}, {"exit", "3"}};
-  const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
-  NamedTensors inputs = InputsFor(problem), of_all;
+  NamedTensors of_all;
   of_all["exit_outputs"] = Tensor(DType::kF32, {2, 3, 45, problem.model_dim()});
   FillNormal(&of_all["exit_outputs"], 7, "gradient");
-  const auto aligned = RunBackward(*layer, ViewsOf(inputs), of_all);
-  ASSERT_TRUE(aligned.ok()) << aligned.status();
-  Tensor sum(DType::kF64, inputs.at("x").shape());
-  Fill(sum.view(), 0);
-  inputs["exits"] = Tensor(DType::kI32, {2, 45});
-  for (int64_t n = 1; n <= 3; ++n) {
-    Fill(inputs.at("exits").view(), static_cast<double>(n));
-    NamedTensors of_one;
-    of_one["out"] = Tensor(DType::kF32, inputs.at("x").shape());
-    CopyElements(layers::OfLayer(of_all.at("exit_outputs").view(), n - 1), of_one.at("out").view());
-    const auto one = RunBackward(*layer, ViewsOf(inputs), of_one);
-    ASSERT_TRUE(one.ok()) << one.status();
-    for (int64_t e = 0; e < sum.num_elements(); ++e) {
-      sum.span<double>()[e] += one->inputs.at("x").view().Get(e);
+  for (const Device device : TestedDevices()) {
+    SCOPED_TRACE(Name(device));
+    const auto layer = DepthAdaptive().Create(problem, options, device, 1).value();
+    NamedTensors inputs = InputsFor(problem);
+    const auto aligned = GradientsOn(device, *layer, ViewsOf(inputs), of_all);
+    ASSERT_TRUE(aligned.ok()) << aligned.status();
+    Tensor sum(DType::kF64, inputs.at("x").shape());
+    Fill(sum.view(), 0);
+    inputs["exits"] = Tensor(DType::kI32, {2, 45});
+    for (int64_t n = 1; n <= 3; ++n) {
+      Fill(inputs.at("exits").view(), static_cast<double>(n));
+      NamedTensors of_one;
+      of_one["out"] = Tensor(DType::kF32, inputs.at("x").shape());
+      CopyElements(layers::OfLayer(of_all.at("exit_outputs").view(), n - 1),
+                   of_one.at("out").view());
+      const auto one = GradientsOn(device, *layer, ViewsOf(inputs), of_one);
+      ASSERT_TRUE(one.ok()) << one.status();
+      for (int64_t e = 0; e < sum.num_elements(); ++e) {
+        sum.span<double>()[e] += one->at("x").view().Get(e);
+      }
+      for (int64_t m = n + 1; m <= 3; ++m) {  // layers that no token goes through
+        const Tensor& w = one->at(absl::StrCat("layer", m - 1, ".w_o"));
+        for (const float gradient : w.span<float>()) ASSERT_EQ(gradient, 0);
+      }
     }
-    for (int64_t m = n + 1; m <= 3; ++m) {  // layers that no token goes through
-      const Tensor& w = one->parameters.at(absl::StrCat("layer", m - 1, ".w_o"));
-      for (const float gradient : w.span<float>()) ASSERT_EQ(gradient, 0);
+    EXPECT_LE(MaxDifference(aligned->at("x").view(), sum.view()), Fp32Bound(sum.view()));
+  }
+}
+
+// Expects the gradients of kernels and of the CPU, which has the same parameters, within the bounds of
+// both, and that kernels give the same bits twice.
+void ExpectGradientsOfTheCpu(const Problem& problem, const Options& options,
+                             const NamedTensors& inputs, const NamedTensors& output_gradients) {
+  const auto on_cpu = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+  const auto expected = GradientsOf(*on_cpu, ViewsOf(inputs), output_gradients);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  const auto layer = DepthAdaptive().Create(problem, options, KernelDevice(), 1).value();
+  const auto found = GradientsOn(KernelDevice(), *layer, ViewsOf(inputs), output_gradients);
+  const auto again = GradientsOn(KernelDevice(), *layer, ViewsOf(inputs), output_gradients);
+  ASSERT_TRUE(found.ok()) << found.status();
+  ASSERT_TRUE(again.ok()) << again.status();
+  ASSERT_EQ(found->size(), expected->size());
+  for (const auto& [name, gradient] : *expected) {
+    EXPECT_LE(MaxDifference(found->at(name).view(), gradient.view()),
+              2 * Fp32Bound(gradient.view()))
+        << name;
+    EXPECT_EQ(MaxDifference(found->at(name).view(), again->at(name).view()), 0) << name;
+  }
+}
+
+// Returns exits of all layers and beyond them, in no order.
+Tensor MixedExits(const Problem& problem, int64_t layers) {
+  Tensor exits(DType::kI32, {problem.batch, problem.query_tokens});
+  for (int64_t e = 0; e < exits.num_elements(); ++e) {
+    exits.span<int32_t>()[e] = static_cast<int32_t>((e * e + e / 7) % (layers + 2));
+  }
+  return exits;
+}
+
+// Mixed training: the exits are drawn, and the losses of the outputs, of all exits and of the
+// probabilities are added up or stand alone.
+TEST(DepthAdaptive, GradientsOfMixedExitsAreTheCpusOnEveryDevice) {
+  const Problem problem = Make(2, 27);
+  for (const char* classifier : {"geometric", "multinomial", "sequence"}) {
+    const Options options = {{"layers", "4"},
+                             {"segment", "12"},
+                             {"memory", "7"},
+                             {"classifier", classifier},
+                             {"pre_norm", *classifier == 'm' ? "true" : "false"}};
+    NamedTensors inputs = InputsFor(problem);
+    inputs["exits"] = MixedExits(problem, 4);
+    const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+    const NamedTensors of_all = RandomOutputGradients(*layer, 7);
+    ASSERT_EQ(of_all.size(), 3u);
+    // The gradients of the outputs know no classifier.
+    const bool is_first = classifier == absl::string_view("geometric");
+    for (const absl::string_view loss : {"out", "exit_outputs", "exit_probabilities", ""}) {
+      if (!is_first && !loss.empty() && loss != "exit_probabilities") continue;
+      SCOPED_TRACE(absl::StrCat(classifier, " ", loss));
+      NamedTensors of_loss;
+      for (const auto& [name, gradient] : of_all) {
+        if (loss.empty() || name == loss) of_loss[name] = gradient.Clone();
+      }
+      ExpectGradientsOfTheCpu(problem, options, inputs, of_loss);
     }
   }
-  EXPECT_LE(MaxDifference(aligned->inputs.at("x").view(), sum.view()), Fp32Bound(sum.view()));
+}
+
+// Segments without a memory, so that nothing but the sequence's classifier reads across their borders,
+// where gradients stop: of it the definition's slopes are those of its own parameters.
+TEST(DepthAdaptive, GradientsOfMixedExitsAreThoseOfTheDefinitionOnEveryDevice) {
+  const Problem problem = Make(2, 13, 4);
+  for (const Device device : TestedDevices()) {
+    for (const absl::string_view classifier : {"geometric", "multinomial", "sequence"}) {
+      SCOPED_TRACE(absl::StrCat(classifier, " ", Name(device)));
+      const Options options = {{"layers", "4"},
+                               {"segment", "5"},
+                               {"memory", "0"},
+                               {"feed_forward_dim", "9"},
+                               {"classifier", std::string(classifier)}};
+      const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+      NamedTensors inputs = InputsFor(problem), parameters, checked;
+      inputs["exits"] = MixedExits(problem, 4);
+      for (const auto& [name, tensor] : layer->parameters()) {
+        parameters[name] = tensor.Clone();
+        if (MaxAbs(tensor.view()) == 0) FillNormal(&parameters[name], 5, name, 0, 0.1);
+      }
+      const NamedTensors of_outputs = RandomOutputGradients(*layer, 7);
+      auto pass = BackwardOfTechnique(DepthAdaptive(), problem, ViewsOf(inputs), of_outputs,
+                                      {options, device, 1, &parameters});
+      ASSERT_TRUE(pass.ok()) << pass.status();
+      for (auto& [name, gradient] : pass->parameters) {
+        const bool is_classifiers = absl::StrContains(name, classifier);
+        if (is_classifiers || classifier != "sequence") checked[name] = std::move(gradient);
+      }
+      if (classifier != "sequence") checked["x"] = std::move(pass->inputs.at("x"));
+      EXPECT_EQ(checked.size(), classifier == "sequence" ? 2 : parameters.size() + 1);
+      const DepthAdaptive technique;
+      const auto slopes =
+          SlopesOf({&technique, problem, options, &parameters, &inputs, &of_outputs}, checked);
+      ASSERT_TRUE(slopes.ok()) << slopes.status();
+      for (const Slope& slope : *slopes) {
+        EXPECT_LE(std::abs(slope.of_layer - slope.of_definition), slope.bound) << slope.name;
+      }
+    }
+  }
+}
+
+// The same of the classifier's own exits, with either oracle, with confidence and without a choice.
+TEST(DepthAdaptive, GradientsOfOwnExitsAreTheCpusOnEveryDevice) {
+  const Problem problem = Make(2, 27);
+  const std::vector<Options> all = {
+      {{"oracle", "likelihood"}, {"level", "0"}},
+      {{"oracle", "correctness"}, {"level", "4"}},
+      {{"oracle", "correctness"}, {"classifier", "multinomial"}},
+      {{"oracle", "correctness"}, {"classifier", "sequence"}},
+      {{"classifier", "confidence"}, {"thresholds", "50/100"}, {"vocabulary", "17"}},
+      {{"classifier", "fixed"}, {"exit", "2"}},
+      {{"classifier", "fixed"}, {"exit", "3"}},
+      {{"given_memory", "5"}},
+      {{"layers", "1"}}};
+  for (Options options : all) {
+    options["segment"] = "12";
+    options["memory"] = "7";
+    options.emplace("layers", "3");
+    const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+    SCOPED_TRACE(ToString(options));
+    NamedTensors inputs = RandomInputs(layer->inputs(), 3);
+    ExpectGradientsOfTheCpu(problem, options, inputs, RandomOutputGradients(*layer, 7));
+  }
 }
 
 TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {

@@ -107,7 +107,7 @@ absl::Status CompactedSteps::Run(const SharedBlock& block, const Call& call,
     if (!call.kept.empty()) KeepForBackward(walk);
     if (options_.halts()) Compact(walk);
   }
-  if (!call.kept.empty()) FinishKept(walk);
+  if (!call.kept.empty()) TFB_RETURN_IF_ERROR(FinishKept(walk));
   WriteOut(walk);
   return absl::OkStatus();
 }
@@ -157,12 +157,10 @@ void CompactedSteps::KeepForBackward(const Walk& walk) const {
     kept.computed[walk.scratch.row[place]] = static_cast<int32_t>(walk.step + 1);
   }
 }
-void CompactedSteps::FinishKept(const Walk& walk) const {
-  const StepsKept& kept = walk.call.kept;
-  std::copy_n(walk.call.steps, sizes_.rows, kept.stop);
-  if (!options_.convolves()) return;
-  std::copy_n(walk.scratch.shown, sizes_.rows * sizes_.width, kept.shown);
-  std::copy_n(walk.scratch.shown_inner, sizes_.rows * sizes_.inner, kept.shown_inner);
+absl::Status CompactedSteps::FinishKept(const Walk& walk) const {
+  std::copy_n(walk.call.steps, sizes_.rows, walk.call.kept.stop);
+  return walk.call.kept.KeepShown(Device::kCpu, sizes_, walk.scratch.shown,
+                                  walk.scratch.shown_inner, walk.execution);
 }
 
 // Gathers the step's input of each listed token, with and without the time.
@@ -196,6 +194,7 @@ void CompactedSteps::Decide(const Walk& walk, int64_t place, const float* of) co
   const bool halts = reaches || walk.step + 1 == options_.steps;
   const bool takes_remainder = reaches || (halts && options_.remainder_at_limit);
   scratch.has_halted[r] = halts;
+  if (!walk.call.kept.empty()) walk.call.kept.takes_remainder[r] = takes_remainder ? 1 : 0;
   scratch.weight[place] = takes_remainder ? remainder : p;
   walk.call.steps[r] = static_cast<int32_t>(walk.step + 1);
   walk.call.ponder[r] = static_cast<float>(walk.step + 1) + (takes_remainder ? remainder : 0.0f);

@@ -83,7 +83,7 @@ class CompactedSteps : public UniversalSteps {
   void WriteOut(const Walk& walk) const;
   // Keep the states of a step, and what is known when all tokens have halted.
   void KeepForBackward(const Walk& walk) const;
-  void FinishKept(const Walk& walk) const;
+  absl::Status FinishKept(const Walk& walk) const;
 
   void Decide(const Walk& walk, int64_t place, const float* of) const;
 

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "adaptive/universal_transformer/universal_transformer_functors.h"
+#include "core/cuda/for_each.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/layers_cuda.h"
 #include "core/status.h"
 
@@ -97,11 +100,31 @@ absl::Status ListedSteps::Run(const SharedBlock& block, const Call& call,
     TFB_RETURN_IF_ERROR(Attend(walk));
     TFB_RETURN_IF_ERROR(Transit(walk));
     TFB_RETURN_IF_ERROR(Keep(walk));
+    if (!call.kept.empty()) TFB_RETURN_IF_ERROR(KeepForBackward(walk));
     if (options_.halts() && !options_.recomputes() && walk.step + 1 < options_.steps) {
       TFB_RETURN_IF_ERROR(List(walk, walk.step + 1));
     }
   }
+  if (!call.kept.empty()) TFB_RETURN_IF_ERROR(FinishKept(walk));
   return WriteOut(walk);
+}
+
+absl::Status ListedSteps::KeepForBackward(const Walk& walk) const {
+  const Shape shape = {sizes_.rows, sizes_.width};
+  return CopyTensor(device_, TensorView(walk.scratch.state, DType::kF32, shape),
+                    TensorView(walk.call.kept.State(walk.step + 1, sizes_), DType::kF32, shape),
+                    walk.execution);
+}
+
+absl::Status ListedSteps::FinishKept(const Walk& walk) const {
+  const StepsKept& kept = walk.call.kept;
+  const int64_t recomputed = options_.recomputes() ? options_.steps : 0;
+  TFB_RETURN_IF_ERROR(ForEach(
+      device_, sizes_.rows,
+      KeepSteps{walk.call.steps, kept.stop, kept.computed, static_cast<int32_t>(recomputed)},
+      walk.execution));
+  return kept.KeepShown(device_, sizes_, walk.scratch.shown, walk.scratch.shown_inner,
+                        walk.execution);
 }
 
 absl::Status ListedSteps::List(Walk& walk, int64_t step) const {
@@ -149,6 +172,7 @@ HaltingArguments ListedSteps::Halting(const Walk& walk, HaltFrom from) const {
   a.total = walk.scratch.total;
   a.weight = walk.scratch.weight;
   a.ponder = walk.call.ponder;
+  a.takes_remainder = walk.call.kept.takes_remainder;
   return a;
 }
 

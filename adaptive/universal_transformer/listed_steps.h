@@ -78,6 +78,9 @@ class ListedSteps : public UniversalSteps {
   absl::Status Keep(const Walk& walk) const;
   // Lists the tokens that go on, for step `step`.
   absl::Status List(Walk& walk, int64_t step) const;
+  // Keep the states of a step, and what is known behind the last one.
+  absl::Status KeepForBackward(const Walk& walk) const;
+  absl::Status FinishKept(const Walk& walk) const;
   absl::Status WriteOut(const Walk& walk) const;
 
   Device device_;

@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "adaptive/universal_transformer/universal_transformer_functors.h"
+#include "core/cuda/for_each.h"
 #include "core/status.h"
 
 namespace tfb::universal_transformer {
@@ -55,11 +57,21 @@ StepsKept StepsKept::LayOut(const UniversalSizes& sizes, const UniversalTransfor
   kept.states = workspace.Take<float>(options.steps * sizes.rows * sizes.width);
   kept.stop = workspace.Take<int32_t>(sizes.rows);
   kept.computed = workspace.Take<int32_t>(sizes.rows);
+  if (options.halts()) kept.takes_remainder = workspace.Take<uint8_t>(sizes.rows);
   if (options.convolves()) {
     kept.shown = workspace.Take<float>(sizes.rows * sizes.width);
     kept.shown_inner = workspace.Take<float>(sizes.rows * sizes.inner);
   }
   return kept;
+}
+
+absl::Status StepsKept::KeepShown(Device device, const UniversalSizes& sizes, const float* from,
+                                  const float* inner_from, const Execution& execution) const {
+  if (shown == nullptr) return absl::OkStatus();
+  TFB_RETURN_IF_ERROR(ForEachInRows(device, sizes.rows, sizes.width,
+                                    KeepRowsOfTokens{stop, from, shown, sizes.width}, execution));
+  return ForEachInRows(device, sizes.rows, sizes.inner,
+                       KeepRowsOfTokens{stop, inner_from, shown_inner, sizes.inner}, execution);
 }
 
 UniversalSizes::UniversalSizes(const Problem& problem, const UniversalTransformerOptions& options)

@@ -69,11 +69,14 @@ inline bool Reaches(const UniversalTransformerOptions& options, float total) {
                                                                             : total >= threshold;
 }
 
-// The memory that a Run keeps for a backward pass, on the CPU.
+// The memory that a Run keeps for a backward pass, on the device: what decisions said lies there too.
 struct StepsKept {
   float* states = nullptr;      // H^1 .. H^steps of all tokens, [steps][rows][width]; null: none
   int32_t* stop = nullptr;      // N_t, 0 for padding
   int32_t* computed = nullptr;  // the last step in which the token was computed; likewise
+  // With halting: 1 for a token whose last step weighs the remainder, 0 for one whose last step
+  // weighs its probability; padding has none.
+  uint8_t* takes_remainder = nullptr;
   // With separable convolutions: what the others see of tokens that have halted, [rows][width] and
   // [rows][inner].
   float* shown = nullptr;
@@ -85,6 +88,10 @@ struct StepsKept {
   float* State(int64_t n, const UniversalSizes& sizes) const {
     return states + (n - 1) * sizes.rows * sizes.width;
   }
+  // Copies these rows of tokens that are not padding, whose stop is known, where convolutions keep
+  // them.
+  absl::Status KeepShown(Device device, const UniversalSizes& sizes, const float* from,
+                         const float* inner_from, const Execution& execution) const;
 };
 
 // Runs the steps of one layer.

@@ -1,4 +1,4 @@
-// The backward pass of a Universal Transformer, on the CPU, of the steps that each token took.
+// The backward pass of a Universal Transformer, of the steps that each token took, on every device.
 //
 // A Run keeps the state of all tokens after each step, and nothing of what lies within one. From the
 // last step to the first, the step is computed again from the state before it, for the tokens that
@@ -17,17 +17,24 @@
 //   remainder has dR = 0 and dp^N = dw^N;          dz^n = dp^n p^n (1 - p^n)
 //
 // N_t is constant, as in Graves 2016, arXiv:1603.08983v6, section 2.1: ponder_t has the gradient of R_t.
+// It, and whether the last step weighs the remainder, are what the Run decided, and stay on the device.
+//
+// On the CPU products have the rows of the tokens that took the step. On CUDA the host does not know how
+// many these are: products have the rows of all tokens, of which the others have gradients of 0, and all
+// steps are launched. So a backward pass there takes as long as that of a network that never halts.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_STEPS_BACKWARD_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_STEPS_BACKWARD_H_
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "absl/status/status.h"
 #include "adaptive/universal_transformer/shared_block.h"
+#include "adaptive/universal_transformer/universal_transformer_functors.h"
 #include "core/flash/flash.h"
+#include "core/flash/flash_backward.h"
+#include "core/flash/flash_backward_cuda.h"
+#include "core/flash/flash_engine.h"
 #include "core/layers/layer_parameters.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/transposed_schedule.h"
@@ -37,8 +44,8 @@ namespace tfb::universal_transformer {
 
 class StepsBackward {
  public:
-  StepsBackward(const Problem& problem, const UniversalTransformerOptions& options);
-  // Packs the transposed matrices and makes the schedules.
+  StepsBackward(Device device, const Problem& problem, const UniversalTransformerOptions& options);
+  // Packs the transposed matrices, makes the schedules, and on CUDA the engines.
   absl::Status SetUp(const NamedTensors& parameters);
   size_t workspace_bytes(int threads) const;
 
@@ -47,33 +54,36 @@ class StepsBackward {
     StepsKept kept;
     ConstTensorView x;
     ConstTensorView key_mask;   // or empty
-    ConstTensorView out;        // its gradient, of any dtype
-    ConstTensorView ponder;     // likewise, or empty
+    ConstTensorView out;        // its gradient, of any dtype, or empty
+    ConstTensorView ponder;     // likewise
     TensorView x_gradient;      // or empty
     const Outputs& parameters;  // gradients, which are 0 before
   };
-  // Computes the gradients. It allocates nothing.
+  // Computes the gradients. It allocates nothing; on CUDA it enqueues on the stream.
   absl::Status Run(const Call& call, const Execution& execution) const;
 
  private:
-  // By row: [rows, ...], all tokens. By place: the tokens that took the step, of which there are
-  // `active`.
+  // By row: [rows, ...], all tokens. By place: see StepTokens; `active` of them.
   struct Scratch {
     float* coefficients;     // c^n [steps][rows]
     float* of_logits;        // dz^n, likewise
+    float* of_out;           // g, by row
+    float* of_ponder;        // e, by row
     float* state;            // dH, by row
     float* read;             // U, by row
     TensorView keys_values;  // [batch, tokens, keys_values] in the problem's dtype
     float* keys_values_gradient;
-    float* of_keys;      // what keys and values give to U, by row
-    float* placed;       // U, by place
-    TensorView queries;  // by place, in that dtype
-    TensorView context;  // likewise
-    float* log_sum_exp;  // [heads][places]
-    float* delta;
-    float* attended;    // what the first norm reads, by place
-    float* normalized;  // A
-    float* into_first;  // what W_1 reads; A without convolutions
+    float* of_keys;           // what keys and values give to U, by row
+    float* placed;            // U, by place
+    TensorView queries;       // by place, in that dtype
+    TensorView context;       // likewise
+    float* log_sum_exp;       // [heads][places]; on CUDA [batch, heads, tokens]
+    float* log_sum_exp_rest;  // likewise: what rounding took from it
+    float* delta;             // CPU
+    RowNumbers numbers;       // CUDA
+    float* attended;          // what the first norm reads, by place
+    float* normalized;        // A
+    float* into_first;        // what W_1 reads; A without convolutions
     float* inner;
     float* into_second;  // what W_2 reads; `inner` without convolutions
     float* made;         // what the second norm reads
@@ -84,60 +94,63 @@ class StepsBackward {
     float* queries_gradient;
     float* shown;  // by row: gradients of what the convolutions see
     float* shown_inner;
-    int32_t* place_of_row;  // below 0 where the token did not take the step
-    int32_t* row;           // by place
+    int32_t* place_of_row;  // CPU: below 0 where the token did not take the step
+    int32_t* row;           // CPU: by place
   };
   struct Walk {
     const Call& call;
     Scratch scratch;
     Execution execution;
-    int64_t step = 0;  // n - 1
-    int64_t active = 0;
+    int64_t step = 0;    // n - 1
+    int64_t active = 0;  // places
+    StepTokens tokens = {};
   };
 
   Scratch LayOut(Workspace& workspace) const;
-  void PrepareHalting(const Walk& walk) const;
-  void PrepareRow(const Walk& walk, int64_t r) const;
-  void LoadRead(const Walk& walk, int64_t r, int64_t step, float* to) const;
+  int64_t LastStep(const Call& call) const;
+  absl::Status PrepareHalting(Walk& walk, int64_t last) const;
+  absl::Status Read(const Walk& walk) const;
   void List(Walk& walk) const;
   absl::Status RunAgain(const Walk& walk) const;
+  absl::Status Attend(const Walk& walk) const;
   absl::Status TransitionBackward(const Walk& walk) const;
   absl::Status AttentionBackward(const Walk& walk) const;
+  absl::Status FlashGradients(const Walk& walk, FlashBackwardCall call) const;
   absl::Status InputBackward(const Walk& walk) const;
-  void AddHalting(const Walk& walk) const;
+  absl::Status AddHalting(const Walk& walk) const;
   FlashCall FlashOf(const Walk& walk) const;
+  // Returns w where the probabilities are of what a step reads, or of what it makes; else null.
+  const float* HaltingWeight(const Walk& walk, UniversalTransformerOptions::HaltFrom from) const;
 
-  // A convolution of the step: what its tokens see, and where their gradients go.
-  struct Convolution {
-    const DeviceArray<float>& kernel;
-    int64_t size;
-    int64_t channels;
-    const float* rows;   // by place, of the tokens that took the step
-    const float* shown;  // by row, of those that had halted
-  };
+  // A convolution of the step.
   Convolution First(const Walk& walk) const;
   Convolution Second(const Walk& walk) const;
-  int64_t before(int64_t size) const { return problem_.causal ? size - 1 : (size - 1) / 2; }
-  // Calls body(other row, j) for the tokens that the convolution's output of row r reads.
-  template <class Body>
-  void ForEachSeen(const Walk& walk, int64_t r, int64_t size, const Body& body) const;
-  void Convolve(const Walk& walk, const Convolution& convolution, float* y) const;
+  Convolution ConvolutionOf(const Walk& walk) const;
+  absl::Status Convolve(const Walk& walk, const Convolution& convolution, float* y) const;
   // Adds dy, by place, to the gradients of what is shown, by row, and of the kernel; and moves those
   // of the step's tokens to `gradient`, by place.
-  void ConvolveBackward(const Walk& walk, const Convolution& convolution, const float* dy,
-                        const TensorView& kernel_gradient, float* shown, float* gradient) const;
+  absl::Status ConvolveBackward(const Walk& walk, const Convolution& convolution, const float* dy,
+                                const TensorView& kernel_gradient, float* shown,
+                                float* gradient) const;
 
-  bool is_token(const Walk& walk, int64_t r) const { return walk.call.kept.computed[r] > 0; }
+  int64_t before(int64_t size) const { return problem_.causal ? size - 1 : (size - 1) / 2; }
+
   TensorView ByPlace(const Walk& walk, float* memory, int64_t channels) const {
     return TensorView(memory, DType::kF32, {walk.active, channels});
   }
+  TensorView ByRow(float* memory, int64_t channels) const {
+    return TensorView(memory, DType::kF32, {problem_.batch, problem_.query_tokens, channels});
+  }
 
+  Device device_;
   Problem problem_;
   UniversalTransformerOptions options_;
   UniversalSizes sizes_;
   PackedMatrix queries_, keys_values_, output_, first_, second_;  // transposed
   BlockSchedule schedule_;
   TransposedSchedule by_keys_;
+  FlashEngine engine_;                 // CUDA: of the step again, as in a Run
+  FlashBackwardCuda engine_backward_;  // CUDA
   layers::NormNames attention_norm_, transition_norm_;
 };
 

@@ -16,9 +16,9 @@
 #include "adaptive/universal_transformer/universal_transformer_definition.h"
 #include "core/cuda/device_array.h"
 #include "core/layers/attention/projected_attention.h"
+#include "core/layers/copy_tensor.h"
 #include "core/status.h"
 #include "core/workspace.h"
-#include "core/zeros.h"
 
 namespace tfb::universal_transformer {
 namespace {
@@ -73,7 +73,7 @@ class UniversalTransformerLayer : public Layer {
       : Layer(problem, std::move(inputs), std::move(outputs)),
         options_(options),
         device_(device),
-        backward_(problem, options) {
+        backward_(device, problem, options) {
     if (device == Device::kCpu) {
       runner_ = std::make_unique<CompactedSteps>(problem, options);
     } else {
@@ -128,11 +128,7 @@ class UniversalTransformerLayer : public Layer {
     return statistics;
   }
 
-  absl::Status CheckBackward() const override {
-    if (device_ == Device::kCpu) return absl::OkStatus();
-    return absl::UnimplementedError(
-        "the backward pass of universal_transformer is on the CPU alone");
-  }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
   size_t kept_bytes() const override {
     return Workspace::Measure([this](Workspace& workspace) { LayOutKept(workspace); });
   }
@@ -187,15 +183,14 @@ class UniversalTransformerLayer : public Layer {
 
   absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
     for (const auto& [name, gradient] : call.parameter_gradients) {
-      if (!gradient.empty()) SetToZero(gradient, execution.pool);
+      if (!gradient.empty()) TFB_RETURN_IF_ERROR(ClearTensor(device_, gradient, execution));
     }
     if (problem().batch * problem().query_tokens == 0) return absl::OkStatus();
     Workspace kept(execution.kept);
     return backward_.Run(
         {block_, LayOutKept(kept), call.inputs.Get("x"), call.inputs.Get("key_mask"),
-         OrZeros(call.output_gradients.Get("out"), call.outputs.Get("out")),
-         call.output_gradients.Get("ponder"), call.input_gradients.Get("x"),
-         call.parameter_gradients},
+         call.output_gradients.Get("out"), call.output_gradients.Get("ponder"),
+         call.input_gradients.Get("x"), call.parameter_gradients},
         execution);
   }
 

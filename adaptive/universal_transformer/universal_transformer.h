@@ -30,8 +30,9 @@
 // of 3 tokens of z = A and of 5 of the inner activations, zeros beyond the sequence and for
 // padding. A halted token enters it with its values at its last step, unless it is recomputed.
 //
-// The backward pass, on the CPU: steps_backward.h. A Run keeps one state a step and token. N_t is as it
-// was found, so that ponder has the gradient of R_t alone.
+// The backward pass: steps_backward.h. A Run keeps one state a step and token. N_t is as it was found,
+// so that ponder has the gradient of R_t alone. On the CPU it computes the tokens that took a step, on
+// CUDA all tokens in every step, those that had halted with gradients of 0.
 //
 // Sources: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, sections 2.1 (block,
 // encoding) and 2.2 (halting; the update of its appendix C is output=basic, its text the copies);

@@ -1,5 +1,7 @@
 // A warp has a row, each lane every 32nd channel.
 #include "adaptive/universal_transformer/universal_transformer_cuda.h"
+#include "adaptive/universal_transformer/universal_transformer_functors.h"
+#include "core/cuda/for_each.cuh"
 #include "core/layers/layer_rows.cuh"
 
 namespace tfb::universal_transformer {
@@ -21,6 +23,7 @@ __device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64
     a.weight[row] = weight;
     a.ponder[row] = static_cast<float>(step + 1) + (takes_remainder ? 1 - total : 0.0f);
     if (halts) stop[row] = static_cast<int32_t>(step + 1);
+    if (a.takes_remainder != nullptr) a.takes_remainder[row] = takes_remainder ? 1 : 0;
   }
   return weight;
 }
@@ -161,5 +164,18 @@ const char* LaunchWrite(const WriteStatesArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(UniversalTransformerKernels, {&LaunchBegin, &LaunchRead, &LaunchKeep, &LaunchShow,
                                                &LaunchConvolve, &LaunchWrite});
+TFB_FOR_EACH(KeepSteps);
+TFB_FOR_EACH_IN_ROWS(KeepRowsOfTokens);
+TFB_FOR_EACH(HaltingProducts);
+TFB_FOR_EACH(HaltingGradients);
+TFB_FOR_EACH(LastStepCounts);
+TFB_FOR_EACH_IN_ROWS(ReadAgain);
+TFB_FOR_EACH_IN_ROWS(MadeGradient);
+TFB_FOR_EACH_IN_ROWS(ReluGradient);
+TFB_FOR_EACH_IN_ROWS(InputGradient);
+TFB_FOR_EACH_IN_ROWS(ConvolveAgain);
+TFB_FOR_EACH_IN_ROWS(ConvolutionRowsGradient);
+TFB_FOR_EACH_IN_ROWS(ConvolutionKernelGradient);
+TFB_FOR_EACH_IN_ROWS(TakeShownGradient);
 
 }  // namespace tfb::universal_transformer

@@ -22,10 +22,11 @@ struct HaltingArguments {
   float threshold;
   bool above;  // halts where the sum is above the threshold; else at least it
   bool remainder_at_limit;
-  int64_t limit;  // steps at most
-  float* total;   // [rows] p^1 + .. + p^n
-  float* weight;  // [rows] weight of the step's state
-  float* ponder;  // [rows]
+  int64_t limit;             // steps at most
+  float* total;              // [rows] p^1 + .. + p^n
+  float* weight;             // [rows] weight of the step's state
+  float* ponder;             // [rows]
+  uint8_t* takes_remainder;  // [rows] whether the last step weighs the remainder; or null
 };
 
 // Sets H = x, with no steps taken.

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "attention/encoder_decoder/encoder_decoder.h"
 #include "core/backward_testing.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
@@ -698,6 +700,133 @@ TEST(UniversalTransformer, GradientsAreThoseOfTheDefinitionInEveryVariant) {
       }
       ExpectGradientsOfDefinition(UniversalTransformer(), problem, request);
     }
+  }
+}
+
+// Returns what a Run and its Backward write on a device, of tokens that halt at different steps.
+absl::StatusOr<RunAndGradients> BackwardOn(Device device, const Problem& problem,
+                                           const Options& options, const NamedTensors& inputs,
+                                           const NamedTensors& output_gradients) {
+  NamedTensors parameters = Parameters(problem, options);
+  if (parameters.count("halting.w") > 0) {
+    for (float& weight : parameters.at("halting.w").span<float>()) weight *= 3;
+    Fill(parameters.at("halting.b").view(), -0.3);
+  }
+  RunRequest request{options, device};
+  request.parameters = &parameters;
+  return BackwardOfTechnique(UniversalTransformer(), problem, ViewsOf(inputs), output_gradients,
+                             request);
+}
+
+// Padding holds NaN, in the input and in the gradient of the output.
+TEST(UniversalTransformer, GradientsOfTokensThatHaltAtDifferentStepsAreTheCpusOnEveryDevice) {
+  int of_three_steps = 0;
+  for (const bool causal : {false, true}) {
+    Problem problem = Self(2, 4, 13, 4, causal);
+    problem.kv_heads = 2;
+    problem.value_dim = 6;
+    for (Options options : Variants()) {
+      options.emplace("threshold", causal ? "0.9" : "0.7");
+      SCOPED_TRACE(ToString(options));
+      NamedTensors inputs = Random(problem);
+      inputs["key_mask"] = Tensor(DType::kU8, {2, 13});
+      Fill(inputs.at("key_mask").view(), 1);
+      const auto layer = UniversalTransformer().Create(problem, options, Device::kCpu, 1).value();
+      NamedTensors of_outputs = RandomOutputGradients(*layer, 7);
+      for (const int64_t padding : {2, 11, 12}) {
+        *inputs.at("key_mask").view().MutableAt<uint8_t>(0, padding) = 0;
+        for (int64_t c = 0; c < problem.model_dim(); ++c) {
+          *inputs.at("x").view().MutableAt<float>(0, padding, c) = std::nanf("");
+          *of_outputs.at("out").view().MutableAt<float>(0, padding, c) = std::nanf("");
+        }
+      }
+      const auto expected = BackwardOn(Device::kCpu, problem, options, inputs, of_outputs);
+      const auto found = BackwardOn(KernelDevice(), problem, options, inputs, of_outputs);
+      const auto again = BackwardOn(KernelDevice(), problem, options, inputs, of_outputs);
+      ASSERT_TRUE(expected.ok()) << expected.status();
+      ASSERT_TRUE(found.ok()) << found.status();
+      ASSERT_TRUE(again.ok()) << again.status();
+      if (expected->outputs.count("steps") > 0) {
+        const Tensor& steps = expected->outputs.at("steps");
+        EXPECT_TRUE(SameBits(found->outputs.at("steps"), steps));
+        const auto taken = steps.span<int32_t>();
+        of_three_steps += std::set<int32_t>(taken.begin(), taken.end()).size() > 3 ? 1 : 0;
+      }
+      const auto compare = [&](const NamedTensors& of_cpu, const NamedTensors& of_device,
+                               const NamedTensors& of_again) {
+        ASSERT_EQ(of_device.size(), of_cpu.size());
+        for (const auto& [name, gradient] : of_cpu) {
+          // That of the keys' bias is a sum that cancels, of what that of their matrix sums.
+          const Tensor& scale = name == "attention.b_k" ? of_cpu.at("attention.w_k") : gradient;
+          for (const float value : gradient.span<float>())
+            ASSERT_TRUE(std::isfinite(value)) << name;
+          EXPECT_LE(MaxDifference(of_device.at(name).view(), gradient.view()),
+                    2 * Bound(scale.view()))
+              << name;
+          EXPECT_TRUE(SameBits(of_device.at(name), of_again.at(name))) << name;
+        }
+      };
+      compare(expected->inputs, found->inputs, again->inputs);
+      compare(expected->parameters, found->parameters, again->parameters);
+    }
+  }
+  EXPECT_GE(of_three_steps, 12);  // of 20 that halt
+}
+
+TEST(UniversalTransformer, OfThePonderAloneTheGradientsAreTheCpusOnEveryDevice) {
+  const Problem problem = Self(2, 2, 9, 8);
+  for (const char* halt_from : {"before", "after"}) {
+    const Options options = {{"steps", "4"}, {"halt_from", halt_from}, {"output", "basic"}};
+    NamedTensors of_ponder;
+    of_ponder["ponder"] = Tensor(DType::kF32, {2, 9});
+    FillNormal(&of_ponder["ponder"], 7, "gradient");
+    const NamedTensors inputs = Random(problem);
+    const auto expected = BackwardOn(Device::kCpu, problem, options, inputs, of_ponder);
+    const auto found = BackwardOn(KernelDevice(), problem, options, inputs, of_ponder);
+    ASSERT_TRUE(expected.ok()) << expected.status();
+    ASSERT_TRUE(found.ok()) << found.status();
+    for (const auto& [name, gradient] : expected->parameters) {
+      EXPECT_LE(MaxDifference(found->parameters.at(name).view(), gradient.view()),
+                2 * Fp32Bound(gradient.view()))
+          << name << ", " << halt_from;
+    }
+    const Tensor& of_x = expected->inputs.at("x");
+    EXPECT_GT(MaxAbs(of_x.view()), 0);
+    EXPECT_LE(MaxDifference(found->inputs.at("x").view(), of_x.view()), 2 * Fp32Bound(of_x.view()));
+  }
+}
+
+// A row's weights sum to 1, so that db_v = sum of dv = sum of dc = W_o db_o, also where all scores are
+// near 4096, and the log-sum-exp is rounded to 2^-12.
+TEST(UniversalTransformer, GradientsOfWeightsThatSumToOneKnowTheLogSumExpBeyondItsRounding) {
+  const Problem problem = Self(1, 2, 70, 8);
+  const Options options = {{"halting", "none"}, {"steps", "1"}, {"bias", "true"}};
+  NamedTensors parameters = Parameters(problem, options);
+  const double bias = std::sqrt(4096 / std::sqrt(8.0));
+  for (const char* name : {"attention.b_q", "attention.b_k"}) {
+    Fill(parameters.at(name).view(), bias);
+  }
+  NamedTensors of_out;
+  of_out["out"] = Tensor(DType::kF32, {1, 70, 16});
+  FillNormal(&of_out["out"], 7, "gradient");
+  for (const Device device : TestedDevices()) {
+    RunRequest request{options, device};
+    request.parameters = &parameters;
+    const NamedTensors inputs = Random(problem);
+    const auto pass =
+        BackwardOfTechnique(UniversalTransformer(), problem, ViewsOf(inputs), of_out, request);
+    ASSERT_TRUE(pass.ok()) << pass.status();
+    const auto of_b_o = pass->parameters.at("attention.b_o").span<float>();
+    const auto w_o = parameters.at("attention.w_o").span<float>();
+    Tensor expected(DType::kF64, {16});
+    for (int64_t r = 0; r < 16; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < 16; ++c) sum += static_cast<double>(w_o[r * 16 + c]) * of_b_o[c];
+      expected.span<double>()[r] = sum;
+    }
+    EXPECT_LE(MaxDifference(pass->parameters.at("attention.b_v").view(), expected.view()),
+              Fp32Bound(expected.view()))
+        << Name(device);
   }
 }
 

@@ -9,8 +9,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/layers/exits/exit_stack_cuda.h"
+#include "core/layers/exits/exit_stack_functors.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/layers_cuda.h"
 #include "core/layers/list_rows.h"
@@ -37,13 +39,6 @@ void ForEachRow(int64_t rows, ThreadPool* pool, const Body& body) {
     for (int64_t row = begin; row < end; ++row) body(row);
   });
 }
-
-// The part that a layer has for a token.
-enum class Role : uint8_t {
-  kGone,    // the token left before it
-  kStays,   // it goes through the layer, and on
-  kLeaves,  // it leaves after the layer
-};
 
 DeviceExits ToDeviceExits(const ConstTensorView& view) {
   if (view.empty()) return {};
@@ -118,33 +113,21 @@ class ExitState : public StackState {
     return flops.ok() ? std::optional<double>(flops->of_backward) : std::nullopt;
   }
 
-  size_t backward_memory_bytes() const override {
-    if (!rule_->has_probabilities()) return 0;
-    return Workspace::Measure([this](Workspace& workspace) { LayOutLogits(workspace); });
-  }
+  size_t backward_memory_bytes() const override { return rule_->probability_memory_bytes(); }
   absl::Status BeginBackward(const PastRun& run, absl::Span<std::byte> memory,
                              const Execution& execution) override {
     const ConstTensorView gradient = run.output_gradients.Get(kExitProbabilities);
-    of_logits_ = nullptr;
-    if (gradient.empty()) return absl::OkStatus();
-    Workspace workspace(memory);
-    float* const of_logits = LayOutLogits(workspace);
-    const auto states = [&](int64_t n) { return run.next_states(n - 1); };
-    rule_->DifferentiateProbabilities({states, gradient, of_logits, run.parameter_gradients},
-                                      execution.pool);
-    of_logits_ = of_logits;
-    return absl::OkStatus();
+    differentiates_probabilities_ = !gradient.empty();
+    probability_memory_ = memory;
+    if (!differentiates_probabilities_) return absl::OkStatus();
+    return rule_->DifferentiateProbabilities(
+        {run.next_states, gradient, memory, run.parameter_gradients}, execution);
   }
   // Adds what the probabilities give to the gradient of h^n, [batch, segment.tokens, model_dim].
-  void AddProbabilities(int64_t n, const PastSegment& segment, const TensorView& gradient,
-                        ThreadPool* pool) const {
-    if (of_logits_ == nullptr) return;
-    const int64_t total = problem().query_tokens, layers = stack_.sizes().layers;
-    ForEachRow(problem().batch * segment.tokens, pool, [&](int64_t place) {
-      const int64_t b = place / segment.tokens, t = place % segment.tokens;
-      rule_->AddStateGradient(n, of_logits_ + (b * total + segment.begin + t) * layers,
-                              gradient.MutableAt<float>(b, t));
-    });
+  absl::Status AddProbabilities(int64_t n, const PastSegment& segment, const TensorView& gradient,
+                                const Execution& execution) const {
+    if (!differentiates_probabilities_) return absl::OkStatus();
+    return rule_->AddStateGradient(n, probability_memory_, segment.begin, gradient, execution);
   }
 
   const RelativeState& stack() const { return stack_; }
@@ -166,16 +149,19 @@ class ExitState : public StackState {
   int64_t places() const { return problem().batch * stack_.segment().tokens(); }
 
   // Writes the roles [batch, query_tokens] of layer n, which has run, for the tokens of a segment of a
-  // Run. This is for the CPU.
-  void WriteRoles(int64_t n, const Segment& segment, Role* roles) const {
-    const int64_t total = problem().query_tokens;
-    for (int64_t place = 0; place < places(); ++place) {
-      const int64_t b = place / segment.tokens, t = segment.begin + place % segment.tokens;
-      const bool left_now = recorded_.data()[b * total + t] == n;
-      roles[b * total + t] = row_of_token_[place] >= 0 ? Role::kStays
-                             : left_now                ? Role::kLeaves
-                                                       : Role::kGone;
+  // Run.
+  absl::Status KeepRoles(int64_t n, const Segment& segment, Role* roles,
+                         const Execution& execution) const {
+    WriteRoles write = {};
+    write.of = {roles, problem().query_tokens, segment.begin, segment.tokens};
+    if (device_ == Device::kCpu) {
+      write.row_of_token = row_of_token_.data();
+    } else {
+      write.stays = stays_.data();
     }
+    write.exits = recorded_.data();
+    write.layer = static_cast<int32_t>(n);
+    return ForEach(device_, places(), write, execution);
   }
 
   // Begins layer 1: `hidden`, f32 [batch, tokens, model_dim], becomes x. It is h^n after layer n.
@@ -241,9 +227,6 @@ class ExitState : public StackState {
       : device_(device), stack_(device, problem, shape), rule_(std::move(rule)) {}
 
   const Problem& problem() const { return stack_.problem(); }
-  float* LayOutLogits(Workspace& workspace) const {
-    return workspace.Take<float>(problem().batch * problem().query_tokens * stack_.sizes().layers);
-  }
   RowListMemory list_memory() const {
     return {stays_.mutable_data(), listed_.mutable_data(), list_begins_.mutable_data()};
   }
@@ -408,9 +391,12 @@ class ExitState : public StackState {
   TensorView exits_out_;
   TensorView probabilities_out_;
   TensorView all_exits_out_;
-  const float* of_logits_ = nullptr;  // of a backward pass whose probabilities have a gradient
-  int64_t first_position_ = 0;        // of the segment in the stream, without given memories
+  int64_t first_position_ = 0;  // of the segment in the stream, without given memories
   bool has_run_ = false;
+
+  // A backward pass.
+  bool differentiates_probabilities_ = false;
+  absl::Span<std::byte> probability_memory_;
 
   // CPU: places of the tokens that are there, ascending, and the reverse.
   std::vector<int32_t> active_;
@@ -458,10 +444,8 @@ class ExitBlock : public Block {
         {call.segment, rows.before, rows.after, rows.after, {}, rows.some, OfBlock(call.kept)},
         rest));
     TFB_RETURN_IF_ERROR(state_->Leave(n, rows, norm_, scratch, rest));
-    if (!call.kept.empty()) {
-      state_->WriteRoles(n, call.segment, reinterpret_cast<Role*>(call.kept.data()));
-    }
-    return absl::OkStatus();
+    if (call.kept.empty()) return absl::OkStatus();
+    return state_->KeepRoles(n, call.segment, reinterpret_cast<Role*>(call.kept.data()), rest);
   }
 
   size_t workspace_bytes(int threads) const override {
@@ -474,10 +458,7 @@ class ExitBlock : public Block {
   }
   SegmentAttention& attention() override { return block_.attention(); }
 
-  absl::Status CheckBackward() const override {
-    TFB_RETURN_IF_ERROR(OnCpuAlone(layer_.device, "exits"));
-    return block_.CheckBackward();
-  }
+  absl::Status CheckBackward() const override { return block_.CheckBackward(); }
   absl::Status SetUpBackward(const NamedTensors& parameters, const Distances& distances) override {
     return block_.SetUpBackward(parameters, distances);
   }
@@ -494,14 +475,18 @@ class ExitBlock : public Block {
     const BackwardScratch scratch = LayOutBackward(layer_.batch * segment.tokens, workspace);
     Execution rest = execution;
     rest.workspace = workspace.Rest();
+    TFB_RETURN_IF_ERROR(BackwardOfAllExits(call, rest));
+    PastSegment of_block = segment;
+    of_block.kept = OfBlock(segment.kept);
+    if (layer_.device != Device::kCpu) {
+      return BackwardOfAllRows({of_block, call.gradient, {}}, RolesOf(segment), scratch, rest);
+    }
     const Listed listed = ListTokens(segment, scratch);
-    TFB_RETURN_IF_ERROR(BackwardOfOutputs(call, listed.leaving, scratch, rest));
+    TFB_RETURN_IF_ERROR(BackwardOfLeaving(call, listed.leaving, scratch, rest));
     const TensorView input = RowsIn(scratch.states, listed.there);
     const TensorView gradient = RowsIn(scratch.gradients, listed.there);
     Gather(segment.input(), scratch.there, input, execution.pool);
     Gather(call.gradient, scratch.there, gradient, execution.pool);
-    PastSegment of_block = segment;
-    of_block.kept = OfBlock(segment.kept);
     return block_.Backward(
         {of_block, call.gradient, {}, {input, gradient, scratch.row_of_token, scratch.there}},
         rest);
@@ -518,19 +503,30 @@ class ExitBlock : public Block {
     return kept.empty() ? kept : kept.subspan(role_bytes());
   }
 
+  RolesOfSegment RolesOf(const PastSegment& segment) const {
+    return {reinterpret_cast<Role*>(segment.kept.data()), state_->stack().problem().query_tokens,
+            segment.begin, segment.tokens};
+  }
+
   // Tokens are numbered by their places, b * tokens + t.
   struct BackwardScratch {
+    float* gradients;  // [places, model_dim]
+    // CPU.
     int32_t* row_of_token;  // [places], below 0 for tokens that have left before the layer
     int32_t* there;         // the places of the others
     int32_t* leaving;       // those of tokens that leave after the layer
     float* states;          // [places, model_dim]
-    float* gradients;       // likewise
   };
   BackwardScratch LayOutBackward(int64_t places, Workspace& workspace) const {
     const int64_t width = layer_.sizes.width();
-    return {workspace.Take<int32_t>(places), workspace.Take<int32_t>(places),
-            workspace.Take<int32_t>(places), workspace.Take<float>(places * width),
-            workspace.Take<float>(places * width)};
+    BackwardScratch scratch = {};
+    scratch.gradients = workspace.Take<float>(places * width);
+    if (layer_.device != Device::kCpu) return scratch;
+    scratch.row_of_token = workspace.Take<int32_t>(places);
+    scratch.there = workspace.Take<int32_t>(places);
+    scratch.leaving = workspace.Take<int32_t>(places);
+    scratch.states = workspace.Take<float>(places * width);
+    return scratch;
   }
   TensorView RowsIn(float* memory, int64_t rows) const {
     return TensorView(memory, DType::kF32, {rows, layer_.sizes.width()});
@@ -541,12 +537,10 @@ class ExitBlock : public Block {
     int64_t leaving = 0;
   };
   Listed ListTokens(const PastSegment& segment, const BackwardScratch& scratch) const {
-    const int64_t total = state_->stack().problem().query_tokens;
-    const Role* roles = reinterpret_cast<const Role*>(segment.kept.data());
+    const RolesOfSegment roles = RolesOf(segment);
     Listed listed;
     for (int64_t place = 0; place < layer_.batch * segment.tokens; ++place) {
-      const int64_t b = place / segment.tokens, t = segment.begin + place % segment.tokens;
-      const Role role = roles[b * total + t];
+      const Role role = roles.At(place);
       const bool is_there = role != Role::kGone;
       scratch.row_of_token[place] = is_there ? static_cast<int32_t>(listed.there) : -1;
       if (is_there) scratch.there[listed.there++] = static_cast<int32_t>(place);
@@ -563,29 +557,60 @@ class ExitBlock : public Block {
     });
   }
 
-  // Adds what the outputs of this exit give to the states: those of all tokens, and of the tokens that
-  // leave here.
-  absl::Status BackwardOfOutputs(const BackwardCall& call, int64_t count,
+  static ConstTensorView OfTokens(const PastSegment& segment, const ConstTensorView& tokens) {
+    return Slice(tokens, 1, segment.begin, segment.tokens);
+  }
+  // Adds what this exit's outputs of all tokens give to the states.
+  absl::Status BackwardOfAllExits(const BackwardCall& call, const Execution& execution) const {
+    const PastSegment& segment = call.segment;
+    TFB_RETURN_IF_ERROR(state_->AddProbabilities(layer_.n + 1, segment, call.gradient, execution));
+    const ConstTensorView of_all = segment.output_gradients.Get(kExitOutputs);
+    if (of_all.empty()) return absl::OkStatus();
+    return norm_.Backward(
+        {OfTokens(segment, segment.next_states), OfTokens(segment, OfLayer(of_all, layer_.n)),
+         call.gradient, call.gradient, segment.parameter_gradients.Get(names_.gamma),
+         segment.parameter_gradients.Get(names_.beta), /*accumulate=*/true},
+        execution);
+  }
+
+  // Differentiates the layer on CUDA, with the rows of all tokens.
+  absl::Status BackwardOfAllRows(const BackwardCall& call, const RolesOfSegment& roles,
+                                 const BackwardScratch& scratch, const Execution& execution) {
+    const PastSegment& segment = call.segment;
+    const int64_t places = layer_.batch * segment.tokens, width = layer_.sizes.width();
+    const DeviceView gradient = ToDeviceView(call.gradient);
+    const ConstTensorView of_out = segment.output_gradients.Get("out");
+    if (!of_out.empty()) {
+      const ConstTensorView of_leaving(scratch.gradients, DType::kF32, call.gradient.shape());
+      TFB_RETURN_IF_ERROR(
+          ForEachInRows(layer_.device, places, width,
+                        GradientsOfLeaving{roles, ToDeviceView(OfTokens(segment, of_out)),
+                                           scratch.gradients, width},
+                        execution));
+      TFB_RETURN_IF_ERROR(
+          norm_.Backward({OfTokens(segment, segment.next_states), of_leaving, call.gradient,
+                          call.gradient, segment.parameter_gradients.Get(names_.gamma),
+                          segment.parameter_gradients.Get(names_.beta), /*accumulate=*/true},
+                         execution));
+    }
+    TFB_RETURN_IF_ERROR(ForEachInRows(layer_.device, places, width,
+                                      HoldBackGone{roles, gradient, scratch.gradients, width},
+                                      execution));
+    TFB_RETURN_IF_ERROR(block_.Backward(call, execution));
+    return ForEachInRows(layer_.device, places, width,
+                         LetGonePass{roles, gradient, scratch.gradients, width}, execution);
+  }
+
+  // Adds what the outputs of the tokens that leave here give to their states, on the CPU.
+  absl::Status BackwardOfLeaving(const BackwardCall& call, int64_t count,
                                  const BackwardScratch& scratch, const Execution& execution) const {
     const PastSegment& segment = call.segment;
-    const auto of_segment = [&](const ConstTensorView& tokens) {
-      return Slice(tokens, 1, segment.begin, segment.tokens);
-    };
-    state_->AddProbabilities(layer_.n + 1, segment, call.gradient, execution.pool);
-    const ConstTensorView of_all = segment.output_gradients.Get(kExitOutputs);
-    if (!of_all.empty()) {
-      TFB_RETURN_IF_ERROR(norm_.Backward(
-          {of_segment(segment.next_states), of_segment(OfLayer(of_all, layer_.n)), call.gradient,
-           call.gradient, segment.parameter_gradients.Get(names_.gamma),
-           segment.parameter_gradients.Get(names_.beta), /*accumulate=*/true},
-          execution));
-    }
     const ConstTensorView of_out = segment.output_gradients.Get("out");
     if (of_out.empty()) return absl::OkStatus();
     const TensorView states = RowsIn(scratch.states, count);
     const TensorView gradients = RowsIn(scratch.gradients, count);
-    Gather(of_segment(segment.next_states), scratch.leaving, states, execution.pool);
-    Gather(of_segment(of_out), scratch.leaving, gradients, execution.pool);
+    Gather(OfTokens(segment, segment.next_states), scratch.leaving, states, execution.pool);
+    Gather(OfTokens(segment, of_out), scratch.leaving, gradients, execution.pool);
     TFB_RETURN_IF_ERROR(norm_.Backward({states,
                                         gradients,
                                         {},

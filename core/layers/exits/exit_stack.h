@@ -19,12 +19,15 @@
 // computed. Its keys and values are computed in every layer from the copied state, so that later
 // tokens see it. An ExitRule decides which tokens leave; after the last layer, N, all leave.
 //
-// The backward pass, on the CPU, is of the exits as they were found: the gradient of out_t goes through
-// LN_n and layers n, n - 1, ..., 1, and joins there what later tokens give to the copied state through
-// its keys and values in the layers above n. Products have the rows of the tokens that were there, as
-// in the forward pass. What decides alone has no gradient; probabilities of leaving have. A Run keeps
-// what core/layers/stack/segmented_layer.h says, and of each layer one byte a token, which tells
-// whether the token was there and whether it left.
+// The backward pass is of the exits as they were found: the gradient of out_t goes through LN_n and
+// layers n, n - 1, ..., 1, and joins there what later tokens give to the copied state through its keys
+// and values in the layers above n. What decides alone has no gradient; probabilities of leaving have.
+// A Run keeps what core/layers/stack/segmented_layer.h says, and of each layer one byte a token, which
+// tells whether the token was there and whether it left. These bytes stay on the device. On the CPU
+// products have the rows of the tokens that were there, as in the forward pass. On CUDA the host does
+// not know how many these are, and products have the rows of all tokens: the gradients of those that
+// had left are held back while the layer is differentiated, 0 standing in their place, and are added
+// again behind it. So a backward pass there takes as long as that of the whole stack.
 //
 // CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
 // as there are such tokens; reading a text segment by segment and decoding a batch token by token are
@@ -58,9 +61,9 @@
 #include <string>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "core/cuda/row_list.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/stack/relative_stack.h"
@@ -70,7 +73,6 @@
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
-#include "core/thread_pool.h"
 
 namespace tfb::layers {
 
@@ -152,21 +154,29 @@ class ExitRule {
     return absl::UnimplementedError("the rule has no probabilities");
   }
 
-  // ---- The backward pass of the probabilities, on the CPU ----
+  // ---- The backward pass of the probabilities ----
 
-  // The gradients of a Run. Probabilities are functions of logits, N of each token or fewer.
+  // The gradients of a Run's probabilities, which are functions of the states.
   struct ProbabilityGradients {
-    absl::FunctionRef<ConstTensorView(int64_t n)> states;  // h^n, f32 [batch, tokens, model_dim]
-    ConstTensorView of_probabilities;                      // f32 [batch, tokens, N]
-    float* of_logits;           // [batch tokens][N], of which as many are written as there are
-    const Outputs& parameters;  // which are added to
+    ConstTensorView states;  // h^1, ..., h^N, f32 [N, batch, tokens, model_dim], contiguous
+    ConstTensorView of_probabilities;  // f32 [batch, tokens, N]
+    absl::Span<std::byte> memory;      // of probability_memory_bytes() bytes
+    const Outputs& parameters;         // which are added to
   };
-  // Computes those of the logits, and of the rule's parameters. It allocates nothing.
-  virtual void DifferentiateProbabilities(const ProbabilityGradients& /*gradients*/,
-                                          ThreadPool* /*pool*/) const {}
-  // Adds what the gradients of a token's logits give to that of its h^n, [model_dim].
-  virtual void AddStateGradient(int64_t /*n*/, const float* /*of_logits*/,
-                                float* /*gradient*/) const {}
+  virtual size_t probability_memory_bytes() const { return 0; }
+  // Adds to the gradients of the rule's parameters, and leaves in the memory what AddStateGradient
+  // reads. It allocates nothing, and neither does that; on CUDA both enqueue on the stream.
+  virtual absl::Status DifferentiateProbabilities(const ProbabilityGradients& /*gradients*/,
+                                                  const Execution& /*execution*/) const {
+    return absl::UnimplementedError("the rule has no probabilities");
+  }
+  // Adds what the probabilities give to the gradient of h^n, f32 [batch, tokens, model_dim], of
+  // tokens begin, begin + 1, ... of the Run.
+  virtual absl::Status AddStateGradient(int64_t /*n*/, absl::Span<std::byte> /*memory*/,
+                                        int64_t /*begin*/, const TensorView& /*gradient*/,
+                                        const Execution& /*execution*/) const {
+    return absl::UnimplementedError("the rule has no probabilities");
+  }
 };
 
 // Makes the layer, with the parameters of ExitStackParameters and those of the rule. Its cost is

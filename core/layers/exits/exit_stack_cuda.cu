@@ -1,4 +1,6 @@
+#include "core/cuda/for_each.cuh"
 #include "core/layers/exits/exit_stack_cuda.h"
+#include "core/layers/exits/exit_stack_functors.h"
 #include "core/layers/layer_rows.cuh"
 
 namespace tfb::layers {
@@ -36,5 +38,9 @@ const char* LaunchLeave(const LeaveArguments& arguments, void* stream) {
 }  // namespace
 
 TFB_KERNEL_TABLE(ExitStackKernels, {&LaunchLeave});
+TFB_FOR_EACH(WriteRoles);
+TFB_FOR_EACH_IN_ROWS(GradientsOfLeaving);
+TFB_FOR_EACH_IN_ROWS(HoldBackGone);
+TFB_FOR_EACH_IN_ROWS(LetGonePass);
 
 }  // namespace tfb::layers

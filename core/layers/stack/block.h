@@ -10,7 +10,6 @@
 #include <optional>
 #include <string>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -236,9 +235,9 @@ class Block {
 
 // A Run whose backward pass begins.
 struct PastRun {
-  // Returns what came out of layer n, from 0: f32 [batch, query_tokens, model_dim]. The last layer's is
-  // there where the blocks write the outputs.
-  absl::FunctionRef<ConstTensorView(int64_t n)> next_states;
+  // The layers' outputs, f32 [layers, batch, query_tokens, model_dim], contiguous. The last
+  // layer's is there where the blocks write the outputs.
+  ConstTensorView next_states;
   const Inputs& output_gradients;
   const Outputs& parameter_gradients;  // which are added to
 };

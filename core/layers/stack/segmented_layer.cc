@@ -356,9 +356,9 @@ absl::Status SegmentedLayer::DoBackward(const BackwardCall& call, const Executio
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(FinalNormBackward(call, scratch, rest));
-  const auto next_states = [&](int64_t n) -> ConstTensorView {
-    return KeptState(n + 1, execution.kept);
-  };
+  const ConstTensorView next_states(
+      execution.kept.data(), DType::kF32,
+      {kept_states(), problem().batch, problem().query_tokens, problem().model_dim()});
   TFB_RETURN_IF_ERROR(state_->BeginBackward(
       {next_states, call.output_gradients, call.parameter_gradients}, scratch.of_state, rest));
   for (int64_t n = layers() - 1; n >= 0; --n) {
