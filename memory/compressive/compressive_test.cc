@@ -917,6 +917,37 @@ TEST(Compressive, EachLossHasItsGradientsAndTheOthersHaveNone) {
   EXPECT_EQ(layer->differentiable_outputs().size(), 4u);
 }
 
+// Three segments, behind each of which rows are compressed; or one that finds what an earlier run left.
+TEST(Compressive, OnDevicesTheGradientsAreThoseOfTheCpu) {
+  const auto expect = [](Options options, const std::vector<std::string>& outputs = {}) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "20"}});
+    options.insert({{"compressed_memory", "8"}, {"compression", "3"}});
+    const auto layer =
+        Compressive().Create(CausalProblem(2, 2, 70, 8), options, KernelDevice(), 1).value();
+    EXPECT_GT(layer->statistics().at("compressed_rows"), 0);
+    transformer_xl::ExpectTheCpusGradientsOnDevices(Compressive(), CausalProblem(2, 2, 70, 8),
+                                                    options, outputs);
+  };
+  for (const char* function : kFunctions) {
+    expect({{"function", function}});
+    expect({{"function", function}, {"pre_norm", "true"}, {"start_zero", "true"}});
+    expect({{"function", function},
+            {"given_memory", "21"},
+            {"given_compressed", "5"},
+            {"loss", "mean_square"}});
+  }
+  for (const char* function : {"convolution", "dilated_convolution"}) {
+    for (const char* loss : {"norm", "mean_square"}) {
+      for (const char* output : {"attention_loss", "autoencoding_loss"}) {
+        expect({{"function", function}, {"loss", loss}}, {output});
+        expect({{"function", function}, {"loss", loss}, {"pre_norm", "true"}}, {output});
+      }
+    }
+  }
+  expect({{"eviction", "whole_blocks"}, {"learned_positions", "true"}, {"max_distance", "12"}});
+  expect({{"memory", "30"}, {"share_biases", "false"}, {"final_norm", "true"}});
+}
+
 // With the norm N and the mean square M = N^2 / E of E elements, dN = E / (2 N) dM = N / (2 M) dM.
 TEST(Compressive, TheGradientOfANormIsThatOfTheMeanSquareTimesItsDerivative) {
   const Problem problem = transformer_xl::CausalProblem(1, 2, 40, 8);
