@@ -938,6 +938,36 @@ TEST(Memorizing, OnDevicesTheGradientsAreThoseOfTheCpu) {
   expect(50, {{"beyond_memory", "true"}, {"given_store", "29"}, {"share_biases", "false"}});
 }
 
+// A layer with scales of the other sign computes the same, so that what its scales' gradients have of
+// the loss is of the other sign.
+TEST(Memorizing, AScalesSignIsThatOfItsGradientAlone) {
+  const Problem problem = CausalProblem(1, 2, 20, 8);
+  for (const Device device : TestedDevices()) {
+    const Options options = {{"segment", "10"}, {"k", "3"}, {"store", "8"}, {"null_key", "true"}};
+    const auto layer = Memorizing().Create(problem, options, device, 1).value();
+    NamedTensors parameters = transformer_xl::PerturbedParameters(*layer);
+    const Tensor x = RandomHidden(problem);
+    const NamedTensors g = RandomOutputGradients(*layer, 5);
+    const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+    const auto pass = [&] {
+      return BackwardOfTechnique(Memorizing(), problem, {{"x", x.view()}}, g, request).value();
+    };
+    const RunAndGradients positive = pass();
+    const std::string scale = "layer1.memory.scale";
+    for (float& number : parameters.at(scale).span<float>()) {
+      ASSERT_GT(number, 0);
+      number = -number;
+    }
+    RunAndGradients negative = pass();
+    EXPECT_GT(MaxAbs(positive.parameters.at(scale).view()), 0);
+    for (float& number : negative.parameters.at(scale).span<float>()) number = -number;
+    EXPECT_EQ(MaxDifference(negative.inputs.at("x").view(), positive.inputs.at("x").view()), 0);
+    for (const auto& [name, gradient] : positive.parameters) {
+      EXPECT_EQ(MaxDifference(negative.parameters.at(name).view(), gradient.view()), 0) << name;
+    }
+  }
+}
+
 TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {
   const Problem problem = CausalProblem(2, 4, 50, 8);
   const auto kept = [&](const Options& options) {
