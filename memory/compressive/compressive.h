@@ -57,7 +57,7 @@
 // alone, which stop at the layer's state and parameters (section 3.2): so the losses have gradients
 // where it convolves, for w and b alone, which those of out do not reach. A Run keeps for its
 // backward pass the compressed rows, beside what Transformer-XL keeps; so which rows most_used keeps
-// is as the Run found.
+// is as the Run found. The backward pass is on every device.
 //
 // Cost of a token and layer: Transformer-XL's with compressed_memory + memory keys more than the
 // segment's, and 1/c of: 4 d^2 FLOPs for a compressed row's key and value, 2 c d^2 for a convolution

@@ -192,9 +192,7 @@ class CompressiveAttention : public layers::SegmentAttention {
         {"cache_bytes", static_cast<double>(tokens_.bytes() + rows_.bytes() + hidden_.bytes())}};
   }
 
-  absl::Status CheckBackward() const override {
-    return queues_.compresses() ? OnCpuAlone(device_, "compressed rows") : absl::OkStatus();
-  }
+  absl::Status CheckBackward() const override { return absl::OkStatus(); }
   absl::Status SetUpBackward(const NamedTensors& parameters,
                              const layers::Distances& distances) override;
   size_t kept_bytes() const override;

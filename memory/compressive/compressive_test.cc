@@ -917,6 +917,38 @@ TEST(Compressive, EachLossHasItsGradientsAndTheOthersHaveNone) {
   EXPECT_EQ(layer->differentiable_outputs().size(), 4u);
 }
 
+// Behind the second of three segments, and the third, rows are compressed that the third reads; where an
+// earlier run left some, behind all of them.
+TEST(Compressive, OnDevicesTheGradientsAreThoseOfTheCpu) {
+  const auto expect = [](Options options, const std::vector<std::string>& outputs = {}) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "20"}});
+    options.insert({{"compressed_memory", "8"}, {"compression", "3"}});
+    const Problem problem = CausalProblem(2, 2, 50, 8);
+    const auto layer = Compressive().Create(problem, options, KernelDevice(), 1).value();
+    EXPECT_GT(layer->statistics().at("compressed_rows"), 0);
+    transformer_xl::ExpectTheCpusGradientsOnDevices(Compressive(), problem, options, outputs);
+  };
+  for (const char* function : kFunctions) {
+    expect({{"function", function}, {"pre_norm", "true"}, {"start_zero", "true"}});
+    expect({{"function", function},
+            {"given_memory", "21"},
+            {"given_compressed", "5"},
+            {"loss", "mean_square"}});
+  }
+  for (const char* function : {"convolution", "dilated_convolution"}) {
+    for (const char* output : {"attention_loss", "autoencoding_loss"}) {
+      const Options options = {{"function", function}, {"layers", "1"}};
+      Options others = options;
+      others["loss"] = "mean_square";
+      others["pre_norm"] = "true";
+      expect(options, {output});
+      expect(others, {output});
+    }
+  }
+  expect({{"eviction", "whole_blocks"}, {"learned_positions", "true"}, {"max_distance", "12"}});
+  expect({{"memory", "30"}, {"share_biases", "false"}, {"final_norm", "true"}});
+}
+
 // With the norm N and the mean square M = N^2 / E of E elements, dN = E / (2 N) dM = N / (2 M) dM.
 TEST(Compressive, TheGradientOfANormIsThatOfTheMeanSquareTimesItsDerivative) {
   const Problem problem = transformer_xl::CausalProblem(1, 2, 40, 8);

@@ -12,7 +12,8 @@
 //                      old - G; dnew_t = dG_t W, dW = sum_t dG_t^T new_t
 //   both               dW += P^T dnew,  db += sum_t dnew_t
 //
-// (the chain rule). Where a difference is 0, so is its gradient.
+// (the chain rule). Where a difference is 0, so is its gradient. On every device arithmetic is fp32, and
+// sums have a fixed order.
 #ifndef TFB_MEMORY_COMPRESSIVE_LOSS_GRADIENTS_H_
 #define TFB_MEMORY_COMPRESSIVE_LOSS_GRADIENTS_H_
 

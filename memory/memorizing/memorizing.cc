@@ -9,7 +9,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/for_each.h"
+#include "core/layers/attention/position_products.h"
 #include "core/layers/attention/relative_attention.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/heads.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/stack/block.h"
@@ -149,7 +152,8 @@ class MemorizingAttention : public layers::SegmentAttention {
     if (options.store == 0) return attention;
     Problem of_store = problem;
     of_store.kv_heads = attention->key_heads();
-    attention->reading_ = StoreReading(of_store, attention->StoreOf(), options.given_store);
+    attention->reading_ = StoreReading(device, of_store, attention->StoreOf(), options.given_store,
+                                       options.kept(options.given_store));
     TFB_ASSIGN_OR_RETURN(attention->store_,
                          MemoryStore::Create(device, of_store, attention->StoreOf()));
     return attention;
@@ -158,11 +162,7 @@ class MemorizingAttention : public layers::SegmentAttention {
   absl::Status Setup(const NamedTensors& parameters, const layers::Distances& distances,
                      const Execution& execution) override {
     if (options_.store > 0) {
-      const auto parameter = [&](const char* name) {
-        return layers::FindParameter(parameters, StorePrefix(options_) + name);
-      };
-      TFB_RETURN_IF_ERROR(store_.Setup(
-          {parameter("gate"), parameter("scale"), parameter("null_key"), parameter("null_value")}));
+      TFB_RETURN_IF_ERROR(store_.Setup(ParametersOfStore(parameters)));
     }
     return base_->Setup(parameters, distances, execution);
   }
@@ -192,10 +192,13 @@ class MemorizingAttention : public layers::SegmentAttention {
     const TensorView k = Slice(attended.k, 1, 0, key_heads());
     const TensorView v = Slice(attended.v, 1, 0, key_heads());
     TFB_RETURN_IF_ERROR(Read(call, attended, log_sum_exp));
-    TFB_RETURN_IF_ERROR(store_.Append(k, v, attended.rest));
     if (!call.kept.empty()) {
-      reading_.Keep(KeptIn(call.kept), call.segment.begin, k, v, execution.pool);
+      const StoreReading::Kept kept = KeptIn(call.kept);
+      const int64_t begin = call.segment.begin;
+      if (begin == 0) TFB_RETURN_IF_ERROR(reading_.KeepGiven(kept, store_, attended.rest));
+      TFB_RETURN_IF_ERROR(reading_.Keep(kept, begin, k, v, attended.rest));
     }
+    TFB_RETURN_IF_ERROR(store_.Append(k, v, attended.rest));
     return base_->own().Project(attended.context, call.residual, call.y, attended.rest);
   }
 
@@ -212,19 +215,11 @@ class MemorizingAttention : public layers::SegmentAttention {
     return of_scores + base_->own().workspace_bytes(threads, of_store);
   }
 
-  absl::Status CheckBackward() const override {
-    return options_.store > 0 ? OnCpuAlone(base_->device(), "retrieved keys")
-                              : base_->CheckBackward();
-  }
+  absl::Status CheckBackward() const override { return base_->CheckBackward(); }
 
   absl::Status SetUpBackward(const NamedTensors& parameters,
                              const layers::Distances& distances) override {
-    for (const auto& [name, view] :
-         {std::pair(&names_.gate, &own_.gate), std::pair(&names_.scale, &own_.scale),
-          std::pair(&names_.null_key, &own_.null_key),
-          std::pair(&names_.null_value, &own_.null_value)}) {
-      *view = layers::FindParameter(parameters, *name);
-    }
+    if (options_.store > 0) TFB_RETURN_IF_ERROR(reading_.SetUp(ParametersOfStore(parameters)));
     return base_->SetUpBackward(parameters, distances);
   }
 
@@ -248,8 +243,7 @@ class MemorizingAttention : public layers::SegmentAttention {
     const size_t scratch = Workspace::Measure([this](Workspace& workspace) {
       LayOutBackward(layers::LongestSegment(problem_, options_.segment), workspace);
     });
-    return scratch +
-           std::max(base_->backward_workspace_bytes(threads), reading_.workspace_bytes(threads));
+    return scratch + std::max(base_->backward_workspace_bytes(threads), reading_.workspace_bytes());
   }
 
   absl::Status RunAgain(const AgainCall& call, const Execution& execution) override {
@@ -260,7 +254,8 @@ class MemorizingAttention : public layers::SegmentAttention {
     TFB_RETURN_IF_ERROR(past.Attend(base_->ListOf(call.segment, earlier, call.norm, call.x),
                                     again.attended, execution));
     const StoreReading::Kept kept = KeptIn(call.segment.kept);
-    reading_.Mix(SegmentOf(call.segment, kept, again.attended), OfHeads(again.mixed), execution);
+    TFB_RETURN_IF_ERROR(reading_.Mix(SegmentOf(call.segment, kept, again.attended),
+                                     OfHeads(again.mixed), execution));
     return past.Project(again.mixed, call.residual, call.y, execution);
   }
 
@@ -279,10 +274,12 @@ class MemorizingAttention : public layers::SegmentAttention {
         past.ProjectBackward(again.mixed, call.dy, scratch.of_context, gradients, rest));
     const StoreReading::Kept kept = KeptIn(call.segment.kept);
     const TensorView of_heads = OfHeads(scratch.of_context);
-    reading_.Backward(
+    TFB_RETURN_IF_ERROR(reading_.Backward(
         SegmentOf(call.segment, kept, again.attended),
-        {of_heads, of_heads, OfHeads(scratch.of_queries), scratch.of_log_sum_exp, sums}, rest);
-    if (call.segment.is_last()) AddSums(sums, call.segment.parameter_gradients);
+        {of_heads, of_heads, OfHeads(scratch.of_queries), scratch.of_log_sum_exp, sums}, rest));
+    if (call.segment.is_last()) {
+      TFB_RETURN_IF_ERROR(AddSums(sums, call.segment.parameter_gradients, rest));
+    }
     const auto earlier = base_->EarlierThan(call.segment);
     return past.Backward(
         base_->ListOf(call.segment, earlier, call.norm, call.x), again.attended,
@@ -317,8 +314,8 @@ class MemorizingAttention : public layers::SegmentAttention {
     }
     TFB_RETURN_IF_ERROR(
         store_.Read(attended.q, attended.heads, log_sum_exp, retrieved, attended.rest));
-    if (!call.kept.empty() && !output.empty()) CopyElements(retrieved, output);
-    return absl::OkStatus();
+    if (call.kept.empty() || output.empty()) return absl::OkStatus();
+    return reading_.CopyRetrieved(retrieved, output, attended.rest);
   }
 
   // ---- The backward pass ----
@@ -332,6 +329,13 @@ class MemorizingAttention : public layers::SegmentAttention {
           null_value(prefix + "null_value") {}
     std::string gate, scale, null_key, null_value;
   };
+  MemoryStore::Parameters ParametersOfStore(const NamedTensors& parameters) const {
+    const auto parameter = [&](const std::string& name) {
+      return layers::FindParameter(parameters, name);
+    };
+    return {parameter(names_.gate), parameter(names_.scale), parameter(names_.null_key),
+            parameter(names_.null_value)};
+  }
   StoreReading::Kept KeptIn(absl::Span<std::byte> memory) const {
     Workspace workspace(memory);
     return reading_.LayOutKept(workspace);
@@ -365,25 +369,20 @@ class MemorizingAttention : public layers::SegmentAttention {
   StoreReading::Segment SegmentOf(const layers::PastSegment& segment,
                                   const StoreReading::Kept& kept,
                                   const layers::ListAttention::Memory& attended) const {
-    return {kept,
-            segment.inputs.Get(kStoreKeys),
-            segment.inputs.Get(kStoreValues),
-            segment.begin,
-            own_,
-            OfHeads(attended.q),
-            OfHeads(attended.context),
+    return {kept, segment.begin, OfHeads(attended.q), OfHeads(attended.context),
             attended.log_sum_exp};
   }
-  void AddSums(const StoreReading::Sums& sums, const Outputs& gradients) const {
-    const auto add = [&](const std::string& name, const double* from) {
-      const TensorView to = gradients.Get(name);
-      if (to.empty()) return;
-      ForEachOffset(to, to, [&](int64_t at, int64_t) { to.Set(at, to.Get(at) + *from++); });
+  absl::Status AddSums(const StoreReading::Sums& sums, const Outputs& gradients,
+                       const Execution& execution) const {
+    const auto add = [&](const std::string& name, const double* from) -> absl::Status {
+      const TensorRows to(gradients.Get(name));
+      const layers::AddDoubleRows rows = {from, to.columns(), to.view()};
+      return ForEachInRows(base_->device(), to.rows(), to.columns(), rows, execution);
     };
-    add(names_.gate, sums.gate);
-    add(names_.scale, sums.scale);
-    add(names_.null_key, sums.null_key);
-    add(names_.null_value, sums.null_value);
+    TFB_RETURN_IF_ERROR(add(names_.gate, sums.gate));
+    TFB_RETURN_IF_ERROR(add(names_.scale, sums.scale));
+    TFB_RETURN_IF_ERROR(add(names_.null_key, sums.null_key));
+    return add(names_.null_value, sums.null_value);
   }
 
   // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
@@ -413,7 +412,6 @@ class MemorizingAttention : public layers::SegmentAttention {
   MemoryStore store_;  // empty, where the option is 0
   StoreReading reading_;
   Names names_;
-  MemoryStore::Parameters own_;  // of the backward pass
 };
 
 }  // namespace

@@ -1,6 +1,8 @@
 // A warp has a row of a tensor or one query of a head, each lane every 32nd channel.
+#include "core/cuda/for_each.cuh"
 #include "core/cuda/warp.cuh"
 #include "memory/memorizing/memorizing_cuda.h"
+#include "memory/memorizing/memorizing_functors.h"
 
 namespace tfb::memorizing {
 namespace {
@@ -171,5 +173,12 @@ const char* LaunchMix(const MixArguments& a, void* stream) {
 }  // namespace
 
 TFB_KERNEL_TABLE(MemorizingKernels, {&LaunchCopyRows, &LaunchMix});
+TFB_FOR_EACH(ScoresOfReads);
+TFB_FOR_EACH(WeightsOfReads);
+TFB_FOR_EACH_IN_ROWS(MixOfReads);
+TFB_FOR_EACH_IN_ROWS(GradientsOfReads);
+TFB_FOR_EACH(SumsOfReads);
+TFB_FOR_EACH_IN_ROWS(SumsOfNull);
+TFB_FOR_EACH(CopyOfTokens);
 
 }  // namespace tfb::memorizing

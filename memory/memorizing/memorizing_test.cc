@@ -918,6 +918,56 @@ TEST(Memorizing, GradientsThroughWhatIsRetrievedAreTheDefinitions) {
   expect({{"softmax", "joint"}, {"null_key", "true"}, {"one_key_value_head", "true"}});
 }
 
+// The same, and in segments, the first of which read what an earlier run left.
+TEST(Memorizing, OnDevicesTheGradientsAreThoseOfTheCpu) {
+  const auto expect = [](int64_t tokens, Options options) {
+    options.insert({{"layers", "2"}, {"segment", "20"}, {"memory", "13"}, {"given_memory", "13"}});
+    options.insert({{"store", "16"}, {"given_store", "16"}, {"k", "5"}});
+    transformer_xl::ExpectTheCpusGradientsOnDevices(Memorizing(), CausalProblem(2, 2, tokens, 8),
+                                                    options);
+  };
+  for (const int64_t tokens : {20, 50}) {
+    expect(tokens, {});
+    expect(tokens, {{"k", "16"}, {"pre_norm", "true"}});
+    expect(tokens, {{"null_key", "true"}, {"given_store", "100"}});
+    expect(tokens, {{"softmax", "joint"}, {"given_store", "3"}});
+    expect(tokens, {{"softmax", "joint"}, {"null_key", "true"}, {"one_key_value_head", "true"}});
+  }
+  expect(50, {{"given_store", "0"}, {"memory_layer", "0"}, {"selection", "bucketed"}});
+  expect(50, {{"given_store", "0"}, {"null_key", "true"}, {"one_key_value_head", "true"}});
+  expect(50, {{"beyond_memory", "true"}, {"given_store", "29"}, {"share_biases", "false"}});
+}
+
+// A layer with scales of the other sign computes the same, so that what its scales' gradients have of
+// the loss is of the other sign.
+TEST(Memorizing, AScalesSignIsThatOfItsGradientAlone) {
+  const Problem problem = CausalProblem(1, 2, 20, 8);
+  for (const Device device : TestedDevices()) {
+    const Options options = {{"segment", "10"}, {"k", "3"}, {"store", "8"}, {"null_key", "true"}};
+    const auto layer = Memorizing().Create(problem, options, device, 1).value();
+    NamedTensors parameters = transformer_xl::PerturbedParameters(*layer);
+    const Tensor x = RandomHidden(problem);
+    const NamedTensors g = RandomOutputGradients(*layer, 5);
+    const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+    const auto pass = [&] {
+      return BackwardOfTechnique(Memorizing(), problem, {{"x", x.view()}}, g, request).value();
+    };
+    const RunAndGradients positive = pass();
+    const std::string scale = "layer1.memory.scale";
+    for (float& number : parameters.at(scale).span<float>()) {
+      ASSERT_GT(number, 0);
+      number = -number;
+    }
+    RunAndGradients negative = pass();
+    EXPECT_GT(MaxAbs(positive.parameters.at(scale).view()), 0);
+    for (float& number : negative.parameters.at(scale).span<float>()) number = -number;
+    EXPECT_EQ(MaxDifference(negative.inputs.at("x").view(), positive.inputs.at("x").view()), 0);
+    for (const auto& [name, gradient] : positive.parameters) {
+      EXPECT_EQ(MaxDifference(negative.parameters.at(name).view(), gradient.view()), 0) << name;
+    }
+  }
+}
+
 TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {
   const Problem problem = CausalProblem(2, 4, 50, 8);
   const auto kept = [&](const Options& options) {
@@ -926,6 +976,9 @@ TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {
   const size_t states = kept({{"store", "0"}});
   EXPECT_EQ(kept({{"store", "32"}, {"k", "8"}}),
             states + 2 * 50 * (2 * 32 * sizeof(float) + 4 * 8 * sizeof(int64_t)));
+  EXPECT_EQ(kept({{"store", "32"}, {"k", "8"}, {"given_store", "1000"}}),
+            states + 2 * (50 * (2 * 32 * sizeof(float) + 4 * 8 * sizeof(int64_t)) +
+                          32 * 2 * 32 * sizeof(float)));
 }
 
 // ---- Golden files ----

@@ -68,6 +68,39 @@ TensorView OfHead(const TensorView& view, int64_t h) {
 
 }  // namespace
 
+absl::Status CopyToRing(Device device, const CopyToRingCall& call, const Execution& execution) {
+  const ConstTensorView& from = call.from;
+  const int64_t batch = from.dim(0), heads = from.dim(1), channels = from.dim(3);
+  const int64_t tokens = from.dim(2) - call.skip, places = call.to.dim(1);
+  if (device != Device::kCpu) {
+    const ConstTensorView copied = Slice(from, 2, call.skip, tokens);
+    const CopyRowsArguments arguments = {ToDeviceView(copied),
+                                         ToDeviceView(call.to),
+                                         batch,
+                                         heads,
+                                         tokens,
+                                         channels,
+                                         call.first_place,
+                                         places,
+                                         call.length,
+                                         call.scales};
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+    return ToStatus(
+        KernelsOn<MemorizingKernels>(runtime->target()).copy_rows(arguments, execution.stream));
+  }
+  const int64_t tasks = (tokens + kTokensOfTask - 1) / kTokensOfTask;
+  execution.pool->ParallelFor(batch * heads * tasks, [&](int64_t task, int) {
+    const int64_t row = task / tasks, first = task % tasks * kTokensOfTask, h = row % heads;
+    const float length = call.length == RowLength::kScale ? std::abs(call.scales[h]) : 1;
+    for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
+      float* place = call.to.MutableAt<float>(row, (call.first_place + t) % places);
+      LoadRow(from, from.Offset(row / heads, h, call.skip + t), from.stride(3), channels, place);
+      if (call.length != RowLength::kKept) MakeLength(length, place, channels);
+    }
+  });
+  return absl::OkStatus();
+}
+
 absl::StatusOr<MemoryStore> MemoryStore::Create(Device device, const Problem& problem,
                                                 const StoreShape& shape) {
   MemoryStore store(device, problem, shape);
@@ -256,27 +289,7 @@ absl::Status MemoryStore::CopyTo(const TensorView& keys, const TensorView& value
 absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                                    const TensorView& to, int64_t first_place,
                                    const Execution& execution) const {
-  const int64_t tokens = from.dim(2) - skip, heads = from.dim(1), channels = from.dim(3);
-  if (device_ != Device::kCpu) {
-    const ConstTensorView kept = Slice(from, 2, skip, tokens);
-    const CopyRowsArguments arguments = {
-        ToDeviceView(kept), ToDeviceView(to), problem_.batch, heads,  tokens,
-        channels,           first_place,      to.dim(1),      length, scales_.data()};
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return ToStatus(
-        KernelsOn<MemorizingKernels>(runtime->target()).copy_rows(arguments, execution.stream));
-  }
-  const int64_t tasks = (tokens + kTokensOfTask - 1) / kTokensOfTask;
-  execution.pool->ParallelFor(problem_.batch * heads * tasks, [&](int64_t task, int) {
-    const int64_t row = task / tasks, first = task % tasks * kTokensOfTask, h = row % heads;
-    const float scale = length == RowLength::kScale ? std::abs(scales_.data()[h]) : 1;
-    for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
-      float* place = to.MutableAt<float>(row, (first_place + t) % to.dim(1));
-      LoadRow(from, from.Offset(row / heads, h, skip + t), from.stride(3), channels, place);
-      if (length != RowLength::kKept) MakeLength(scale, place, channels);
-    }
-  });
-  return absl::OkStatus();
+  return CopyToRing(device_, {from, skip, length, scales_.data(), to, first_place}, execution);
 }
 
 // Adds the null slot of head h to what was read.

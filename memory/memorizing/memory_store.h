@@ -41,6 +41,19 @@ struct StoreShape {
   int64_t slots() const { return capacity + lag; }
 };
 
+// Copies rows of `from` [batch, heads, tokens, channels] of any floating dtype, without the first
+// `skip` tokens, to places first_place, first_place + 1, ... of the ring `to` [batch * heads, places,
+// channels], which is contiguous, and f32 on the CPU. It allocates nothing.
+struct CopyToRingCall {
+  ConstTensorView from;
+  int64_t skip = 0;
+  RowLength length = RowLength::kKept;
+  const float* scales = nullptr;  // [heads], of the device, with kScale
+  TensorView to;
+  int64_t first_place = 0;
+};
+absl::Status CopyToRing(Device device, const CopyToRingCall& call, const Execution& execution);
+
 class MemoryStore {
  public:
   MemoryStore() = default;
@@ -119,8 +132,7 @@ class MemoryStore {
   absl::StatusOr<Found> FindBest(const TensorView& queries, const Execution& execution) const;
   absl::StatusOr<Found> ReadAll(const TensorView& queries, const Execution& execution);
 
-  // Copies rows of `from` [batch, query or key heads, tokens, head_dim], without the first `skip`
-  // tokens, to places first_place, first_place + 1, ... of the ring `to`.
+  // Copies rows of queries or keys, [batch, heads, tokens, head_dim], as CopyToRing.
   absl::Status CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                         const TensorView& to, int64_t first_place,
                         const Execution& execution) const;

@@ -1,7 +1,7 @@
-// A memorizing layer's reading of its store, once more and with its gradients, on the CPU.
+// A memorizing layer's reading of its store, once more and with its gradients, on every device.
 //
-// A Run keeps which tokens each query read, and of its tokens the keys, of unit length, and the
-// values. With a query's unit vector a = q / |q|, scale s, weights p_j over what it reads (the null
+// A Run keeps which tokens each query read, and the keys, of unit length, and the values of its tokens
+// and of those that it is given. With a query's unit vector a = q / |q|, scale s, weights p_j over what it reads (the null
 // key among it) and local the result of the layer's own attention:
 //
 //   s_j = |s| a . k_j,  l = log sum_j exp(s_j),  p_j = exp(s_j - l),  o = sum_j p_j v_j
@@ -22,47 +22,66 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "absl/types/span.h"
+#include "absl/status/status.h"
+#include "core/cuda/device_array.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
+#include "memory/memorizing/memorizing_functors.h"
 #include "memory/memorizing/memory_store.h"
 
 namespace tfb::memorizing {
 
+// Tensors are in memory of the device. All calls but SetUp allocate nothing, and on CUDA they enqueue on
+// the stream. Numbers have one owner each, which adds in a fixed order, so that results have the same
+// bits for any number of threads and in every run. The weights p_j and what they are of are fp32 numbers
+// of sums in float64.
 class StoreReading {
  public:
   StoreReading() = default;
-  // `problem` is the Run's, with the store's kv_heads; the first of `given_store` tokens is token 0.
-  StoreReading(const Problem& problem, const StoreShape& shape, int64_t given_store)
-      : problem_(problem), shape_(shape), given_store_(given_store) {}
+  // `problem` is the Run's, with the store's kv_heads. Of `given_store` tokens before the Run, the first
+  // of which is token 0, the store is given the newest `given_rows`.
+  StoreReading(Device device, const Problem& problem, const StoreShape& shape, int64_t given_store,
+               int64_t given_rows)
+      : device_(device),
+        problem_(problem),
+        shape_(shape),
+        given_store_(given_store),
+        given_rows_(given_rows) {}
+
+  // Copies the parameters to the device.
+  absl::Status SetUp(const MemoryStore::Parameters& parameters);
 
   // Tensors that a Run keeps.
   struct Kept {
     TensorView retrieved;  // i64 [batch, heads, query_tokens, k], as MemoryStore::Read writes it
-    TensorView keys;       // f32 [batch, kv_heads, query_tokens, head_dim], of unit length
-    TensorView values;     // f32, likewise
+    TensorView keys;  // f32 [batch, kv_heads, given_rows + query_tokens, head_dim], of unit length
+    TensorView values;  // f32, likewise
   };
   Kept LayOutKept(Workspace& workspace) const;
   size_t kept_bytes() const;
+  // Keeps the keys and values that the store was given, before the Run's first segment is appended.
+  absl::Status KeepGiven(const Kept& kept, const MemoryStore& store,
+                         const Execution& execution) const;
   // Keeps the keys and values of a segment that begins with token `begin` of the Run, [batch,
   // kv_heads, tokens, head_dim] of any floating dtype.
-  void Keep(const Kept& kept, int64_t begin, const ConstTensorView& k, const ConstTensorView& v,
-            ThreadPool* pool) const;
+  absl::Status Keep(const Kept& kept, int64_t begin, const ConstTensorView& k,
+                    const ConstTensorView& v, const Execution& execution) const;
+  // Copies tokens that were retrieved, i64 [batch, heads, tokens, k].
+  absl::Status CopyRetrieved(const TensorView& from, const TensorView& to,
+                             const Execution& execution) const;
 
-  // One segment. Tensors are f32 [batch, heads, tokens, head_dim].
+  // One segment. Tensors are f32 [batch, heads, tokens, head_dim], with channels side by side.
   struct Segment {
     const Kept& kept;
-    ConstTensorView given_keys, given_values;  // [batch, kv_heads, tokens, head_dim], or empty
     int64_t begin;
-    MemoryStore::Parameters parameters;
     ConstTensorView q;
     ConstTensorView local;
     ConstTensorView log_sum_exp;  // f32 [batch, heads, tokens], of the layer's own scores
   };
-  // Computes y. These allocate nothing.
-  void Mix(const Segment& segment, const TensorView& y, const Execution& execution) const;
+  // Computes y.
+  absl::Status Mix(const Segment& segment, const TensorView& y, const Execution& execution) const;
 
   // Sums over segments in float64, which are 0 at first.
   struct Sums {
@@ -76,62 +95,30 @@ class StoreReading {
     ConstTensorView dy;
     TensorView dlocal;  // may be dy
     TensorView dq;
-    TensorView dlog_sum_exp;  // of m, where the layer joins
+    TensorView dlog_sum_exp;  // of m, contiguous, where the layer joins
     Sums sums;
   };
-  void Backward(const Segment& segment, const Gradients& gradients,
-                const Execution& execution) const;
+  absl::Status Backward(const Segment& segment, const Gradients& gradients,
+                        const Execution& execution) const;
   // Returns the workspace of either.
-  size_t workspace_bytes(int threads) const;
+  size_t workspace_bytes() const;
 
  private:
-  // The memory of a thread.
-  struct Scratch {
-    float* unit_query;  // [head_dim]
-    float* unit_null;   // [head_dim]
-    float* key;         // [head_dim], of a given token
-    float* value;       // [head_dim], likewise
-    double* weights;    // [k + 1], of the null key last
-    double* of_memory;  // [head_dim]: o
-    double* of_unit;    // [head_dim]: da
-    float* y;           // [head_dim]
-    float* local;       // [head_dim]
-  };
-  // The sums of one batch row and head.
-  struct OwnSums {
-    double gate, scale;
-    double null_key[kMaxHeadDim], null_value[kMaxHeadDim];
-  };
-  struct Memory {
-    Scratch* scratch;  // [threads]
-    OwnSums* sums;     // [batch * heads]
-  };
-  Memory LayOut(int threads, Workspace& workspace) const;
+  int64_t rows(int64_t tokens) const { return problem_.batch * problem_.query_heads * tokens; }
+  // Returns what the queries read, with numbers in the workspace that are not yet computed.
+  StoreReads LayOut(int64_t tokens, bool has_gradients, Workspace& workspace) const;
+  StoreReads ReadsOf(const Segment& segment, const ConstTensorView& dy,
+                     const Execution& execution) const;
+  absl::Status Weigh(const StoreReads& reads, const TensorView& of_log_sum_exp,
+                     const Execution& execution) const;
 
-  // The numbers of what a query reads.
-  struct Read {
-    int64_t count;  // of tokens
-    double query_length;
-    double null_length;  // 0: there is no null key
-    double scale;        // |s|
-    double log_sum_exp;
-    double gate;  // g
-    bool any() const { return count > 0 || null_length > 0; }
-  };
-  // Reads what query t of a batch row and head read, and computes p and o in the scratch.
-  Read ReadAgain(const Segment& segment, int64_t b, int64_t h, int64_t t,
-                 const Scratch& scratch) const;
-  // Return a token's row, which is loaded to `memory` where the token is a given one.
-  const float* KeyOf(const Segment& segment, int64_t b, int64_t kv_head, int64_t token,
-                     float* memory) const;
-  const float* ValueOf(const Segment& segment, int64_t b, int64_t kv_head, int64_t token,
-                       float* memory) const;
-  void QueryBackward(const Segment& segment, const Gradients& gradients, int64_t b, int64_t h,
-                     int64_t t, const Scratch& scratch, OwnSums* sums) const;
-
+  Device device_ = Device::kCpu;
   Problem problem_;
   StoreShape shape_;
   int64_t given_store_ = 0;
+  int64_t given_rows_ = 0;
+  // The null keys are of unit length, and the lengths what they were.
+  DeviceArray<float> gates_, scales_, null_keys_, null_values_, null_lengths_;
 };
 
 }  // namespace tfb::memorizing

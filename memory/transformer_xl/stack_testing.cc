@@ -1,8 +1,10 @@
 #include "memory/transformer_xl/stack_testing.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/backward_testing.h"
 #include "core/random.h"
@@ -167,6 +169,52 @@ void ExpectGradientsStopAtTheMemory(const Technique& technique, const Problem& p
         << name;
     EXPECT_GT(MaxAbs(gradient.view()), 0) << name;
   }
+}
+
+void ExpectTheCpusGradientsOnDevices(const Technique& technique, const Problem& problem,
+                                     const Options& options,
+                                     const std::vector<std::string>& outputs) {
+  SCOPED_TRACE(ToString(TechniqueSpec{technique.info().name, options}));
+  NamedTensors inputs = RandomInputs(technique.InputSpecs(problem, options).value(), 5);
+  inputs["x"] = RandomHidden(problem);
+  const auto layer = technique.Create(problem, options, Device::kCpu, 1).value();
+  const NamedTensors parameters = PerturbedParameters(*layer);
+  ASSERT_TRUE(layer->SetParameters(parameters).ok());
+  NamedTensors drawn = RandomOutputGradients(*layer, 7), of_outputs;
+  for (auto& [name, gradient] : drawn) {
+    const bool is_asked =
+        outputs.empty() || std::find(outputs.begin(), outputs.end(), name) != outputs.end();
+    if (is_asked) of_outputs[name] = std::move(gradient);
+  }
+  const auto expected = RunBackward(*layer, ViewsOf(inputs), of_outputs, 2);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+
+  RunRequest request;
+  request.options = options;
+  request.device = KernelDevice();
+  request.parameters = &parameters;
+  const auto pass = BackwardOfTechnique(technique, problem, ViewsOf(inputs), of_outputs, request);
+  ASSERT_TRUE(pass.ok()) << pass.status();
+  const auto again = BackwardOfTechnique(technique, problem, ViewsOf(inputs), of_outputs, request);
+  ASSERT_TRUE(again.ok()) << again.status();
+  for (const auto& [name, output] : expected->outputs) {
+    if (IsFloating(output.dtype())) continue;
+    EXPECT_EQ(MaxDifference(pass->outputs.at(name).view(), output.view()), 0) << name;
+  }
+  const int64_t layers = 2 * std::stoll(technique.Canonical(options)->at("layers"));
+  const auto compare = [&](const NamedTensors& of_cpu, const NamedTensors& of_device,
+                           const NamedTensors& of_second_pass) {
+    for (const auto& [name, gradient] : of_cpu) {
+      EXPECT_LE(MaxDifference(of_device.at(name).view(), gradient.view()),
+                2 * StackBound(gradient.view(), layers))
+          << name;
+      EXPECT_EQ(MaxDifference(of_device.at(name).view(), of_second_pass.at(name).view()), 0)
+          << name;
+    }
+  };
+  EXPECT_FALSE(expected->inputs.empty());
+  compare(expected->inputs, pass->inputs, again->inputs);
+  compare(expected->parameters, pass->parameters, again->parameters);
 }
 
 void ExpectCounterpartSeesAllTokens(const Technique& technique, const Options& options,

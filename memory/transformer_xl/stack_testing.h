@@ -3,6 +3,8 @@
 #define TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -55,6 +57,15 @@ void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, con
 // parameters take part in what the second segment computes.
 void ExpectGradientsStopAtTheMemory(const Technique& technique, const Problem& problem,
                                     const Options& options);
+
+// Expects a layer on KernelDevice() to have the gradients of one on the CPU, of all inputs and
+// parameters, for random inputs and gradients of `outputs`, or of all outputs where there are none;
+// the others are then left out. Each of the two is within the bound of a stack of twice as many
+// layers, forwards and back, so that they differ by twice that. Where the layers choose, the choices
+// that they write, which are integers, are equal. A second pass on the device has the same bits.
+void ExpectTheCpusGradientsOnDevices(const Technique& technique, const Problem& problem,
+                                     const Options& options,
+                                     const std::vector<std::string>& outputs = {});
 
 // Expects the counterpart of each number of tokens to have a memory and a segment of all of them, and
 // at least of one; of the other options those in `fixed` have these values, and the rest are kept.
