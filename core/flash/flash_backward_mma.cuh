@@ -117,8 +117,11 @@ struct GradientQueries {
     return {b.numbers.shift[n], b.numbers.rest[n], b.numbers.delta[n], static_cast<int>(token)};
   }
   __device__ static GradientRow Finish(GradientRow row) {
-    if (row.shift == INFINITY) return {INFINITY, 0, 0, -1};
     row.rest *= kLog2E;
+    if (row.shift == INFINITY) {
+      row.delta = 0;  // which may be NaN
+      row.token = -1;
+    }
     return row;
   }
 };
@@ -293,7 +296,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
     Base::Clear(k_sums_);
     Base::Clear(v_sums_);
     for (int n = 0;; ++n) {
-      const QueryStep step = shared_.steps[n % 4];
+      const QueryStep& step = shared_.steps[n % 4];
       if (step.tile < 0) break;
       const bool hides = step.mask != TileRun::kFull;
       __pipeline_wait_prior(0);
@@ -301,7 +304,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
       __syncthreads();  // the step has arrived; the last one has been read
       StartStep(n + 1);
       if (threadIdx.x == 0) shared_.steps[(n + 3) % 4] = StepAfter(shared_.steps[(n + 2) % 4]);
-      const Row next = ReadRow(n + 2);
+      const GradientRow next = ReadRow(n + 2);
       if (shared_.active[n % 3]) AddStep(n, hides);
       StoreRow(n + 2, next);
     }
@@ -310,10 +313,6 @@ class KeyOwner : public GradientOwner<T, kDim> {
 
  private:
   using Base::a_, Base::b_;
-  struct Row {
-    GradientRow row;
-    uint64_t visible;
-  };
 
   __device__ int64_t group() const { return a_.query_heads / a_.kv_heads; }
 
@@ -350,25 +349,25 @@ class KeyOwner : public GradientOwner<T, kDim> {
 
   // ---- Copies ----
 
-  // Reads a row of step n, in the first warp.
-  __device__ Row ReadRow(int n) const {
-    Row row = {{INFINITY, 0, 0, -1}, 0};
+  // Reads a row of step n, in the first warp, and starts a copy of the keys that it sees, which is of
+  // the next group of copies.
+  __device__ GradientRow ReadRow(int n) {
     const QueryStep& step = shared_.steps[n % 4];
-    if (threadIdx.x >= kStepQueries || step.tile < 0) return row;
+    if (threadIdx.x >= kStepQueries || step.tile < 0) return {INFINITY, 0, 0, -1};
     const int r = step.first + static_cast<int>(threadIdx.x);
-    row.row =
-        GradientQueries(a_, task_.batch, step.head).Read(b_, int64_t{step.tile} * kTileQueries + r);
     if (step.mask != TileRun::kFull) {
-      row.visible = a_.schedule.masks[int64_t{step.mask} * kTileQueries + r];
+      __pipeline_memcpy_async(&shared_.visible[n % 3][threadIdx.x],
+                              a_.schedule.masks + int64_t{step.mask} * kTileQueries + r,
+                              sizeof(uint64_t));
     }
-    return row;
+    return GradientQueries(a_, task_.batch, step.head)
+        .Read(b_, int64_t{step.tile} * kTileQueries + r);
   }
-  __device__ void StoreRow(int n, const Row& read) {
+  __device__ void StoreRow(int n, const GradientRow& read) {
     if (threadIdx.x >= kStepQueries) return;
-    const GradientRow row = GradientQueries::Finish(read.row);
+    const GradientRow row = GradientQueries::Finish(read);
     const bool active = __any_sync(kAllLanes, row.token >= 0);
     shared_.rows[n % 3][threadIdx.x] = row;
-    shared_.visible[n % 3][threadIdx.x] = read.visible;
     if (threadIdx.x == 0) shared_.active[n % 3] = active;
   }
   __device__ unsigned char* QueriesOf(int n) const { return shared_.stages[n % 2]; }
@@ -387,7 +386,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
   // ---- Products ----
 
   __device__ void AddStep(int n, bool hides) {
-    const int lane = Lane();
+    const int lane = static_cast<int>(Anew(threadIdx.x)) % kWarp;
     Part weights, gradients;
     Base::Clear(weights);
     Base::Clear(gradients);

@@ -40,6 +40,7 @@ struct Setting {
   int64_t hidden_key = -1;                // is padding
   std::vector<int64_t> overwritten = {};  // rows that another call writes, on CUDA
   std::vector<int32_t> query_order = {};  // tokens by place; -1 for none
+  bool out_by_row = false;                // rows of g and of q's gradient are places
   std::vector<int32_t> key_order = {};
   DType dtype = DType::kF32;
   int64_t farthest = 50;            // offset of the farthest relative keys
@@ -244,6 +245,7 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
     return absl::OkStatus();
   };
   TFB_RETURN_IF_ERROR(copy_order(s.query_order, &call.query_order));
+  call.out_by_row = s.out_by_row;
   TFB_RETURN_IF_ERROR(copy_order(s.key_order, &call.key_order));
 
   FlashBackwardCall of_device = host.backward;
@@ -716,8 +718,8 @@ Gradients16 Expected16(const Setting& s, const Numbers& x, const std::vector<dou
   for (int64_t bh = 0; bh < p.batch * p.query_heads; ++bh) {
     const int64_t kv = bh / p.group();
     for (int64_t i = 0; i < s.queries(); ++i) {
-      const int64_t query = bh * p.query_tokens + s.QueryToken(i);
-      const double* q = &x.at("q")[query * D];
+      const int64_t query = bh * p.query_tokens + (s.out_by_row ? i : s.QueryToken(i));
+      const double* q = &x.at("q")[(bh * p.query_tokens + s.QueryToken(i)) * D];
       const double* gi = &g[query * Dv];
       std::vector<int64_t> tokens;
       std::vector<double> weights;
@@ -903,6 +905,10 @@ TEST_P(FlashBackward16, OfOrders) {
     for (int32_t n = 0; n < 150; ++n) s.query_order.push_back(n * 2 + 1);
     for (int32_t n = 0; n < 300; ++n) s.key_order.push_back(n * 77 % 289);  // some tokens twice
     s.sees = [](int64_t i, int64_t j) { return j <= 2 * i; };
+    Case16(s).Expect();
+    s.name = "rows of the output by place";
+    s.out_by_row = true;
+    s.query_order[3] = s.query_order[77] = s.query_order[100];  // one token three times
     Case16(s).Expect();
   }
 }
