@@ -27,7 +27,8 @@ struct OwnerKernels {
 };
 OwnerKernels KernelsOf(CudaTarget target, DType dtype, const FlashBackwardArguments& b) {
   const ScoreRule& rule = b.forward.rule;
-  if (rule.is_plain() && rule.content_bias == nullptr && b.widest() <= kFlashBackwardDim16) {
+  if (rule.is_plain() && rule.content_bias == nullptr && b.forward.schedule.row_begin != nullptr &&
+      b.widest() <= kFlashBackwardDim16) {
     if (dtype == DType::kBF16) {
       const auto& kernels = KernelsOn<FlashBackwardBf16Kernels>(target);
       return {kernels.queries, kernels.keys};

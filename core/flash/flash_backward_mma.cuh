@@ -1,6 +1,6 @@
 // Engine flash's backward pass on tensor cores, for problems of bf16 and f16 without a score rule and
 // with at most 128 channels: mma.sync m16n8k16 with f32 sums, sm_80 and later. flash_backward.cu does
-// everything else, and has the formulas' other parts.
+// everything else.
 //
 // Two kernels own different sums, and each forms the scores and the weights' gradients of its tiles
 // of 64 x 64 again:
@@ -10,51 +10,58 @@
 //   queries   a tile of 64 queries of a head: S = Q K^T, dP = G V^T, dq += dS K      3 products
 //
 // So there are seven products where FlashAttention-2 (Dao, arXiv:2307.08691v1, section 3.1) has five,
-// and no more than 5/7 of the rate of the products is seen in the FLOPs of a backward pass. It adds to
-// dq from the blocks of all keys: atomically, which gives other bits in every run, or in turns, for
-// which blocks wait, or to a copy of dq for each of the blocks that run at a time. Any of them moves
-// 2 x 64 D x 4 B for each pair of tiles, as much as the two tiles of 64 rows that the two products
-// more read, and none takes the patterns' walks apart as two owners do.
+// and no more than 5/7 of the rate of the products is seen in the FLOPs of a backward pass. Five need
+// one kernel that owns keys and adds to dq from all of its blocks: atomically, which gives other bits
+// in every run; or in turns, for which blocks wait for each other; or to a copy of dq for each block
+// that runs at a time. All of them read and write 64 D f32 of dq for each pair of tiles, 512 D bytes,
+// where the two further products read K and V once more, 256 D. Two owners need no workspace, and
+// walk any pattern by its schedule and the transposed one.
 //
-//   left operand    in both kernels a warp has some rows, of keys or of queries, and all columns.
-//                   Scores are formed with the owner's rows as rows, so that P^T and dS^T, or dS, are
-//                   in the layout of the left operand of the next product: neither is ever stored
-//   rows of a warp  32 where D <= 64, in blocks of two warps; 16 where D = 128, in blocks of four, as
-//                   dk and dv of 32 rows would take all registers: D / 2 each of 16 rows. Scores and
-//                   weights' gradients of 32 columns at a time take 2 x 16 or 2 x 32
+//   left operand    a warp has some of the owner's rows, keys or queries, and all columns of a tile.
+//                   Scores are formed with these rows as rows, so that P^T and dS^T, or dS, have the
+//                   layout of the next product's left operand: neither is ever stored
+//   rows of a warp  32 where D <= 64, in blocks of two warps; 16 where D = 128, in blocks of four,
+//                   since sums of 32 rows, dk and dv, would take all registers
+//   registers       dk and dv D each at 16 rows and 2 D at 32, or dq; queries and gradients of the
+//                   output D / 4 each at 16 rows and D / 2 at 32; scores and weights' gradients of 32
+//                   columns at a time, 16 each at 16 rows and 32 at 32. At most 255, no spills: two
+//                   blocks of four warps, or four of two, are on a multiprocessor
 //   shared memory   keys: K and V 64 x D, and two stages of Q and G 32 x D: 512 D bytes
-//                   queries: two stages of K and V 64 x D, of which one is Q's and G's first, which
-//                   lie in registers from then on: 512 D bytes
-//                   16, 32 and 64 KiB at D = 32, 64 and 128, and some 2 KiB of numbers of rows: what
-//                   two blocks of an sm_80 (163 KiB) and one of an sm_89 (99) have at D = 128
-//   reading it      a warp of the keys reads a tile's Q and G twice each, 512 D bytes, and K and V:
-//                   64 D at 16 rows, for 4 x 16 x 64 x D multiply-adds. At 128 B a cycle that is 18 D
-//                   cycles a pair of tiles, against 16 D of sm_80's tensor cores; 12 D at 32 rows. The
-//                   queries' warps read K twice and V once: 12 D against 12 D; 6 D at 32 rows
-//   rate            expected, not measured, on an H100, where mma.sync does at most about 1,300
-//                   multiply-adds a cycle: at D = 128 shared memory allows 40,960 D FLOPs of five
-//                   products in 30 D cycles, 300 TFLOP/s at 1.7 GHz, of which two blocks of four warps
-//                   should reach 60 to 70 %: 180 to 210. At D = 64 tensor cores are the limit, 7 x
-//                   64 x 64 x D in 22 D cycles, and exponentials and their like come to a third of it:
-//                   150 to 180. On an A100, 210 allowed and 120 to 140 expected at D = 128
+//                   queries: two stages of K and V 64 x D, of which the second is Q's and G's first,
+//                   which lie in registers from then on: 512 D bytes
+//                   16, 32 and 64 KiB at D = 32, 64 and 128, and up to 3 KiB of numbers of rows, the
+//                   same on all GPUs: at D = 128 an sm_80 (164 KiB) and an sm_90 (228) have room for
+//                   the two blocks, an sm_89 (100) for one
+//   reading it      a warp of the keys reads a tile's Q and G twice each, 512 D bytes, and, at 16 rows,
+//                   K and V for each half of it, 128 D, for 4 x 16 x 64 x D multiply-adds. At 128 B a
+//                   cycle that is 20 D cycles a pair of tiles, against 16 D of sm_80's tensor cores;
+//                   at 32 rows 12 D. The queries' warps read K twice and V once: 12 D against 12 D, at
+//                   32 rows 6 D
+//   rate            expected of an H100, not measured. mma.sync does some 1,300 multiply-adds a cycle
+//                   there. At D = 128 shared memory allows the 40,960 D FLOPs of five products in
+//                   32 D cycles, 290 TFLOP/s at 1.7 GHz, of which the forward kernel's share would be
+//                   60 to 70 %: 175 to 200. At D = 64 tensor cores allow them in 22 D cycles, and
+//                   instructions for weights, 6 each in both kernels, take 6 D beside them: 150 to 190.
+//                   An A100 has 195 of shared memory's at D = 128, and 120 to 140 expected
 //
 // Rounding. The products' factors are of 16 bits, so besides the inputs P and dS are rounded, as in
-// FlashAttention, and G where it is of f32. With the unit roundoff u (2^-8 of bf16, 2^-11 of f16, half
-// of it on average) and E_ij = |g_i| |v_j|, which bounds |g_i . v_j - D_i| but for a factor of two:
+// FlashAttention, and G where it is of f32. With the unit roundoff u, 2^-8 of bf16 and 2^-11 of f16:
 //
-//   dv_j errs by at most u sum_i p_ij |g_i|, and dq_i and dk_j by u scale sum p_ij |dp_ij - D_i| |k_j|
-//   and likewise with |q_i|: each term by one rounding, as a term p_ij v_j of the forward pass does.
+//   dv_j errs by u sum_i p_ij |g_i|, and dq_i by u scale sum_j |ds_ij| |k_j|, dk_j likewise with q_i
 //
-// D_i is made of the output, which has been rounded to 16 bits: that moves ds_ij by p_ij u |g_i| |y_i|,
-// the same size, in every engine. So a gradient of 16 bits errs by about twice what rounding its
-// inputs gives. f16 loses weights below 2^-25 and score gradients below 2^-25, which is what scaling
-// the loss is for (core/training), and holds score gradients up to 65,504.
+// at most: each term by one rounding, as a term p_ij v_j of the forward pass. D_i is made of the
+// output, which has been rounded to 16 bits, with weights that had been, in every engine: it errs by
+// 2 u |g_i| sum_j p_ij |v_j|, and ds_ij by p_ij times that. So P and dS add the smaller part of a
+// gradient's error: along random directions, over the norm of what is summed, it is 1.6e-3 for 1.3e-3
+// of f32 products (dense, bf16, 150 tokens, 128 channels, causal), and 1.7e-4 for 1.4e-4 in f16.
+// f16 also loses weights and score gradients below 2^-25, for which losses are scaled (core/training),
+// and has no score gradients above 65,504.
 //
 // Numbers that are not finite, of keys, queries or gradients that a row does not see: its weight of 0
-// must not be multiplied by them. Where a tile hides pairs they are replaced by zeros when scores have
+// must not be multiplied by them. Where a tile hides pairs they are replaced by zeros once scores have
 // been formed. A row that sees such a query or key has a score that is not finite, so that all its
-// gradients are NaN, or a weight of 0; of gradients of the output, which are in no score, they are
-// added to the rows of dv that see them.
+// gradients are NaN, or a weight of 0; gradients of the output, which are in no score, are added to
+// the rows of dv that see them.
 //
 // Every sum has one owner, and is added in the order of the schedule: every run gives the same bits.
 #ifndef TFB_CORE_FLASH_FLASH_BACKWARD_MMA_CUH_
@@ -117,8 +124,11 @@ struct GradientQueries {
     return {b.numbers.shift[n], b.numbers.rest[n], b.numbers.delta[n], static_cast<int>(token)};
   }
   __device__ static GradientRow Finish(GradientRow row) {
-    if (row.shift == INFINITY) return {INFINITY, 0, 0, -1};
     row.rest *= kLog2E;
+    if (row.shift == INFINITY) {
+      row.delta = 0;  // which may be NaN
+      row.token = -1;
+    }
     return row;
   }
 };
@@ -293,7 +303,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
     Base::Clear(k_sums_);
     Base::Clear(v_sums_);
     for (int n = 0;; ++n) {
-      const QueryStep step = shared_.steps[n % 4];
+      const QueryStep& step = shared_.steps[n % 4];
       if (step.tile < 0) break;
       const bool hides = step.mask != TileRun::kFull;
       __pipeline_wait_prior(0);
@@ -301,7 +311,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
       __syncthreads();  // the step has arrived; the last one has been read
       StartStep(n + 1);
       if (threadIdx.x == 0) shared_.steps[(n + 3) % 4] = StepAfter(shared_.steps[(n + 2) % 4]);
-      const Row next = ReadRow(n + 2);
+      const GradientRow next = ReadRow(n + 2);
       if (shared_.active[n % 3]) AddStep(n, hides);
       StoreRow(n + 2, next);
     }
@@ -310,10 +320,6 @@ class KeyOwner : public GradientOwner<T, kDim> {
 
  private:
   using Base::a_, Base::b_;
-  struct Row {
-    GradientRow row;
-    uint64_t visible;
-  };
 
   __device__ int64_t group() const { return a_.query_heads / a_.kv_heads; }
 
@@ -350,25 +356,25 @@ class KeyOwner : public GradientOwner<T, kDim> {
 
   // ---- Copies ----
 
-  // Reads a row of step n, in the first warp.
-  __device__ Row ReadRow(int n) const {
-    Row row = {{INFINITY, 0, 0, -1}, 0};
+  // Reads a row of step n, in the first warp, and starts a copy of the keys that it sees, which is of
+  // the next group of copies.
+  __device__ GradientRow ReadRow(int n) {
     const QueryStep& step = shared_.steps[n % 4];
-    if (threadIdx.x >= kStepQueries || step.tile < 0) return row;
+    if (threadIdx.x >= kStepQueries || step.tile < 0) return {INFINITY, 0, 0, -1};
     const int r = step.first + static_cast<int>(threadIdx.x);
-    row.row =
-        GradientQueries(a_, task_.batch, step.head).Read(b_, int64_t{step.tile} * kTileQueries + r);
     if (step.mask != TileRun::kFull) {
-      row.visible = a_.schedule.masks[int64_t{step.mask} * kTileQueries + r];
+      __pipeline_memcpy_async(&shared_.visible[n % 3][threadIdx.x],
+                              a_.schedule.masks + int64_t{step.mask} * kTileQueries + r,
+                              sizeof(uint64_t));
     }
-    return row;
+    return GradientQueries(a_, task_.batch, step.head)
+        .Read(b_, int64_t{step.tile} * kTileQueries + r);
   }
-  __device__ void StoreRow(int n, const Row& read) {
+  __device__ void StoreRow(int n, const GradientRow& read) {
     if (threadIdx.x >= kStepQueries) return;
-    const GradientRow row = GradientQueries::Finish(read.row);
+    const GradientRow row = GradientQueries::Finish(read);
     const bool active = __any_sync(kAllLanes, row.token >= 0);
     shared_.rows[n % 3][threadIdx.x] = row;
-    shared_.visible[n % 3][threadIdx.x] = read.visible;
     if (threadIdx.x == 0) shared_.active[n % 3] = active;
   }
   __device__ unsigned char* QueriesOf(int n) const { return shared_.stages[n % 2]; }
@@ -387,7 +393,7 @@ class KeyOwner : public GradientOwner<T, kDim> {
   // ---- Products ----
 
   __device__ void AddStep(int n, bool hides) {
-    const int lane = Lane();
+    const int lane = static_cast<int>(Anew(threadIdx.x)) % kWarp;
     Part weights, gradients;
     Base::Clear(weights);
     Base::Clear(gradients);
