@@ -8,10 +8,10 @@
 // under way while the last one's output is stored.
 //
 //   overlap         a group starts q k^T of step n, then p v of step n - 1, and exponentiates the
-//                   scores of step n while the second runs. Steps follow each other across tasks: a
-//                   task's first q k^T and the p v of the task before run together, and then the
-//                   output of that is stored. The groups start products in turns, so that one
-//                   multiplies while the other exponentiates or stores
+//                   scores of step n while the second runs. The groups start products in turns, so
+//                   that one multiplies while the other exponentiates. Between tasks they do not: a
+//                   group stores its output, which takes as long as the copies of the next task's
+//                   queries and keys
 //   first group     where rows are whole 16-byte chunks in the order of their tokens, its first warp
 //                   starts copies of boxes (TMA) and finds out which keys a query sees, and its second
 //                   looks for values that are not finite; else all four copy row by row. Both give the
@@ -80,9 +80,8 @@ struct HopperCommon {
   // A step's words are written with its keys, and read until its values are, one step later.
   static constexpr int kWords = kStages + 2;
   static constexpr int kQueryStages = HopperShape<kDim>::kQueryStages;
-  // A task's words are read until its output is stored, in the next task's first step, whose queries
-  // may have been released.
-  static constexpr int kTasks = kQueryStages + 2;
+  // A task's words are read until its output is stored, after its queries have been released.
+  static constexpr int kTasks = kQueryStages + 1;
 
   uint64_t queries_full[kQueryStages];
   uint64_t queries_empty[kQueryStages];
@@ -534,31 +533,14 @@ class HopperProducts {
         group_(__shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpGroup - 1, 0)),
         factor_(a.scale * kLog2E) {}
 
-  // Does all tasks of the block. A task's first products run beside the last ones of the task before.
+  // Does all tasks of the block.
   __device__ void Run() {
     if (group_ == 1) NamedArrive(TurnOf(0), kBoth);
-    Scores score;
-    unsigned weight[kKeyTiles * 2];    // of the last step, not yet multiplied with its values
-    const HopperTask* last = nullptr;  // whose last step that is
     for (;; queries_.Advance(), tasks_.Advance()) {
       Wait(&common_.queries_full[queries_.place], queries_.parity);
       const HopperTask& task = common_.tasks[tasks_.place];
-      const int steps = task.steps;
-      if (steps > 0) {
-        RunFirstStep(last, steps == 1, score, weight);
-        RunFurtherSteps(steps, score, weight);
-        last = &task;
-        continue;
-      }
-      if (last != nullptr) {
-        MultiplyLast(weight);
-        Store(*last);
-        last = nullptr;
-      }
-      if (steps < 0) break;
-      Begin();
-      Store(task);
-      Release(&common_.queries_empty[queries_.place]);
+      if (task.steps < 0) break;
+      RunTask(task);
     }
     if (group_ == 0) NamedSync(TurnOf(0), kBoth);
   }
@@ -581,47 +563,30 @@ class HopperProducts {
   __device__ int RowOf(int half) const { return warp_row() + half * 8 + lane() / 4; }
   __device__ static int column() { return lane() % 4 * 2; }
 
-  // Begins a task: nothing is seen yet.
-  __device__ void Begin() {
+  __device__ void RunTask(const HopperTask& task) {
+    const int steps = task.steps;
 #pragma unroll
     for (int n = 0; n < kOutputTiles * 4; ++n) output_[n] = 0;
     sum_[0] = sum_[1] = 0;
     maximum_[0] = maximum_[1] = -INFINITY;
     has_aside_ = false;
-  }
-
-  // Computes a task's first products with keys, and finishes the last task, if there is one.
-  __device__ void RunFirstStep(const HopperTask* last, bool is_only, Scores& score,
-                               const unsigned (&weight)[kKeyTiles * 2]) {
-    Wait(&common_.keys_full[keys_.place], keys_.parity);
-    if (last != nullptr) {
-      LeaveStep();
-      NamedSync(TurnOf(group_), kBoth);
-      StartScores(score);
-      Wait(&common_.values_full[values_.place], values_.parity);
-      StartOutput(weight);
-      NamedArrive(TurnOf(1 - group_), kBoth);
-      WaitForProducts<0>();
-      Pin(score);
-      Pin(output_);
-      ReleaseKeys(is_only);
-      ReleaseValues();
-      Store(*last);
+    if (steps > 0) {
+      RunSteps(steps);
     } else {
-      NamedSync(TurnOf(group_), kBoth);
-      StartScores(score);
-      NamedArrive(TurnOf(1 - group_), kBoth);
-      WaitForProducts<0>();
-      Pin(score);
-      ReleaseKeys(is_only);
+      Release(&common_.queries_empty[queries_.place]);
     }
-    Begin();
+    Store(task);
   }
 
-  // Exponentiates the first scores, and does the task's other steps, but for the last product with
-  // values.
-  __device__ void RunFurtherSteps(int steps, Scores& score, unsigned (&weight)[kKeyTiles * 2]) {
+  __device__ void RunSteps(int steps) {
+    Scores score;
+    unsigned weight[kKeyTiles * 2];
     float rescale[2];
+    Wait(&common_.keys_full[keys_.place], keys_.parity);
+    StartScores(score);
+    WaitForProducts<0>();
+    Pin(score);
+    ReleaseKeys(steps == 1);
     Exponentiate(score, rescale);
     Round(score, weight);
 #pragma unroll 1
@@ -643,10 +608,6 @@ class HopperProducts {
       Rescale(rescale);
       Round(score, weight);
     }
-  }
-
-  // Multiplies the last weights of a task with values, where no other task's products go beside.
-  __device__ void MultiplyLast(const unsigned (&weight)[kKeyTiles * 2]) {
     LeaveStep();
     Wait(&common_.values_full[values_.place], values_.parity);
     StartOutput(weight);
