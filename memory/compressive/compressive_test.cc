@@ -949,6 +949,39 @@ TEST(Compressive, OnDevicesTheGradientsAreThoseOfTheCpu) {
   expect({{"memory", "30"}, {"share_biases", "false"}, {"final_norm", "true"}});
 }
 
+// In one layer no gradient of the losses by a convolution's parameters stops on its way.
+TEST(Compressive, LossesHaveTheGradientsOfTheDefinition) {
+  const Problem problem = CausalProblem(2, 2, 50, 8);
+  const Tensor x = RandomHidden(problem);
+  NamedTensors inputs;
+  inputs["x"] = x.Clone();
+  for (const Device device : TestedDevices()) {
+    for (const std::string function : {"convolution", "dilated_convolution"}) {
+      for (const char* loss : {"attention_loss", "autoencoding_loss"}) {
+        for (const char* pre_norm : {"false", "true"}) {
+          Options options = {{"segment", "20"},      {"memory", "20"}, {"function", function},
+                             {"pre_norm", pre_norm}, {"layers", "1"},  {"compression", "3"}};
+          options["loss"] = pre_norm == std::string("true") ? "mean_square" : "norm";
+          SCOPED_TRACE(testing::Message() << Name(device) << " " << ToString(options) << loss);
+          const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+          const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+          NamedTensors g;
+          g[loss] = Tensor(DType::kF32, {2, 3, 1});
+          FillNormal(&g[loss], 9, "g");
+          const auto pass =
+              BackwardOfTechnique(Compressive(), problem, ViewsOf(inputs), g, request);
+          ASSERT_TRUE(pass.ok()) << pass.status();
+          for (const char* name : {".w", ".b"}) {
+            const DirectionalDerivative slope = DerivativeOf(
+                "layer0." + function + name, Compressive(), problem, inputs, g, *pass, request);
+            EXPECT_NEAR(slope.of_layer, slope.of_definition, slope.bound) << name;
+          }
+        }
+      }
+    }
+  }
+}
+
 // The gradients of the losses of one batch row are those of a run of that row alone, whose sums are of the
 // same size.
 TEST(Compressive, BatchRowsHaveGradientsOfTheirOwnLosses) {
