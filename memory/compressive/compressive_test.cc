@@ -949,6 +949,79 @@ TEST(Compressive, OnDevicesTheGradientsAreThoseOfTheCpu) {
   expect({{"memory", "30"}, {"share_biases", "false"}, {"final_norm", "true"}});
 }
 
+// In one layer no gradient of the losses by a convolution's parameters stops on its way.
+TEST(Compressive, LossesHaveTheGradientsOfTheDefinition) {
+  const Problem problem = CausalProblem(2, 2, 50, 8);
+  const Tensor x = RandomHidden(problem);
+  NamedTensors inputs;
+  inputs["x"] = x.Clone();
+  for (const Device device : TestedDevices()) {
+    for (const std::string function : {"convolution", "dilated_convolution"}) {
+      for (const char* loss : {"attention_loss", "autoencoding_loss"}) {
+        for (const char* pre_norm : {"false", "true"}) {
+          Options options = {{"segment", "20"},      {"memory", "20"}, {"function", function},
+                             {"pre_norm", pre_norm}, {"layers", "1"},  {"compression", "3"}};
+          options["loss"] = pre_norm == std::string("true") ? "mean_square" : "norm";
+          SCOPED_TRACE(testing::Message() << Name(device) << " " << ToString(options) << loss);
+          const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+          const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+          NamedTensors g;
+          g[loss] = Tensor(DType::kF32, {2, 3, 1});
+          FillNormal(&g[loss], 9, "g");
+          const auto pass =
+              BackwardOfTechnique(Compressive(), problem, ViewsOf(inputs), g, request);
+          ASSERT_TRUE(pass.ok()) << pass.status();
+          for (const char* name : {".w", ".b"}) {
+            const DirectionalDerivative slope = DerivativeOf(
+                "layer0." + function + name, Compressive(), problem, inputs, g, *pass, request);
+            EXPECT_NEAR(slope.of_layer, slope.of_definition, slope.bound) << name;
+          }
+        }
+      }
+    }
+  }
+}
+
+// The gradients of the losses of one batch row are those of a run of that row alone, whose sums are of the
+// same size.
+TEST(Compressive, BatchRowsHaveGradientsOfTheirOwnLosses) {
+  for (const Device device : TestedDevices()) {
+    for (const char* measure : {"norm", "mean_square"}) {
+      const Options options = {{"segment", "20"},
+                               {"memory", "20"},
+                               {"function", "convolution"},
+                               {"layers", "1"},
+                               {"loss", measure}};
+      const Problem both = CausalProblem(2, 2, 40, 8), one = CausalProblem(1, 2, 40, 8);
+      const NamedTensors parameters = PerturbedParameters(Compressive(), both, options);
+      const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+      const Tensor x = RandomHidden(both);
+      for (const int64_t b : {0, 1}) {
+        NamedTensors of_both, of_one;
+        for (const char* loss : {"attention_loss", "autoencoding_loss"}) {
+          of_both[loss] = Tensor(DType::kF32, {2, 2, 1});
+          of_one[loss] = Tensor(DType::kF32, {1, 2, 1});
+          Fill(of_both[loss].view(), 0);
+          Fill(Slice(of_both[loss].view(), 0, b, 1), 1);
+          Fill(of_one[loss].view(), 1);
+        }
+        const auto together =
+            BackwardOfTechnique(Compressive(), both, {{"x", x.view()}}, of_both, request).value();
+        const auto alone = BackwardOfTechnique(Compressive(), one,
+                                               {{"x", Slice(x.view(), 0, b, 1)}}, of_one, request)
+                               .value();
+        for (const char* name : {"layer0.convolution.w", "layer0.convolution.b"}) {
+          const ConstTensorView expected = alone.parameters.at(name).view();
+          EXPECT_GT(MaxAbs(expected), 0);
+          EXPECT_LE(MaxDifference(together.parameters.at(name).view(), expected),
+                    StackBound(expected, 2))
+              << name << ", " << measure << ", batch row " << b;
+        }
+      }
+    }
+  }
+}
+
 // With the norm N and the mean square M = N^2 / E of E elements, dN = E / (2 N) dM = N / (2 M) dM.
 TEST(Compressive, TheGradientOfANormIsThatOfTheMeanSquareTimesItsDerivative) {
   const Problem problem = transformer_xl::CausalProblem(1, 2, 40, 8);

@@ -262,7 +262,8 @@ struct SumsOfReads {
 };
 
 // Adds for each head of keys, in the order of batch rows, heads and queries, the gradients of its
-// null value, sum p g dy, and of its null key, of length L and direction u: sum |s| ds (a - u (a . u)) / L.
+// null value, sum p g dy, and of its null key, of length L and direction u:
+// sum |s| ds (a - u (a . u)) / L.
 struct SumsOfNull {
   StoreReads reads;
   int64_t batch;

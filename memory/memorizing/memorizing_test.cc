@@ -17,6 +17,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "memory/memorizing/memory_store.h"
+#include "memory/memorizing/store_reading.h"
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
@@ -966,6 +967,17 @@ TEST(Memorizing, AScalesSignIsThatOfItsGradientAlone) {
       EXPECT_EQ(MaxDifference(negative.parameters.at(name).view(), gradient.view()), 0) << name;
     }
   }
+}
+
+TEST(Memorizing, RetrievedTokensAreCopiedWhateverTheStrides) {
+  Tensor from(DType::kI64, {2, 3, 5, 4}), to(DType::kI64, {4, 5, 3, 2});
+  for (int64_t n = 0; n < from.num_elements(); ++n) from.span<int64_t>()[n] = n;
+  ThreadPool pool(2);
+  Execution execution;
+  execution.pool = &pool;
+  TensorView transposed = Transpose(Transpose(to.view(), 0, 3), 1, 2);
+  ASSERT_EQ(StoreReading().CopyRetrieved(from.view(), transposed, execution), absl::OkStatus());
+  EXPECT_EQ(MaxDifference(transposed, from.view()), 0);
 }
 
 TEST(Memorizing, ARunKeepsItsKeysItsValuesAndWhatItsQueriesRetrieved) {

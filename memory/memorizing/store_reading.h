@@ -1,8 +1,8 @@
 // A memorizing layer's reading of its store, once more and with its gradients, on every device.
 //
-// A Run keeps which tokens each query read, and the keys, of unit length, and the values of its tokens
-// and of those that it is given. With a query's unit vector a = q / |q|, scale s, weights p_j over what it reads (the null
-// key among it) and local the result of the layer's own attention:
+// A Run keeps which tokens each query read, and the keys, of unit length, and the values of its
+// tokens and of those that it is given. With a query's unit vector a = q / |q|, scale s, weights p_j
+// over what it reads (the null key among it) and local the result of the layer's own attention:
 //
 //   s_j = |s| a . k_j,  l = log sum_j exp(s_j),  p_j = exp(s_j - l),  o = sum_j p_j v_j
 //   y = g o + (1 - g) local,  g = 1 / (1 + exp(-t)),  t = gate, or l - m where it joins
@@ -34,9 +34,9 @@
 namespace tfb::memorizing {
 
 // Tensors are in memory of the device. All calls but SetUp allocate nothing, and on CUDA they enqueue on
-// the stream. Numbers have one owner each, which adds in a fixed order, so that results have the same
-// bits for any number of threads and in every run. The weights p_j and what they are of are fp32 numbers
-// of sums in float64.
+// the stream. Numbers have one owner each, which adds in a fixed order, so that results have the
+// same bits for any number of threads and in every run. Sums are float64; a . k_j, p_j, dy . v_j and
+// ds_j are stored in fp32.
 class StoreReading {
  public:
   StoreReading() = default;
