@@ -206,6 +206,7 @@ struct Place {
   Device device = Device::kCpu;
   int threads = 1;  // on the CPU; in the simulator the seed of the order of blocks and threads
   bool counts_banks = false;  // in the simulator
+  float begin = 0;            // what the sums are before the call
 };
 
 // A forward and a backward call, whose views, orders and sums are in host memory.
@@ -426,7 +427,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   if (!s.key_order.empty()) call.key_order = {s.key_order.data(), 0, 0};
   std::map<std::string, std::vector<float>> sums;
   const auto sum = [&](const char* name, int64_t count) {
-    return (sums[name] = std::vector<float>(count)).data();
+    return (sums[name] = std::vector<float>(count, place.begin)).data();
   };
   const int64_t row = RoundUp(p.head_dim, 16);
   calls.log_sum_exp_gradient = lse_gradient.view();
@@ -1022,10 +1023,40 @@ TEST_P(FlashBackward16, AQueryThatGivesNothingMayHoldAnything) {
   }
 }
 
+TEST_P(FlashBackward16, GradientsAreAddedToWhatIsThere) {
+  const Case16 one = Make("sums", Sized(2, 70, 90, 40, 24));
+  Place place = {KernelDevice(), 1};
+  const Numbers gradients = EngineGradients(one.s, one.x, one.g, one.e, place);
+  place.begin = 4;
+  const Numbers sums = EngineGradients(one.s, one.x, one.g, one.e, place);
+  for (const auto& [name, gradient] : gradients) {
+    for (size_t n = 0; n < gradient.size(); ++n) {
+      ASSERT_FLOAT_EQ(static_cast<float>(sums.at(name)[n]), static_cast<float>(gradient[n]) + 4)
+          << name << n;
+    }
+  }
+}
+
 TEST_P(FlashBackward16, OfLargeScores) {
   Case16 one = Make("large scores", Sized(1, 100, 100, 64, 64));
   for (double& q : one.x["q"]) q *= 32;
   one.Expect();
+}
+
+// Scores of -200 have a log-sum-exp below -190: weights of keys that do not exist, whose scores are 0,
+// would be infinite.
+TEST_P(FlashBackward16, OfScoresFarBelowZero) {
+  for (const int64_t hidden_key : {-1, 30}) {
+    Setting s{"far below 0", Sized(1, 70, 90, 64, 64)};
+    s.dtype = GetParam();
+    s.hidden_key = hidden_key;
+    Case16 one(s);
+    for (const auto& [name, first] : {std::pair<const char*, double>{"q", 40}, {"k", -40}}) {
+      std::vector<double>& rows = one.x[name];
+      for (size_t n = 0; n < rows.size(); n += 64) rows[n] = first;
+    }
+    one.Expect();
+  }
 }
 
 // All scores are 2^18, and the log-sum-exp is 2^18 + log(100), of which f32 keeps a multiple of 2^-5:
