@@ -1,4 +1,6 @@
 // What the stacks keep for their backward passes, against depth (core/layers/recompute.h).
+#include "core/layers/recompute.h"
+
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -10,7 +12,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/backward_testing.h"
-#include "core/layers/recompute.h"
 #include "core/technique.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -23,8 +24,8 @@ namespace {
 const Problem kProblem = Problem::SelfAttention(2, 2, 64, 16, /*causal=*/true);
 const int64_t kState = 4 * kProblem.batch * kProblem.query_tokens * kProblem.model_dim();
 
-std::unique_ptr<Layer> Make(const std::string& technique, Options options,
-                            const std::string& depth, int64_t blocks) {
+std::unique_ptr<Layer> Make(const std::string& technique, Options options, const std::string& depth,
+                            int64_t blocks) {
   options[depth] = absl::StrCat(blocks);
   return Registry::Global()
       .Find(technique)

@@ -15,10 +15,14 @@
 //   universal_transformer                                        always computes its steps again
 //   reversible                                                   keeps its last streams alone, for
 //                                                                any number of blocks
+//   multi_head, sinusoidal                                       are one block, which a network around
+//                                                                them computes again
 //
-// The stacks of the last three lines have no option, since their backward passes are of another kind
-// than their runs: attention over a segment's list of rows, the tokens that took a step, the inverse
-// of a block. What a run leaves inside a block is not what they read.
+// The segmented stacks, universal_transformer and reversible have no option, since their backward
+// passes are of another kind than their runs: attention over a segment's list of rows, the tokens that
+// took a step, the inverse of a block. They do not read what a run leaves inside a block. compressive
+// keeps the rows that it compressed beside the states, calm and depth_adaptive a byte a token and layer,
+// and memorizing, of the layer that has a store, what its queries retrieved.
 #ifndef TFB_CORE_LAYERS_RECOMPUTE_H_
 #define TFB_CORE_LAYERS_RECOMPUTE_H_
 

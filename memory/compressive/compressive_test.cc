@@ -663,9 +663,10 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
   // for the 3 of a run. Two segments read 3 earlier rows, of whose keys and values there are two
   // products, and tokens are 0 to 6 rows from those that they see, in all batch rows.
   const double of_earlier = 2 * 3 * 2 * (2 * 4 * 4), of_distances = 7 * 4 * 4;
-  EXPECT_EQ(layer->backward_cost().flops.value(),
-            2.0 * 2 * (3 * (3 * (projections + feed_forward) + pairs * 11 * 4 + of_earlier) +
-                       of_distances));
+  EXPECT_EQ(
+      layer->backward_cost().flops.value(),
+      2.0 * 2 *
+          (3 * (3 * (projections + feed_forward) + pairs * 11 * 4 + of_earlier) + of_distances));
   Options learned = options;
   learned["learned_positions"] = "true";
   const auto of_learned =

@@ -194,16 +194,16 @@ class EncodedAttentionLayer : public Layer {
         TFB_RETURN_IF_ERROR(attention_[IndexOf(n)].Run({inputs, {}, scratch.again}, rest));
       }
       const bool is_first = n == plan_.applications - 1;  // of those that go backwards
-      TFB_RETURN_IF_ERROR(attention_[IndexOf(n)].Backward(
-          {inputs,
-           dh,
-           {},
-           du,
-           {},
-           &further_[n].GradientsFrom(call.input_gradients),
-           call.parameter_gradients,
-           plan_.shared && !is_first},
-          rest));
+      TFB_RETURN_IF_ERROR(
+          attention_[IndexOf(n)].Backward({inputs,
+                                           dh,
+                                           {},
+                                           du,
+                                           {},
+                                           &further_[n].GradientsFrom(call.input_gradients),
+                                           call.parameter_gradients,
+                                           plan_.shared && !is_first},
+                                          rest));
       TFB_RETURN_IF_ERROR(EncodingsBackward(n, du, call, rest));
       if (n > 0 && plan_.scale != 1) {
         TFB_RETURN_IF_ERROR(
@@ -268,7 +268,8 @@ class EncodedAttentionLayer : public Layer {
   Kept LayOutKept(int64_t n, Workspace& workspace) const {
     Kept kept;
     kept.u = TakeState(workspace);
-    if (!plan_.recompute) kept.attention = TakeBytes(attention_[IndexOf(n)].kept_bytes(), workspace);
+    if (!plan_.recompute)
+      kept.attention = TakeBytes(attention_[IndexOf(n)].kept_bytes(), workspace);
     return kept;
   }
   static absl::Span<std::byte> TakeBytes(size_t bytes, Workspace& workspace) {

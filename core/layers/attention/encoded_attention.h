@@ -38,7 +38,7 @@ struct EncodedAttentionPlan {
       {{"dense", {}}}};  // of all applications, or one for each that is not shared
   bool bias = false;
   bool recompute = false;  // core/layers/recompute.h
-  double scale = 1;  // differs from 1 only with positions for every application
+  double scale = 1;        // differs from 1 only with positions for every application
   int64_t applications = 1;
   bool shared = false;     // all applications have the same projections
   int64_t rows_added = 0;  // rows of the encodings' parameters that a Run adds
