@@ -268,8 +268,8 @@ class EncodedAttentionLayer : public Layer {
   Kept LayOutKept(int64_t n, Workspace& workspace) const {
     Kept kept;
     kept.u = TakeState(workspace);
-    if (!plan_.recompute)
-      kept.attention = TakeBytes(attention_[IndexOf(n)].kept_bytes(), workspace);
+    if (plan_.recompute) return kept;
+    kept.attention = TakeBytes(attention_[IndexOf(n)].kept_bytes(), workspace);
     return kept;
   }
   static absl::Span<std::byte> TakeBytes(size_t bytes, Workspace& workspace) {
