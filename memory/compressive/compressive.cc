@@ -123,8 +123,7 @@ class CompressiveState : public layers::StackState {
     work.pairs = batch * walk.pairs;
     work.earlier = batch * walk.earlier;
     work.normalizes_earlier = options().pre_norm;
-    work.distances =
-        static_cast<double>(std::min(segment_.lists().distances(), distances().rows()));
+    work.distances = static_cast<double>(std::min(segment_.lists().longest(), distances().rows()));
     return layers::StackBackwardFlops(CompressiveSizes(problem(), options()), work);
   }
 

@@ -667,6 +667,12 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
       layer->backward_cost().flops.value(),
       2.0 * 2 *
           (3 * (3 * (projections + feed_forward) + pairs * 11 * 4 + of_earlier) + of_distances));
+  Options clamped = options;
+  clamped["max_distance"] = "3";  // 0 to 3
+  const auto of_clamped =
+      Compressive().Create(CausalProblem(3, 2, 10, 2), clamped, Device::kCpu, 1).value();
+  EXPECT_EQ(*layer->backward_cost().flops - *of_clamped->backward_cost().flops,
+            2.0 * 2 * (of_distances - 4 * 4 * 4));
   Options learned = options;
   learned["learned_positions"] = "true";
   const auto of_learned =

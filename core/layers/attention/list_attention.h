@@ -79,8 +79,6 @@ class ListSchedules {
 
   int64_t longest_segment() const;
   int64_t longest() const;  // rows
-  // Returns the number of distances from a token to the rows that it sees, in any of the lists.
-  int64_t distances() const { return most_ > 0 ? std::min(most_, longest()) : longest(); }
   auto begin() const { return lists_.begin(); }
   auto end() const { return lists_.end(); }
   // Returns the largest of of_list(tokens, keys).

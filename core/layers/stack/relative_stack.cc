@@ -135,7 +135,7 @@ std::optional<double> RelativeState::backward_flops(const NamedTensors& paramete
 }
 
 double RelativeState::distances_seen(const NamedTensors& parameters) const {
-  const double all = static_cast<double>(std::min(lists_.distances(), distances().rows()));
+  const double all = static_cast<double>(std::min(lists_.longest(), distances().rows()));
   const std::vector<float> spans = Spans(parameters);
   if (spans.empty()) return all;
   double sum = 0;
