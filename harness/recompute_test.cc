@@ -2,8 +2,6 @@
 #include "core/layers/recompute.h"
 
 #include <cstdint>
-#include <functional>
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -157,23 +155,6 @@ TEST(Recompute, GradientsHaveTheSameBitsFromLessMemory) {
                              ? Make("encoder_decoder", {{"block", "pre_norm"}}, "layers", 3)->cost()
                              : whole->cost();
     EXPECT_EQ(*again->backward_cost().flops - *whole->backward_cost().flops, *forward.flops);
-  }
-}
-
-// Attention of many tokens by hashes needs more workspace forwards than backwards.
-TEST(Recompute, ABackwardPassHasTheWorkspaceOfTheRunsThatItRepeats) {
-  const Problem problem = Problem::SelfAttention(2, 4, 600, 16, /*causal=*/true);
-  const auto layer =
-      Registry::Global()
-          .Find("universal")
-          .value()
-          ->Create(problem, {{"inner", "lsh"}, {"recompute", "true"}}, Device::kCpu, 1)
-          .value();
-  const NamedTensors inputs = RandomInputs(layer->inputs(), /*seed=*/2);
-  for (const int threads : {1, 2}) {
-    const auto gradients =
-        RunBackward(*layer, ViewsOf(inputs), RandomOutputGradients(*layer, 3), threads);
-    EXPECT_EQ(gradients.status(), absl::OkStatus());
   }
 }
 
