@@ -42,8 +42,7 @@
 //
 // Gradients stop at the store (section 3.2) and at the memory, as in Transformer-XL: what a segment
 // finds there is constant, and so is which tokens its queries retrieve. Those a Run keeps for its
-// backward pass, with the keys and values of its tokens, beside what Transformer-XL keeps: one state
-// a layer.
+// backward pass, with the keys and values of its tokens, beside what Transformer-XL keeps.
 //
 // Source: Wu, Rabe, Hutchins, Szegedy 2022, "Memorizing Transformers", arXiv:2203.08913v1, section
 // 3; |scale|, the form of the gate and the buckets as in the authors' code
