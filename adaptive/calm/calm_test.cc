@@ -606,6 +606,16 @@ TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
     EXPECT_NEAR(layer->statistics().at("mean_layers"), 2, 1e-12);
     const double whole = 4 * (3 * 1536 + 48 * 6);
     EXPECT_NEAR(layer->statistics().at("flops_saved"), 1 - spent / whole, 1e-12);
+    // A backward pass computes matrices' products again, with two for gradients, 11 products a pair for
+    // the 3 of a run, and copies; and dW_r of 3 distances in the 3 layers that tokens reached.
+    const double of_distances = 3 * 3 * 2 * 8 * 8;
+    EXPECT_EQ(*layer->backward_cost().flops,
+              3 * 6 * 1536 + 11 * 16 * (1 * 1 + 2 * 2 + 3 * 3) + 3 * 6 * 256 + of_distances);
+    if (device != Device::kCpu) continue;
+    for (int t = 0; t < 3; ++t) inputs["exits"].span<int32_t>()[t] = 3 - t;
+    ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+    EXPECT_EQ(*layer->backward_cost().flops,
+              3 * 6 * 1536 + 11 * 16 * (3 * 1 + 2 * 2 + 1 * 3) + 3 * 6 * 256 + of_distances);
   }
 }
 

@@ -105,7 +105,8 @@ Options OptionsOfGpt(const DecisionTransformerOptions& options) {
           {"block", "pre_norm"},
           {"layers", absl::StrCat(options.layers)},
           {"feed_forward_dim", absl::StrCat(options.feed_forward_dim)},
-          {"activation", Name(options.activation)}};
+          {"activation", Name(options.activation)},
+          {"recompute", options.recompute ? "true" : "false"}};
 }
 
 // ---- The layer ----

@@ -33,6 +33,8 @@
 // Cost of a step: three tokens of encoder_decoder, so 9 times a Transformer's attention over steps;
 // and for embeddings and heads 4 d (1 + state_dim + action_dim) FLOPs, d = model_dim.
 //
+// A Run that has a backward pass keeps what encoder_decoder keeps, with recompute one state a layer.
+//
 // The technique is causal self-attention: kv_tokens must equal query_tokens.
 //
 // It reads returns [batch, returns, 1], states [batch, states, state_dim], actions [batch, actions,
@@ -57,6 +59,7 @@
 #include "absl/types/span.h"
 #include "core/layers/activation.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/recompute.h"
 #include "core/technique.h"
 
 namespace tfb::decision_transformer {
@@ -72,6 +75,7 @@ struct DecisionTransformerOptions {
   int64_t max_timestep = 1000;
   bool embed_norm = true;
   bool action_tanh = true;
+  bool recompute = false;
 
   void Describe(OptionBinder& bind) {
     bind.Int("layers", &layers, 1, 32, "of attention and a feed-forward network; Gym's code has 3");
@@ -87,6 +91,7 @@ struct DecisionTransformerOptions {
     bind.Bool("embed_norm", &embed_norm, "normalise the embedded tokens; Atari's code does not");
     bind.Bool("action_tanh", &action_tanh,
               "actions are numbers between -1 and 1; else logits, or unbounded");
+    DescribeRecompute(bind, &recompute);
   }
 };
 

@@ -17,6 +17,7 @@
 #include "core/cuda/device_array.h"
 #include "core/layers/attention/projected_attention.h"
 #include "core/layers/copy_tensor.h"
+#include "core/layers/recompute.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -118,6 +119,10 @@ class UniversalTransformerLayer : public Layer {
       statistics["max_steps"] = std::max<double>(statistics["max_steps"], steps[r]);
     }
     if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    if (CheckBackward().ok()) {
+      statistics[kKeptBytesPerBlock] = static_cast<double>(
+          problem().batch * problem().query_tokens * problem().model_dim() * SizeOf(DType::kF32));
+    }
     if (tokens == 0) return statistics;
     statistics["mean_steps"] /= tokens;
     statistics["mean_ponder"] /= tokens;

@@ -144,7 +144,8 @@ struct UniversalTransformerOptions {
 // The statistics of the last Run are mean_steps, max_steps and mean_ponder over tokens that are not
 // padding, and saved_flops, as a share of the FLOPs of a network that never halts. cost().flops are
 // those of the last Run with halting=act, unknown before it. Steps are N_t; FLOPs and saved_flops
-// count the steps in which a halted token is recomputed.
+// count the steps in which a halted token is recomputed. A backward pass always computes steps again
+// from the states before them, so that there is no option recompute (core/layers/recompute.h).
 //
 // The counterpart is the same network with halting=none.
 class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {

@@ -225,10 +225,16 @@ class EncoderDecoderLayer : public Layer {
     return cost;
   }
 
-  // On a GPU the statistic cublas is 1 where cuBLAS computes the products with matrices, else 0.
+  // Returns kept_bytes_per_block (with part=both of a block of either stack) and, on a GPU, cublas: 1
+  // where cuBLAS computes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override {
-    if (device_ != Device::kCuda) return {};
-    return {{"cublas", MatMulUsesCublas(device_) ? 1 : 0}};
+    std::map<std::string, double> statistics;
+    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    if (CheckBackward().ok()) {
+      statistics[kKeptBytesPerBlock] =
+          static_cast<double>(BlockBytes()) / static_cast<double>(options_.layers);
+    }
+    return statistics;
   }
 
   absl::Status CheckBackward() const override {
@@ -667,6 +673,20 @@ class EncoderDecoderLayer : public Layer {
       for (size_t b = 1; b < end; ++b) put(s, b, TakeHidden(tokens, workspace));
     }
     return options_.part == Part::kBoth ? TakeHidden(problem().kv_tokens, workspace) : TensorView();
+  }
+  // Returns what a Run keeps of all blocks, as if the first one kept as much as those behind it.
+  size_t BlockBytes() const {
+    size_t bytes = 0;
+    for (const Stack& stack : stacks_) {
+      const int64_t tokens = stack.blocks[0].attention[0].place.problem.query_tokens;
+      for (const Block& block : stack.blocks) {
+        bytes += Workspace::Measure([&](Workspace& memory) {
+          if (options_.recompute || pre_norm()) TakeHidden(tokens, memory);
+          if (!options_.recompute) LayOutBlock(stack, block, memory, [](const Kept&) {});
+        });
+      }
+    }
+    return bytes;
   }
   TensorView TakeKept(Workspace& memory) {
     if (options_.recompute) {

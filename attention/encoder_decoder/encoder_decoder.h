@@ -53,8 +53,7 @@
 // (core/layers/attention/projected_attention.h) or FF (core/layers/feed_forward.h) keeps. What a
 // sublayer reads is computed from that again, by one LN. With recompute=true it keeps what each layer
 // but the first reads, and the final LN, and the backward pass computes a layer again before it
-// differentiates it: the same gradients, bit for bit, for one more forward pass (Chen, Xu, Zhang,
-// Guestrin 2016, "Training deep nets with sublinear memory cost", arXiv:1604.06174v2, section 4).
+// differentiates it (core/layers/recompute.h).
 //
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
 // 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1, with
@@ -75,6 +74,7 @@
 #include "core/layers/activation.h"
 #include "core/layers/attention/projected_attention.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/recompute.h"
 #include "core/technique.h"
 
 namespace tfb::encoder_decoder {
@@ -120,8 +120,7 @@ struct EncoderDecoderOptions {
                 "of the feed-forward sublayers; auto is gelu_sigmoid for block=sparse, else relu");
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "attention's projections add biases");
-    bind.Bool("recompute", &recompute,
-              "keep one state a layer for the backward pass, which computes the layers again");
+    DescribeRecompute(bind, &recompute);
   }
 
   bool has_final_norm() const {

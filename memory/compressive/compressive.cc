@@ -118,9 +118,13 @@ class CompressiveState : public layers::StackState {
   std::optional<double> backward_flops(const NamedTensors&) const override {
     const Walk walk = WalkSequence();
     const double batch = static_cast<double>(problem().batch);
-    return layers::StackBackwardFlops(CompressiveSizes(problem(), options()),
-                                      batch * static_cast<double>(problem().query_tokens),
-                                      batch * walk.pairs, batch * walk.earlier, options().pre_norm);
+    layers::StackBackwardWork work;
+    work.rows = batch * static_cast<double>(problem().query_tokens);
+    work.pairs = batch * walk.pairs;
+    work.earlier = batch * walk.earlier;
+    work.normalizes_earlier = options().pre_norm;
+    work.distances = static_cast<double>(std::min(segment_.lists().longest(), distances().rows()));
+    return layers::StackBackwardFlops(CompressiveSizes(problem(), options()), work);
   }
 
   // compressed_rows: the rows that a layer has at the end. reach_tokens: the number of tokens

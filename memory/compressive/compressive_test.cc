@@ -659,6 +659,26 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
   const double compressed = 4 * (2 * 4 * 4 + 2 * 4 * 4);  // keys and values; the convolution
   EXPECT_EQ(layer->cost().flops.value(),
             2.0 * 3 * 2 * (projections + feed_forward + scores_and_values + compressed));
+  // A backward pass computes matrices' products again, with two for gradients, and 11 products a pair
+  // for the 3 of a run. Two segments read 3 earlier rows, of whose keys and values there are two
+  // products, and tokens are 0 to 6 rows from those that they see, in all batch rows.
+  const double of_earlier = 2 * 3 * 2 * (2 * 4 * 4), of_distances = 7 * 4 * 4;
+  EXPECT_EQ(
+      layer->backward_cost().flops.value(),
+      2.0 * 2 *
+          (3 * (3 * (projections + feed_forward) + pairs * 11 * 4 + of_earlier) + of_distances));
+  Options clamped = options;
+  clamped["max_distance"] = "3";  // 0 to 3
+  const auto of_clamped =
+      Compressive().Create(CausalProblem(3, 2, 10, 2), clamped, Device::kCpu, 1).value();
+  EXPECT_EQ(*layer->backward_cost().flops - *of_clamped->backward_cost().flops,
+            2.0 * 2 * (of_distances - 4 * 4 * 4));
+  Options learned = options;
+  learned["learned_positions"] = "true";
+  const auto of_learned =
+      Compressive().Create(CausalProblem(3, 2, 10, 2), learned, Device::kCpu, 1).value();
+  EXPECT_EQ(*layer->backward_cost().flops - *of_learned->backward_cost().flops,
+            2.0 * 2 * of_distances);
 }
 
 TEST(Compressive, TheCacheHoldsKeysAndValuesOfBothQueuesAndTheTokensThatWait) {

@@ -26,8 +26,8 @@
 // A large b_g makes every gate but input and sum pass x by: the network begins as a policy without
 // memory. With all matrices 0 the gru gives (1 - s(-b_g)) x, 0.88 x at b_g = 2, not x.
 //
-// Gradients stop at the memory, as in Transformer-XL, and a Run keeps for its
-// backward pass what that keeps.
+// Gradients stop at the memory, as in Transformer-XL, and a Run keeps for its backward pass what that
+// keeps, one state a layer.
 //
 // Source: Parisotto, Song, Rae, Pascanu, Gulcehre, Jayakumar, Jaderberg, Lopez Kaufman, Clark,
 // Noury, Botvinick, Heess, Hadsell 2020, "Stabilizing Transformers for reinforcement learning",

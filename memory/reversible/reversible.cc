@@ -13,6 +13,7 @@
 #include "core/layers/feed_forward_dim.h"
 #include "core/layers/layer_definitions.h"
 #include "core/layers/matmul.h"
+#include "core/layers/recompute.h"
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/reversible/reversible_stack.h"
@@ -95,8 +96,13 @@ class ReversibleLayer : public Layer {
     return stack_.stopped_gradients();
   }
 
-  // Returns the statistics of the first block's f.
-  std::map<std::string, double> statistics() const override { return stack_.f(0).statistics(); }
+  // Returns the statistics of the first block's f, and kept_bytes_per_block, which is 0: a Run keeps
+  // the streams behind the last block.
+  std::map<std::string, double> statistics() const override {
+    std::map<std::string, double> statistics = stack_.f(0).statistics();
+    if (CheckBackward().ok()) statistics[kKeptBytesPerBlock] = 0;
+    return statistics;
+  }
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {

@@ -35,8 +35,9 @@
 //
 // Cost of a block and token, d = model_dim: f's, and 4 feed_forward_dim d FLOPs. A backward pass
 // takes one more forward. Activations: 2 tokens d floats a sequence, whatever the number of blocks
-// (where a plain residual network stores some of that for each), f's scratch, and FF's inner
-// activations for ceil(tokens / chunks) tokens.
+// (where a plain residual network stores some of that for each, and one with the option recompute of
+// core/layers/recompute.h a state for each), f's scratch, and FF's inner activations for
+// ceil(tokens / chunks) tokens.
 //
 // The technique reads x [batch, tokens, model_dim], the optional key_mask and the further inputs of
 // f; kv_tokens must be query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where

@@ -33,8 +33,9 @@
 // Gradients stop at the memory, as in section 3.2: what a layer reads of the tokens before a segment
 // is constant for the segment, whichever run it comes from, but not the parameters that make keys
 // and values of it. So the backward pass takes the segments one by one. A Run keeps what went into
-// each layer but the first, f32 [batch, query_tokens, model_dim] (and into the final norm); Backward
-// computes a layer's segment from that once more.
+// each layer but the first, f32 [batch, query_tokens, model_dim] (and into the final norm): one state
+// a layer, always, without an option recompute (core/layers/recompute.h). Backward computes a layer's
+// segment from that once more.
 //
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
 // models beyond a fixed-length context", arXiv:1901.02860v3, sections 3.2 and 3.3; same_length,

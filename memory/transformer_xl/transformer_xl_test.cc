@@ -14,6 +14,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -798,6 +799,79 @@ TEST(TransformerXl, CostCountsTheKeysWithinSpans) {
   EXPECT_EQ(*plain->cost().flops - *spanned->cost().flops, of_pair);
   EXPECT_EQ(spanned->statistics().at("keys_per_token"), (9 + 10) / 2.0 / 5);
   EXPECT_EQ(spanned->statistics().at("mean_span"), 100.25 / 2);
+}
+
+// Counts what core/layers/attention/list_attention.h does, product by product: forwards again and
+// backwards. Every layer has heads of 2 channels, width 4 and inner width 8.
+TEST(TransformerXl, CostOfABackwardPassCountsItsProducts) {
+  constexpr int64_t kTokens = 11, kBatch = 3;
+  struct Case {
+    Options options;
+    int64_t segment, memory, given = 0, clamp = 1000;
+    bool same_length = false, pre_norm = false;
+  };
+  for (const Case& of : std::vector<Case>{
+           {{{"segment", "4"}, {"memory", "0"}}, 4, 0},
+           {{{"segment", "4"}, {"memory", "3"}}, 4, 3},
+           {{{"segment", "4"}, {"memory", "3"}, {"pre_norm", "true"}}, 4, 3, 0, 1000, false, true},
+           {{{"segment", "4"}, {"memory", "100"}, {"layers", "3"}}, 4, 100},
+           {{{"segment", "100"}, {"memory", "5"}, {"max_distance", "2"}}, 100, 5, 0, 2},
+           {{{"segment", "4"}, {"memory", "6"}, {"given_memory", "2"}}, 4, 6, 2},
+           {{{"segment", "4"}, {"memory", "5"}, {"same_length", "true"}}, 4, 5, 0, 1000, true},
+           {{{"segment", "4"}, {"memory", "50"}, {"same_length", "true"}}, 4, 50, 0, 1000, true}}) {
+    SCOPED_TRACE(ToString(TechniqueSpec{"transformer_xl", of.options}));
+    Options options = of.options;
+    options["feed_forward_dim"] = "8";
+    const auto layer = MakeLayer(CausalProblem(kBatch, 2, kTokens, 2), options);
+    int64_t multiply_adds = 0;  // of a layer and batch row
+    std::set<int64_t> distances;
+    for (int64_t begin = 0; begin < kTokens; begin += of.segment) {
+      const int64_t end = std::min(begin + of.segment, kTokens);
+      const auto first_seen = [&](int64_t p) {
+        return std::max(-of.given, of.same_length ? p - of.memory + 1 : begin - of.memory);
+      };
+      for (int64_t p = begin; p < end; ++p) {
+        const int64_t of_matrices = 4 * 4 * 4 + 2 * 4 * 8;
+        multiply_adds += 3 * of_matrices;  // y, dx and dW
+        for (int64_t j = first_seen(p); j <= p; ++j) {
+          const int64_t forward = 3, probabilities = 2;        // q.k and q.r twice, p v once
+          const int64_t dv_and_dp = 2, to_q = 2, to_keys = 2;  // by k and by r each
+          multiply_adds += 2 * 2 * (forward + probabilities + dv_and_dp + to_q + to_keys);
+          distances.insert(std::min(p - j, of.clamp));
+        }
+      }
+      // Keys and values of the rows before the segment, and gradients of their matrices; and of the
+      // rows where the norm's parameters have a gradient by them.
+      const int64_t earlier = begin - first_seen(begin);
+      multiply_adds += earlier * 2 * (4 * 4) * (of.pre_norm ? 3 : 2);
+    }
+    // dW_r = sum_d r_d^T dr_d is one product of all batch rows.
+    const int64_t dw_r = static_cast<int64_t>(distances.size()) * 4 * 4;
+    const int64_t layers = options.count("layers") > 0 ? 3 : 2;
+    EXPECT_EQ(layer->backward_cost().flops,
+              static_cast<double>(2 * layers * (kBatch * multiply_adds + dw_r)));
+  }
+}
+
+// A head with ceil(1.5 + z) = 2 keys sees distances 0 and 1; the layer's other head sees all 3.
+TEST(TransformerXl, CostOfABackwardPassCountsTheDistancesWithinSpans) {
+  const auto flops = [](float first, float second) {
+    const auto layer = MakeLayer(CausalProblem(1, 2, 5, 2), {{"segment", "2"},
+                                                             {"memory", "1"},
+                                                             {"feed_forward_dim", "8"},
+                                                             {"layers", "1"},
+                                                             {"span_ramp", "1.5"}});
+    NamedTensors parameters;
+    Tensor& span = parameters["layer0.span"] = Tensor(DType::kF32, {2});
+    span.span<float>()[0] = first;
+    span.span<float>()[1] = second;
+    EXPECT_TRUE(layer->SetParameters(parameters).ok());
+    return *layer->backward_cost().flops;
+  };
+  // Of the 10 pairs of a head one is beyond 2 keys, and has 11 products of 2 channels.
+  const double of_pair = 2 * 11 * 2, of_distance = 2 * 4 * 4;
+  EXPECT_EQ(flops(100, 100) - flops(0.25f, 100), of_pair);
+  EXPECT_EQ(flops(0.25f, 100) - flops(0.25f, 0.25f), of_pair + of_distance);
 }
 
 TEST(TransformerXl, StatisticsKnowTheReachThroughAllLayers) {

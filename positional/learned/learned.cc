@@ -31,6 +31,7 @@ layers::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions
   layers::EncodedAttentionPlan plan;
   plan.inner = options.inner;
   plan.bias = options.bias;
+  plan.recompute = options.recompute;
   plan.applications = options.layers;
   plan.rows_added = options.tables() * problem.query_tokens;
   plan.positions_parameter = "p";

@@ -31,6 +31,7 @@
 #include <cstdint>
 
 #include "core/layers/attention/projected_attention.h"
+#include "core/layers/recompute.h"
 #include "core/technique.h"
 
 namespace tfb::learned {
@@ -44,6 +45,7 @@ struct LearnedOptions {
   int64_t position_offset = 0;
   TechniqueList inner = {{{"dense", {}}}};
   bool bias = false;
+  bool recompute = false;
 
   int64_t tables() const { return per_layer ? layers : 1; }
 
@@ -54,6 +56,7 @@ struct LearnedOptions {
     bind.Int("position_offset", &position_offset, 0, kMaxPositions, "row of token 0");
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
+    DescribeRecompute(bind, &recompute);
   }
 };
 

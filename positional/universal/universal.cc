@@ -26,6 +26,7 @@ layers::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
   layers::EncodedAttentionPlan plan;
   plan.inner.specs = {options.inner};
   plan.bias = options.bias;
+  plan.recompute = options.recompute;
   plan.applications = options.steps;
   plan.shared = true;
   plan.rows_added =

@@ -33,6 +33,7 @@
 
 #include "core/layers/attention/position_time.h"
 #include "core/layers/attention/projected_attention.h"
+#include "core/layers/recompute.h"
 #include "core/technique.h"
 
 namespace tfb::universal {
@@ -42,12 +43,14 @@ struct UniversalOptions {
   layers::PositionTime encoding;
   TechniqueSpec inner = {"dense", {}};
   bool bias = false;
+  bool recompute = false;
 
   void Describe(OptionBinder& bind) {
     bind.Int("steps", &steps, 1, 16, "applications of the attention");
     encoding.Describe(bind);
     layers::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
+    DescribeRecompute(bind, &recompute);
   }
 };
 

@@ -12,6 +12,7 @@
 #include "core/layers/copy_tensor.h"
 #include "core/layers/matmul.h"
 #include "core/layers/matmul_gradient.h"
+#include "core/layers/recompute.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -108,6 +109,10 @@ class EncodedAttentionLayer : public Layer {
   std::map<std::string, double> statistics() const override {
     std::map<std::string, double> statistics = attention_[0].inner().statistics();
     if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    if (CheckBackward().ok()) {
+      statistics[kKeptBytesPerBlock] =
+          static_cast<double>(kept_bytes()) / static_cast<double>(plan_.applications);
+    }
     return statistics;
   }
 
@@ -128,8 +133,9 @@ class EncodedAttentionLayer : public Layer {
                                                 p.model_dim(), threads);
     for (const ProjectedAttention& attention : attention_) {
       bytes = std::max(bytes, attention.backward_workspace_bytes(threads));
+      if (plan_.recompute) bytes = std::max(bytes, attention.workspace_bytes(threads));
     }
-    return bytes + Workspace::Measure([this](Workspace& workspace) { TakeState(workspace); });
+    return bytes + Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); });
   }
   Cost backward_cost() const override {
     Cost cost;
@@ -141,7 +147,7 @@ class EncodedAttentionLayer : public Layer {
       if (!inner.flops.has_value()) return cost;
       flops += 2 * attention.projection_flops() + *inner.flops;
     }
-    cost.flops = flops;
+    cost.flops = flops + (plan_.recompute ? this->cost().flops.value_or(0) : 0);
     return cost;
   }
   std::map<std::string, std::string> stopped_gradients() const override {
@@ -156,7 +162,7 @@ class EncodedAttentionLayer : public Layer {
  protected:
   absl::Status DoSetUpBackward(const Inputs& inputs, const Execution& execution) override {
     Workspace workspace(execution.workspace);
-    const TensorView state = TakeState(workspace);
+    const TensorView state = LayOutBackward(workspace).du;
     Execution rest = execution;
     rest.workspace = workspace.Rest();
     for (int64_t n = 0; n < ProjectionCount(plan_); ++n) {
@@ -170,7 +176,8 @@ class EncodedAttentionLayer : public Layer {
 
   absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
     Workspace workspace(execution.workspace), memory(execution.kept);
-    const TensorView du = TakeState(workspace);
+    const BackwardScratch scratch = LayOutBackward(workspace);
+    const TensorView& du = scratch.du;
     Execution rest = execution;
     rest.workspace = workspace.Rest();
     LayOutAllKept(memory);
@@ -180,18 +187,23 @@ class EncodedAttentionLayer : public Layer {
       dh = du;
     }
     for (int64_t n = plan_.applications - 1; n >= 0; --n) {
-      rest.kept = kept_[n].attention;
+      const AttentionInputs inputs = {
+          kept_[n].u, {}, call.inputs.Get("key_mask"), &further_[n].From(call.inputs)};
+      rest.kept = plan_.recompute ? scratch.attention : kept_[n].attention;
+      if (plan_.recompute) {
+        TFB_RETURN_IF_ERROR(attention_[IndexOf(n)].Run({inputs, {}, scratch.again}, rest));
+      }
       const bool is_first = n == plan_.applications - 1;  // of those that go backwards
-      TFB_RETURN_IF_ERROR(attention_[IndexOf(n)].Backward(
-          {{kept_[n].u, {}, call.inputs.Get("key_mask"), &further_[n].From(call.inputs)},
-           dh,
-           {},
-           du,
-           {},
-           &further_[n].GradientsFrom(call.input_gradients),
-           call.parameter_gradients,
-           plan_.shared && !is_first},
-          rest));
+      TFB_RETURN_IF_ERROR(
+          attention_[IndexOf(n)].Backward({inputs,
+                                           dh,
+                                           {},
+                                           du,
+                                           {},
+                                           &further_[n].GradientsFrom(call.input_gradients),
+                                           call.parameter_gradients,
+                                           plan_.shared && !is_first},
+                                          rest));
       TFB_RETURN_IF_ERROR(EncodingsBackward(n, du, call, rest));
       if (n > 0 && plan_.scale != 1) {
         TFB_RETURN_IF_ERROR(
@@ -245,7 +257,7 @@ class EncodedAttentionLayer : public Layer {
                            {p.batch, p.query_tokens, p.model_dim()}, {0, 0, 1});
   }
 
-  // What a Run keeps of an application.
+  // What a Run keeps of an application: with recompute, u alone.
   struct Kept {
     TensorView u;
     absl::Span<std::byte> attention;
@@ -256,9 +268,31 @@ class EncodedAttentionLayer : public Layer {
   Kept LayOutKept(int64_t n, Workspace& workspace) const {
     Kept kept;
     kept.u = TakeState(workspace);
-    const size_t bytes = attention_[IndexOf(n)].kept_bytes();
-    kept.attention = absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+    if (plan_.recompute) return kept;
+    kept.attention = TakeBytes(attention_[IndexOf(n)].kept_bytes(), workspace);
     return kept;
+  }
+  static absl::Span<std::byte> TakeBytes(size_t bytes, Workspace& workspace) {
+    return absl::MakeSpan(workspace.Take<std::byte>(static_cast<int64_t>(bytes)), bytes);
+  }
+
+  struct BackwardScratch {
+    TensorView du;
+    // With recompute: what an application writes, and what its attention keeps.
+    TensorView again;
+    absl::Span<std::byte> attention;
+  };
+  BackwardScratch LayOutBackward(Workspace& workspace) const {
+    BackwardScratch scratch;
+    scratch.du = TakeState(workspace);
+    if (!plan_.recompute) return scratch;
+    scratch.again = TakeState(workspace);
+    size_t largest = 0;
+    for (const ProjectedAttention& attention : attention_) {
+      largest = std::max(largest, attention.kept_bytes());
+    }
+    scratch.attention = TakeBytes(largest, workspace);
+    return scratch;
   }
 
   // Writes the gradients of application n's encodings; applications come last first.

@@ -11,6 +11,9 @@
 // as multi_head does. Inputs of the inner technique, such as masks, are the same in all
 // applications, but for noise and choices to follow: where there are several applications, theirs
 // are applicationN.NAME.
+//
+// A Run that has a backward pass keeps u^n and what multi_head keeps of each application; with
+// recompute, u^n alone (core/layers/recompute.h).
 #ifndef TFB_CORE_LAYERS_ATTENTION_ENCODED_ATTENTION_H_
 #define TFB_CORE_LAYERS_ATTENTION_ENCODED_ATTENTION_H_
 
@@ -34,7 +37,8 @@ struct EncodedAttentionPlan {
   TechniqueList inner = {
       {{"dense", {}}}};  // of all applications, or one for each that is not shared
   bool bias = false;
-  double scale = 1;  // differs from 1 only with positions for every application
+  bool recompute = false;  // core/layers/recompute.h
+  double scale = 1;        // differs from 1 only with positions for every application
   int64_t applications = 1;
   bool shared = false;     // all applications have the same projections
   int64_t rows_added = 0;  // rows of the encodings' parameters that a Run adds
@@ -64,7 +68,8 @@ std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem,
 // ProjectionSpecs; and inner.NAME. The latter two begin with applicationN. where there are several
 // applications with projections of their own. Returns InvalidArgument where there are other keys
 // than the queries' tokens, and where the number of inner techniques is neither 1 nor that of
-// applications. Statistics are those of multi_head, for the first application.
+// applications. Statistics are those of multi_head, for the first application, and
+// kept_bytes_per_block.
 absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& problem,
                                                               const EncodedAttentionPlan& plan,
                                                               const std::vector<ParameterSpec>& own,

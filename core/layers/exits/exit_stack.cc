@@ -356,12 +356,13 @@ class ExitState : public StackState {
     const double width = static_cast<double>(problem().model_dim());
     StackSizes one = stack_.sizes();
     one.layers = 1;
-    double layers = 0, pairs = 0, copied = 0, decisions = 0, all_pairs = 0;
+    double layers = 0, pairs = 0, copied = 0, decisions = 0, all_pairs = 0, last = 0;
     for (size_t place = 0; place < exits.size(); ++place) {
       const int64_t t = stack_.reach().given + static_cast<int64_t>(place) % problem().query_tokens;
       const double keys = static_cast<double>(t - stack_.reach().FirstSeenBy(t) + 1),
                    n = exits[place];
       layers += n;
+      last = std::max(last, n);
       pairs += n * keys;
       copied += static_cast<double>(stack_.sizes().layers) - n;
       decisions += rule_->flops(std::min<int64_t>(exits[place], stack_.sizes().layers - 1));
@@ -372,10 +373,12 @@ class ExitState : public StackState {
     flops.spent = StackFlops(one, layers, pairs) + copied * 4 * width * width +
                   (given_.empty() || rule_->reads_segments() ? decisions : 0);
     flops.of_all = StackFlops(stack_.sizes(), rows, all_pairs);
+    StackBackwardWork work = {layers, pairs};
+    work.earlier = static_cast<double>(stack_.sizes().layers) * stack_.earlier_rows();
+    work.normalizes_earlier = stack_.shape().pre_norm;
+    work.distances = last * stack_.distances_seen({});
     // A copied state's keys and values are made again, and have the gradients of two products.
-    const double earlier = static_cast<double>(stack_.sizes().layers) * stack_.earlier_rows();
-    flops.of_backward = StackBackwardFlops(one, layers, pairs, earlier, stack_.shape().pre_norm) +
-                        copied * 3 * 4 * width * width;
+    flops.of_backward = StackBackwardFlops(one, work) + copied * 3 * 4 * width * width;
     flops.layers = layers / std::max(rows, 1.0);
     return flops;
   }

@@ -125,10 +125,26 @@ double RelativeState::earlier_rows() const {
 
 std::optional<double> RelativeState::backward_flops(const NamedTensors& parameters) const {
   const double batch = static_cast<double>(problem_.batch);
-  return StackBackwardFlops(sizes(), batch * static_cast<double>(problem_.query_tokens),
-                            batch * ContextOfSequence(parameters).pairs, earlier_rows(),
-                            shape_.pre_norm) +
-         more_flops_.of_backward;
+  StackBackwardWork work;
+  work.rows = batch * static_cast<double>(problem_.query_tokens);
+  work.pairs = batch * ContextOfSequence(parameters).pairs;
+  work.earlier = earlier_rows();
+  work.normalizes_earlier = shape_.pre_norm;
+  work.distances = distances_seen(parameters);
+  return StackBackwardFlops(sizes(), work) + more_flops_.of_backward;
+}
+
+double RelativeState::distances_seen(const NamedTensors& parameters) const {
+  const double all = static_cast<double>(std::min(lists_.longest(), distances().rows()));
+  const std::vector<float> spans = Spans(parameters);
+  if (spans.empty()) return all;
+  double sum = 0;
+  for (int64_t n = 0; n < sizes().layers; ++n) {
+    const auto of_layer = spans.begin() + n * sizes().heads;
+    const float longest = *std::max_element(of_layer, of_layer + sizes().heads);
+    sum += std::min(all, sizes().KeysWithin(longest));
+  }
+  return sum / static_cast<double>(sizes().layers);
 }
 
 std::map<std::string, double> RelativeState::statistics(const NamedTensors& parameters) const {

@@ -96,6 +96,8 @@ class RelativeState : public StackState {
   void SetUpBackward() override { lists_.Build(); }
   // Returns the rows before their own that a Run's segments read in one layer, of all batch rows.
   double earlier_rows() const;
+  // Returns the distances of the pairs in one layer, in the mean of all layers.
+  double distances_seen(const NamedTensors& parameters) const;
   // Returns the FLOPs of computing all segments once more, with keys and values of the tokens before
   // them that they see, and of the gradients.
   std::optional<double> backward_flops(const NamedTensors& parameters) const override;

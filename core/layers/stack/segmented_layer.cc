@@ -8,6 +8,7 @@
 #include "core/layers/copy_tensor.h"
 #include "core/layers/layer_parameters.h"
 #include "core/layers/matmul.h"
+#include "core/layers/recompute.h"
 #include "core/layers/stack/stack_sizes.h"
 #include "core/status.h"
 
@@ -123,6 +124,7 @@ std::map<std::string, double> SegmentedLayer::statistics() const {
     for (const auto& [name, value] : block->attention().statistics()) statistics[name] += value;
   }
   if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+  if (CheckBackward().ok()) statistics[kKeptBytesPerBlock] = KeptBytesPerBlock();
   return statistics;
 }
 
@@ -249,6 +251,14 @@ size_t SegmentedLayer::kept_bytes() const {
   size_t bytes = kept_state_bytes();
   for (const auto& block : blocks_) bytes += block->kept_bytes();
   return bytes;
+}
+
+double SegmentedLayer::KeptBytesPerBlock() const {
+  const int64_t rows = problem().batch * problem().query_tokens;
+  const double state = static_cast<double>(rows * problem().model_dim() * SizeOf(DType::kF32));
+  size_t least = blocks_[0]->kept_bytes();
+  for (const auto& block : blocks_) least = std::min(least, block->kept_bytes());
+  return state + static_cast<double>(least);
 }
 
 size_t SegmentedLayer::kept_state_bytes() const {

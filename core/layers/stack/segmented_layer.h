@@ -7,7 +7,8 @@
 // [batch, query_tokens, model_dim] each. From the last layer
 // to the first, and in a layer from the last segment to the first, Backward computes a segment again
 // from what the layer read, and then its gradients: one more forward pass in time, and of memory one
-// segment's in the place of all tokens'.
+// segment's in the place of all tokens'. It does so always: there is no option recompute
+// (core/layers/recompute.h).
 #ifndef TFB_CORE_LAYERS_STACK_SEGMENTED_LAYER_H_
 #define TFB_CORE_LAYERS_STACK_SEGMENTED_LAYER_H_
 
@@ -81,8 +82,8 @@ class SegmentedLayer final : public StreamingLayer {
 
   size_t workspace_bytes(int threads) const override;
   Cost cost() const override;
-  // Returns the numbers of the state and of the attentions, and cublas: on a GPU, 1 where cuBLAS
-  // computes the products with matrices, else 0.
+  // Returns the numbers of the state and of the attentions, kept_bytes_per_block, and cublas: on a
+  // GPU, 1 where cuBLAS computes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override;
   int64_t split_tokens() const override { return depends_on_split_ ? max_segment_tokens() : 0; }
   absl::Status Reset() override;
@@ -114,6 +115,9 @@ class SegmentedLayer final : public StreamingLayer {
   TensorView KeptState(int64_t n, absl::Span<std::byte> kept) const;
   int64_t kept_states() const { return layers() - (has_final_norm_ || blocks_write_out_ ? 0 : 1); }
   size_t kept_state_bytes() const;  // of all of them
+  // Returns the bytes of a state, and those of the block that keeps least beside it: what one layer
+  // alone keeps, as memorizing's that has a store, is not of a further layer.
+  double KeptBytesPerBlock() const;
   // Returns what layer n keeps; nothing where there is no such memory.
   absl::Span<std::byte> KeptOf(int64_t n, absl::Span<std::byte> kept) const;
   // Hands what is given to the layers, if this is a stream's first segment.

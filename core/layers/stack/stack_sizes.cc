@@ -68,15 +68,16 @@ double StackFlops(const StackSizes& sizes, double rows, double pairs) {
          (rows * width * (4 * width + 2 * inner) + pairs * 3 * width);
 }
 
-double StackBackwardFlops(const StackSizes& sizes, double rows, double pairs, double earlier,
-                          bool normalizes_earlier) {
+double StackBackwardFlops(const StackSizes& sizes, const StackBackwardWork& work) {
   // The products of matrices again, and two for the gradients of each. The pairs' three products
   // again, two of them twice, and six for gradients.
   constexpr double kOfMatrix = 3, kOfPair = (3.0 + 2 + 6) / 3;
   const double width = static_cast<double>(sizes.width());
-  const double of_earlier = (normalizes_earlier ? kOfMatrix : kOfMatrix - 1) * 2 * width * width;
-  return kOfMatrix * StackFlops(sizes, rows, 0) + kOfPair * StackFlops(sizes, 0, pairs) +
-         2 * static_cast<double>(sizes.layers) * earlier * of_earlier;
+  const double of_earlier = (work.normalizes_earlier ? kOfMatrix : kOfMatrix - 1) * 2;
+  const double of_distance = sizes.learned_distances > 0 ? 0 : 1;
+  return kOfMatrix * StackFlops(sizes, work.rows, 0) + kOfPair * StackFlops(sizes, 0, work.pairs) +
+         2 * static_cast<double>(sizes.layers) * width * width *
+             (work.earlier * of_earlier + work.distances * of_distance);
 }
 
 }  // namespace tfb::layers

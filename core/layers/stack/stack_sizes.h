@@ -51,11 +51,22 @@ absl::Status CheckSelfAttention(absl::string_view technique, const Problem& prob
 // one head in one layer and all batch rows.
 double StackFlops(const StackSizes& sizes, double rows, double pairs);
 
-// Returns the FLOPs of a backward pass that computes all of that once more. Segments read `earlier`
-// rows before their own, of all batch rows, of which it makes keys and values again, and gradients
-// of the matrices; and of the rows themselves where these are normalised.
-double StackBackwardFlops(const StackSizes& sizes, double rows, double pairs, double earlier,
-                          bool normalizes_earlier);
+// What a backward pass of a stack reads in one layer.
+struct StackBackwardWork {
+  double rows = 0;   // as above
+  double pairs = 0;  // likewise
+  // Rows that segments read before their own, of all batch rows, and whether these are normalised.
+  double earlier = 0;
+  bool normalizes_earlier = false;
+  // Distances of the pairs; all batch rows and segments have the same.
+  double distances = 0;
+};
+
+// Returns the FLOPs of a backward pass that computes all of that once more. It makes keys and values
+// of the earlier rows again, and gradients of the matrices; and of the rows themselves where these
+// are normalised. The gradient of W_r is one product, sum_d r_d^T dr_d, unless the vectors of
+// distances are learned.
+double StackBackwardFlops(const StackSizes& sizes, const StackBackwardWork& work);
 
 }  // namespace tfb::layers
 
