@@ -255,7 +255,10 @@ class GpuFirstHour(unittest.TestCase):
         for pid, program in zip(pids, ('core/cuda/device_probe_test', 'harness/check', 'harness/sweep')):
             self.make(self.binaries / program, f'trap "" TERM\nsleep 1000 & echo $! > {pid}.new; mv {pid}.new {pid}\nwait\nwait')
         process = subprocess.Popen(self.command('--jobs=3', '--only=probe|head_dim|nvidia|sweep'), env=self.environment(),
-                                   stdout=subprocess.DEVNULL)
+                                   stdout=subprocess.PIPE, text=True)
+        self.addCleanup(process.stdout.close)
+        while ' nvidia-smi: passed' not in process.stdout.readline():
+            self.assertIsNone(process.poll())
         while not (pids[0].exists() and pids[1].exists()):
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
