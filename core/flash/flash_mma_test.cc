@@ -719,20 +719,20 @@ TEST(FlashMmaCall, TheWorkOfACallIsAsOnRecord) {
   const auto work = [](Subject&& subject) { return WorkOf([&] { subject.Run(); }); };
   const Sizes sizes = {300, 300, 40, 72, 2, 2, 2};
   EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes))),
-            hopper ? "1 launches, 4 blocks, 80 barriers, 9104 collectives"
+            hopper ? "1 launches, 4 blocks, 56 barriers, 9168 collectives"
                    : "1 launches, 12 blocks, 168 barriers, 83472 collectives");
   EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes, /*causal=*/true))),
-            hopper ? "1 launches, 4 blocks, 56 barriers, 6308 collectives"
+            hopper ? "1 launches, 4 blocks, 32 barriers, 6372 collectives"
                    : "1 launches, 12 blocks, 136 barriers, 61328 collectives");
   const BandPattern band(-100, 0);
   EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes), &band)),
-            hopper ? "1 launches, 4 blocks, 48 barriers, 5376 collectives"
+            hopper ? "1 launches, 4 blocks, 24 barriers, 5440 collectives"
                    : "1 launches, 12 blocks, 120 barriers, 50256 collectives");
   Subject split(Make(DType::kBF16, {5, 1000, 40, 72, 4, 2, 2}));
   split.splits = 3;
   EXPECT_EQ(work(std::move(split)),
-            hopper ? "2 launches, 14 blocks, 172 barriers, 17908 collectives"
-                   : "2 launches, 34 blocks, 352 barriers, 178016 collectives");
+            hopper ? "2 launches, 14 blocks, 124 barriers, 18068 collectives"
+                   : "2 launches, 34 blocks, 372 barriers, 178216 collectives");
   Subject with_keys(Make(DType::kBF16, sizes));
   with_keys.relative_keys = Tensor(DType::kBF16, {1, 601, 40});
   Fill(with_keys.relative_keys.view(), 0.5);
