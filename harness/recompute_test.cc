@@ -1,4 +1,4 @@
-// What the stacks keep for their backward passes, against depth (core/layers/recompute.h).
+// The memory that stacks keep for their backward passes, against depth (core/layers/recompute.h).
 #include "core/layers/recompute.h"
 
 #include <cstdint>

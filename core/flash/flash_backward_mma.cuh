@@ -146,7 +146,7 @@ __device__ inline void AddPair(const DeviceView& view, int64_t offset, int chann
   if (channel + 1 < channels) sum[view.strides[3]] += y;
 }
 
-// What the owners of keys and of queries share: a warp has kWarpRows rows of a tile of 64 and their
+// The owners of keys and of queries share this: a warp has kWarpRows rows of a tile of 64 and their
 // sums.
 template <class T, int kDim>
 class GradientOwner {

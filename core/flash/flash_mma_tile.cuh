@@ -4,7 +4,7 @@
 // A row has kDim channels; 16-byte chunks of a row are exchanged by the row's number, so that neither
 // copies nor ldmatrix meet two rows in a bank. A tile begins at a row whose number is a multiple of 8.
 //
-// Of the sums of 16 rows and 8 columns a lane has rows lane / 4 and lane / 4 + 8, and columns
+// A lane has, of the sums of 16 rows and 8 columns, rows lane / 4 and lane / 4 + 8, and columns
 // 2 (lane % 4) and one more. Rounded to 16 bits, the sums of two such tiles side by side are the left
 // operand of a further product.
 #ifndef TFB_CORE_FLASH_FLASH_MMA_TILE_CUH_

@@ -9,7 +9,7 @@
 
 namespace tfb::knn_lm {
 
-// What a prediction is mixed of.
+// The neighbours and probabilities that a prediction is mixed of.
 struct KnnLmArguments {
   const int32_t* neighbours;  // [rows][k], -1: none
   const float* keys;          // [entries][dim]

@@ -440,7 +440,7 @@ TEST(KnnLm, AnImpossibleTokenGivesNoGradient) {
     SCOPED_TRACE(Name(device));
     const RunAndGradients expected = line.RunBackward(possible, device);
     EXPECT_GT(MaxAbs(expected.inputs.at("context").view()), 0.1);
-    // Of the tokens that are possible dlog p / dlambda = 1 - 1 / (3 p), with p of the two neighbours.
+    // A possible token has dlog p / dlambda = 1 - 1 / (3 p), with p of the two neighbours.
     const absl::Span<const float> of_lambda = expected.inputs.at("lambda").span<float>();
     const double near = 1 / (1 + std::exp(-1.0));
     EXPECT_NEAR(of_lambda[0], 0.5 * (1 - 1 / (3 - 3 * near)) + 2 * (1 - 1 / (3 * near)), 1e-6);
@@ -494,7 +494,7 @@ TEST(KnnLm, GradientsOnADeviceOf150NeighboursWith7Tokens) {
   ExpectGradientsOfTheCpu(random, {{"temperature", "20"}});
 }
 
-// Of given neighbours some are none, some have no finite distance, and the weight of some is 0 in fp32.
+// Some given neighbours are none, some have no finite distance, and the weight of some is 0 in fp32.
 TEST(KnnLm, GradientsOnADeviceOfGivenNeighbours) {
   Random random;
   NamedTensors parameters = random.Parameters();

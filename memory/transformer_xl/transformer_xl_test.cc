@@ -868,7 +868,7 @@ TEST(TransformerXl, CostOfABackwardPassCountsTheDistancesWithinSpans) {
     EXPECT_TRUE(layer->SetParameters(parameters).ok());
     return *layer->backward_cost().flops;
   };
-  // Of the 10 pairs of a head one is beyond 2 keys, and has 11 products of 2 channels.
+  // One of the 10 pairs of a head is beyond 2 keys, and has 11 products of 2 channels.
   const double of_pair = 2 * 11 * 2, of_distance = 2 * 4 * 4;
   EXPECT_EQ(flops(100, 100) - flops(0.25f, 100), of_pair);
   EXPECT_EQ(flops(0.25f, 100) - flops(0.25f, 0.25f), of_pair + of_distance);

@@ -257,7 +257,7 @@ class EncodedAttentionLayer : public Layer {
                            {p.batch, p.query_tokens, p.model_dim()}, {0, 0, 1});
   }
 
-  // What a Run keeps of an application: with recompute, u alone.
+  // A Run keeps this of an application: with recompute, u alone.
   struct Kept {
     TensorView u;
     absl::Span<std::byte> attention;

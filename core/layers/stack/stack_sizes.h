@@ -51,7 +51,7 @@ absl::Status CheckSelfAttention(absl::string_view technique, const Problem& prob
 // one head in one layer and all batch rows.
 double StackFlops(const StackSizes& sizes, double rows, double pairs);
 
-// What a backward pass of a stack reads in one layer.
+// The numbers of rows and pairs that a backward pass of a stack reads in one layer.
 struct StackBackwardWork {
   double rows = 0;   // as above
   double pairs = 0;  // likewise
