@@ -494,7 +494,7 @@ TEST(KnnLm, GradientsOnADeviceOf150NeighboursWith7Tokens) {
   ExpectGradientsOfTheCpu(random, {{"temperature", "20"}});
 }
 
-// Some given neighbours are none, some have no finite distance, and the weight of some is 0 in fp32.
+// Some given neighbours are none, some have no finite distance, and some have a weight of 0 in fp32.
 TEST(KnnLm, GradientsOnADeviceOfGivenNeighbours) {
   Random random;
   NamedTensors parameters = random.Parameters();

@@ -151,8 +151,8 @@ const char* LaunchDifferentiateScores(const SpalmGradientArguments& a, void* str
 // So a token that most places have, as that of a frequent word, keeps all groups busy, and no order of
 // threads has an effect.
 //   shared memory: 4 x 32 x 64 x 4 B = 32 KiB of sums, and a list of 256 x 32 B = 8 KiB
-// With a vocabulary of 50,000 tokens, 1024 channels and 64 Ki places, all blocks read 1563 x 16 x 256
-// KiB = 6.1 GiB of tokens, which lie in the L2 cache; the products with `output` are 20 TFLOP
+// With a vocabulary of 50,000 tokens, 1024 channels and 64 Ki places, all blocks read 1563 x 16 x
+// 256 KiB = 6.1 GiB of tokens, which lie in the L2 cache; the products with `output` are 20 TFLOP
 // where each of 64 Ki rows has one place.
 
 constexpr int kTileTokens = 32;
