@@ -8,9 +8,9 @@ namespace {
 
 // ---- The states: a block for each row of z ----
 //
-// Its warps divide the scores of the neighbours and of the gate among them; the first warp turns the
-// scores into weights; then each thread does one channel at a time, summing the neighbours in their
-// order.
+// The block's warps divide the scores of the neighbours and of the gate among them; the first warp
+// turns the scores into weights; then each thread does one channel at a time, summing the neighbours in
+// their order.
 //   shared memory: k (4 + 4) B and the gate's score
 
 constexpr int kThreads = 128;
