@@ -83,6 +83,7 @@ StepsBackward::Scratch StepsBackward::LayOut(Workspace& workspace) const {
   scratch.placed = floats(s.width);
   scratch.queries = of_dtype(s.query_width);
   scratch.context = of_dtype(s.context_width);
+  if (problem_.dtype != DType::kF32) scratch.context_rest = of_dtype(s.context_width);
   scratch.log_sum_exp = floats(problem_.query_heads);
   scratch.log_sum_exp_rest = floats(problem_.query_heads);
   if (device_ == Device::kCpu) {
@@ -257,6 +258,7 @@ FlashCall StepsBackward::FlashOf(const Walk& walk) const {
   if (device_ != Device::kCpu) {
     call.q = Heads(scratch.queries, heads);
     call.out = Heads(scratch.context, heads);
+    if (problem_.dtype != DType::kF32) call.out_rest = Heads(scratch.context_rest, heads);
     const Shape numbers = {batch, heads, tokens};
     call.log_sum_exp = TensorView(scratch.log_sum_exp, DType::kF32, numbers);
     call.log_sum_exp_rest = TensorView(scratch.log_sum_exp_rest, DType::kF32, numbers);
@@ -268,6 +270,9 @@ FlashCall StepsBackward::FlashOf(const Walk& walk) const {
   };
   call.q = of_places(scratch.queries, s.query_width);
   call.out = of_places(scratch.context, s.context_width);
+  if (problem_.dtype != DType::kF32) {
+    call.out_rest = of_places(scratch.context_rest, s.context_width);
+  }
   const Shape numbers = {batch, heads, walk.active}, strides = {0, walk.active, 1};
   call.log_sum_exp = TensorView(scratch.log_sum_exp, DType::kF32, numbers, strides);
   call.log_sum_exp_rest = TensorView(scratch.log_sum_exp_rest, DType::kF32, numbers, strides);
@@ -448,8 +453,11 @@ absl::Status StepsBackward::FlashGradients(const Walk& walk, FlashBackwardCall c
   const TensorView delta(walk.scratch.delta, DType::kF32,
                          {problem_.batch, problem_.query_heads, walk.active}, {0, walk.active, 1});
   call.delta = delta;
-  FlashDelta(Slice(out, 0, 0, 1), Slice(call.out_gradient, 0, 0, 1), {}, Slice(delta, 0, 0, 1),
-             walk.execution.pool);  // all batch rows share the rows
+  const auto once = [](const auto& view) {  // all batch rows share the rows
+    return view.empty() ? view : Slice(view, 0, 0, 1);
+  };
+  FlashDelta(once(out), once(call.forward->out_rest), once(call.out_gradient), {}, once(delta),
+             walk.execution.pool);
   return FlashBackwardCpu(problem_, call, walk.execution);
 }
 

@@ -77,6 +77,7 @@ class StepsBackward {
     float* placed;            // U, by place
     TensorView queries;       // by place, in that dtype
     TensorView context;       // likewise
+    TensorView context_rest;  // in 16 bits: what rounding took from it
     float* log_sum_exp;       // [heads][places]; on CUDA [batch, heads, tokens]
     float* log_sum_exp_rest;  // likewise: what rounding took from it
     float* delta;             // CPU

@@ -148,13 +148,17 @@ struct FlashCall {
   ConstTensorView query_ids;  // i32 [batch, query_tokens], where the rule has label keys
   ConstTensorView key_ids;    // i32 [batch, kv_tokens], where the rule has label keys
   TensorView out;             // [batch, query_heads, query_tokens, value_dim]
+  // The error of rounding out to 16 bits, in the same 16 bits, of its shape and of any strides, or
+  // empty. The backward pass forms p_ij (g_i . v_j - g_i . y_i), which is a small difference of
+  // large products where p_ij is nearly 1: y_i must be known better than to 2^-9 or 2^-12 for it.
+  TensorView out_rest;
   TensorView log_sum_exp;     // f32 [batch, query_heads, query_tokens], or empty
   // The error of rounding log_sum_exp to f32, of its shape and strides, or empty. A score of
   // -1e5, as by LSH attention's self bias, leaves a log-sum-exp that is known to 0.004, and weights
   // exp(score - log_sum_exp) to 0.4%.
   TensorView log_sum_exp_rest;
-  TokenOrder query_order;      // order of q, query_ids, out and log_sum_exp
-  bool out_by_row = false;     // rows of out and log_sum_exp are the schedule's, not tokens
+  TokenOrder query_order;      // order of q, query_ids, out, log_sum_exp and their rests
+  bool out_by_row = false;     // rows of these but q and query_ids are the schedule's, not tokens
   TokenOrder key_order;        // order of k, v, key_mask and key_ids
   PackedKeysAndValues packed;  // replaces k, v and key_order, where it is not empty
   KeyRing ring;                // CUDA alone

@@ -945,22 +945,25 @@ RelativeKeyVectors::RelativeKeyVectors(const RelativeKeys& keys, int64_t head_di
   }
 }
 
-void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_gradient,
-                const ConstTensorView& log_sum_exp_gradient, const TensorView& delta,
-                ThreadPool* pool) {
+void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_rest,
+                const ConstTensorView& out_gradient, const ConstTensorView& log_sum_exp_gradient,
+                const TensorView& delta, ThreadPool* pool) {
   constexpr int64_t kRows = 64;
   const int64_t heads = out.dim(1), tokens = out.dim(2), channels = out.dim(3);
   const int64_t blocks = (tokens + kRows - 1) / kRows;
   pool->ParallelFor(out.dim(0) * heads * blocks, [&](int64_t task, int) {
     const int64_t b = task / blocks / heads, h = task / blocks % heads;
     const int64_t end = std::min(tokens, (task % blocks + 1) * kRows);
-    float y[kMaxHeadDim], g[kMaxHeadDim];
+    float y[kMaxHeadDim], rest[kMaxHeadDim] = {}, g[kMaxHeadDim];
     for (int64_t i = task % blocks * kRows; i < end; ++i) {
       LoadRow(out, out.Offset(b, h, i), out.stride(3), channels, y);
+      if (!out_rest.empty()) {
+        LoadRow(out_rest, out_rest.Offset(b, h, i), out_rest.stride(3), channels, rest);
+      }
       LoadRow(out_gradient, out_gradient.Offset(b, h, i), out_gradient.stride(3), channels, g);
       double sum = 0;
       for (int64_t c = 0; c < channels; ++c) {
-        if (g[c] != 0) sum += static_cast<double>(y[c]) * g[c];
+        if (g[c] != 0) sum += (static_cast<double>(y[c]) + rest[c]) * g[c];
       }
       if (!log_sum_exp_gradient.empty()) sum -= *log_sum_exp_gradient.At<float>(b, h, i);
       *delta.MutableAt<float>(b, h, i) = static_cast<float>(sum);

@@ -53,7 +53,9 @@ __global__ void __launch_bounds__(kDeltaThreads) FlashDelta(const FlashDeltaArgu
       const float g = Load(a.out_gradient, Offset(a.out_gradient, b, h, row, c));
       if (g == 0) continue;  // then the output is not read
       any = true;
-      sum += static_cast<double>(g) * Load(a.out, Offset(a.out, b, h, row, c));
+      double y = Load(a.out, Offset(a.out, b, h, row, c));
+      if (a.out_rest.data != nullptr) y += Load(a.out_rest, Offset(a.out_rest, b, h, row, c));
+      sum += g * y;
     }
     sum = SumOfWarp(sum);
     const float delta = static_cast<float>(sum - LoadOr(a.log_sum_exp_gradient, b, h, row, 0));

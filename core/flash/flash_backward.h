@@ -85,7 +85,7 @@ struct ScoreGradients {
 // nothing, whatever it holds.
 struct FlashBackwardCall {
   // With log_sum_exp, and log_sum_exp_rest where that is not empty, as they were written; `out` is
-  // not read.
+  // not read, and its rest on CUDA alone, by FlashRowNumbers.
   const FlashCall* forward;
   const TransposedSchedule* schedule;
   const RelativeKeyVectors* relative_keys = nullptr;  // where the rule has relative keys
@@ -102,10 +102,11 @@ struct FlashBackwardCall {
 };
 
 // Writes D, f32 of the shape [batch, query_heads, query_tokens], from y and g of any dtype and
-// strides, and from e, f32, which may be empty. Where g is 0, y is not read.
-void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_gradient,
-                const ConstTensorView& log_sum_exp_gradient, const TensorView& delta,
-                ThreadPool* pool);
+// strides; from what rounding took from y (FlashCall::out_rest), which may be empty; and from e,
+// f32, which may be empty. Where g is 0, y is not read.
+void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_rest,
+                const ConstTensorView& out_gradient, const ConstTensorView& log_sum_exp_gradient,
+                const TensorView& delta, ThreadPool* pool);
 
 // Returns the scratch of a call in bytes. It is linear in the tokens.
 size_t FlashBackwardWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);

@@ -273,6 +273,7 @@ absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call
                              const Execution& execution) {
   FlashDeltaArguments a = {};
   a.out = ToDeviceView(out);
+  a.out_rest = ToDeviceView(call.forward->out_rest);
   a.out_gradient = ToDeviceView(call.out_gradient);
   a.log_sum_exp = ToDeviceView(call.forward->log_sum_exp);
   a.rest = ToDeviceView(call.forward->log_sum_exp_rest);

@@ -71,7 +71,7 @@ class FlashBackwardCuda {
 };
 
 // Writes the numbers of rows of an output [batch, query_heads, rows, value_dim], of any dtype and strides, from its
-// log-sum-exp, what rounding took from that, which may be empty, and the gradients of both, of which that of the
+// log-sum-exp, what rounding took from the two, which may be empty, and the gradients of both, of which that of the
 // log-sum-exp may be empty. `marks`, u8 [batch, rows], may be empty: rows where it is not `counts` have no gradients.
 absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call,
                              const ConstTensorView& out,

@@ -29,7 +29,7 @@ constexpr int kBlockOffsets = 128;
 
 struct FlashBackwardArguments {
   FlashArguments
-      forward;  // whose schedule has tiles of 64 queries; `out` and `log_sum_exp` are not read
+      forward;  // whose schedule has tiles of 64 queries; `out`, `log_sum_exp` and rests are not read
   TransposedView transposed;
   DeviceView out_gradient;
   RowNumbers numbers;
@@ -68,7 +68,8 @@ struct FlashBackwardArguments {
 
 // The rows of an output, of which RowNumbers are made.
 struct FlashDeltaArguments {
-  DeviceView out;  // [batch, query_heads, rows, value_dim]
+  DeviceView out;       // [batch, query_heads, rows, value_dim]
+  DeviceView out_rest;  // likewise: what rounding took from it, or null
   DeviceView out_gradient;
   DeviceView log_sum_exp;           // f32 [batch, query_heads, rows]
   DeviceView rest;                  // likewise, or null

@@ -241,7 +241,8 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
     TFB_ASSIGN_OR_RETURN(call.*view, mirror.Copy(host.forward.*view));
   }
   for (TensorView FlashCall::*view :
-       {&FlashCall::out, &FlashCall::log_sum_exp, &FlashCall::log_sum_exp_rest}) {
+       {&FlashCall::out, &FlashCall::out_rest, &FlashCall::log_sum_exp,
+        &FlashCall::log_sum_exp_rest}) {
     TFB_ASSIGN_OR_RETURN(call.*view, mirror.CopyForWriting(host.forward.*view));
   }
   const auto copy_order = [&](const std::vector<int32_t>& tokens,
@@ -324,8 +325,8 @@ absl::Status RunOnCpu(const Setting& s, const Problem& problem, const FlashEngin
   std::memset(memory.raw(), 0xFF, bytes);
 
   Tensor delta(DType::kF32, calls.forward.log_sum_exp.shape());
-  FlashDelta(calls.forward.out, calls.backward.out_gradient, calls.log_sum_exp_gradient,
-             delta.view(), &pool);
+  FlashDelta(calls.forward.out, calls.forward.out_rest, calls.backward.out_gradient,
+             calls.log_sum_exp_gradient, delta.view(), &pool);
   const TransposedSchedule transposed(engine.schedule());
   const RelativeKeys* keys = calls.forward.rule.relative_keys;
   const RelativeKeyVectors vectors =
@@ -402,10 +403,11 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
                v = TensorFrom(x.at("v"), of_v, s.dtype),
                out_gradient = TensorFrom(g, of_out, s.dtype),
                lse_gradient = TensorFrom(e, of_rows, DType::kF32);
-  Tensor out(s.dtype, of_out), lse(DType::kF32, of_rows), rest(DType::kF32, of_rows),
+  Tensor out(s.dtype, of_out), out_rest(s.dtype, of_out), lse(DType::kF32, of_rows),
+      rest(DType::kF32, of_rows),
       mask(DType::kU8, {p.batch, p.kv_tokens}), marks(DType::kU8, {p.batch, p.query_tokens}),
       ids(DType::kI32, {p.batch, std::max(p.query_tokens, p.kv_tokens)});
-  for (Tensor* tensor : {&out, &lse, &rest}) Fill(tensor->view(), 0);
+  for (Tensor* tensor : {&out, &out_rest, &lse, &rest}) Fill(tensor->view(), 0);
   Fill(mask.view(), 1);
   Fill(marks.view(), 0);
   for (int64_t b = 0; b < p.batch; ++b) {
@@ -421,6 +423,7 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   if (s.hidden_key >= 0) call.key_mask = mask.view();
   call.query_ids = call.key_ids = ids.view();
   call.out = out.view();
+  if (s.dtype != DType::kF32) call.out_rest = out_rest.view();
   call.log_sum_exp = lse.view();
   call.log_sum_exp_rest = rest.view();
   if (!s.query_order.empty()) call.query_order = {s.query_order.data(), 0, 0};
@@ -710,8 +713,9 @@ using Gradients16 = std::map<std::string, std::vector<Element16>>;
 // kernel's weights p (1 + f):
 //
 //   v_j errs by sum_i (u + f) p_ij |g_i|;
-//   D_i by sum_c |g_ic| (u |y_ic| + u sum_j p_ij |v_jc|), since the output was rounded, and the weights
-//   that made it;
+//   D_i by sum_c |g_ic| (u^2 |y_ic| + sum_j (u + f) p_ij |v_jc|), since what rounding took from the
+//   output was rounded in turn, and the weights that made it: but for the largest of a row, which is
+//   1 before it is divided by the sum;
 //   ds_ij by u |ds_ij| + p_ij (error of D_i) + f p_ij (sum_c |g_ic| |v_jc| + |D_i|), which goes into
 //   q_i and k_j.
 //
@@ -741,6 +745,7 @@ Gradients16 Expected16(const Setting& s, const Numbers& x, const std::vector<dou
           std::count(s.overwritten.begin(), s.overwritten.end(), s.QueryToken(i)) == 0;
       if (tokens.empty() || !is_own) continue;
       const double max = *std::max_element(weights.begin(), weights.end());
+      const size_t largest = std::find(weights.begin(), weights.end(), max) - weights.begin();
       double sum = 0;
       for (double& weight : weights) sum += weight = std::exp(weight - max);
       double delta = -e[query], delta_error = 0;
@@ -750,10 +755,10 @@ Gradients16 Expected16(const Setting& s, const Numbers& x, const std::vector<dou
         for (size_t n = 0; n < tokens.size(); ++n) {
           const double v = x.at("v")[tokens[n] * Dv + c];
           y += weights[n] * v;
-          size += (weights[n] * (u + f) + least) * std::abs(v);
+          size += (weights[n] * ((n == largest ? 0 : u) + f) + least) * std::abs(v);
         }
         delta += gi[c] * y;
-        delta_error += std::abs(gi[c]) * (u * (std::abs(y) + size) + size);
+        delta_error += std::abs(gi[c]) * (u * u * (std::abs(y) + size) + least + size);
       }
       for (size_t n = 0; n < tokens.size(); ++n) {
         const double weight = weights[n];
@@ -803,11 +808,11 @@ struct Case16 {
 
   // Holds every element of the gradients against its bound. Where the definition's is not finite, so
   // must be the engine's, and nowhere else.
-  void Expect() const {
+  void Expect(Device device = KernelDevice()) const {
     SCOPED_TRACE(s.name + " " + s.problem.ToString() + " " + std::string(Name(s.dtype)));
-    const Numbers gradients = EngineGradients(s, x, g, e, {KernelDevice(), 1});
+    const Numbers gradients = EngineGradients(s, x, g, e, {device, 1});
     for (const int seed : {2, 3}) {
-      const Numbers again = EngineGradients(s, x, g, e, {KernelDevice(), seed});
+      const Numbers again = EngineGradients(s, x, g, e, {device, seed});
       for (const auto& [name, gradient] : gradients) {
         ASSERT_EQ(
             std::memcmp(gradient.data(), again.at(name).data(), gradient.size() * sizeof(double)),
@@ -1069,6 +1074,26 @@ TEST_P(FlashBackward16, OfLogSumExpsThatRoundingChanges) {
     for (size_t n = 0; n < rows.size(); n += 64) rows[n] = *name == 'q' ? 512 : 4096;
   }
   one.Expect();
+}
+
+// A query's own key has nearly all of its weight, and D_i is nearly g_i . v_i: of an output of 16 bits
+// alone, D_i would be off by more than what is left of (g_i . v_i - D_i).
+TEST_P(FlashBackward16, OfOneKeyOfNearlyAllWeight) {
+  for (const Device device : {Device::kCpu, KernelDevice()}) {
+    for (const auto& [dim, value_dim] :
+         {std::pair<int64_t, int64_t>{64, 64}, {128, 128}, {80, 37}, {136, 136}}) {
+      for (const bool causal : {false, true}) {
+        Case16 one = Make("one key", Sized(2, 100, 100, dim, value_dim),
+                          [=](int64_t i, int64_t j) { return !causal || j <= i; });
+        // The own key's score is 12.
+        const double factor = 12 / std::sqrt(static_cast<double>(dim));
+        for (double& k : one.x["q"]) k *= std::sqrt(factor);
+        RoundTo(GetParam(), &one.x["q"]);
+        one.x["k"] = one.x["q"];
+        one.Expect(device);
+      }
+    }
+  }
 }
 
 // Returns the kernels that a case runs in the simulator, and the wavefronts that bank conflicts add.

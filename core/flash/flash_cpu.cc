@@ -482,7 +482,18 @@ class FlashRun : public FlashScores {
       if (!out_is_plain_) {
         StoreRow(row, problem_.value_dim, call_.out, offset, call_.out.stride(3));
       }
+      if (!call_.out_rest.empty()) StoreOutRest(task, OutRow(task, r), row);
     }
+  }
+  // Stores what rounding took from a row of the output, which is stored; overwrites the row.
+  void StoreOutRest(const Task& task, int64_t out_row, float* row) const {
+    const TensorView &out = call_.out, &rest = call_.out_rest;
+    float rounded[kMaxHeadDim];
+    LoadRow(out, out.Offset(task.batch, task.head, out_row), out.stride(3), problem_.value_dim,
+            rounded);
+    for (int64_t c = 0; c < problem_.value_dim; ++c) row[c] -= rounded[c];
+    StoreRow(row, problem_.value_dim, rest, rest.Offset(task.batch, task.head, out_row),
+             rest.stride(3));
   }
 
   const Layout& layout_;

@@ -228,6 +228,7 @@ absl::StatusOr<FlashArguments> FlashCuda::ArgumentsOf(const Problem& problem,
   a.k = ToDeviceView(call.k);
   a.v = ToDeviceView(call.v);
   a.out = ToDeviceView(call.out);
+  a.out_rest = ToDeviceView(call.out_rest);
   if (!call.key_mask.empty()) {
     a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
     std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);

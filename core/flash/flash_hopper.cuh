@@ -831,26 +831,43 @@ class HopperProducts {
   __device__ static int64_t QueryToken(const HopperTask& task, int64_t i) {
     return task.query_order == nullptr ? i : task.query_order[i];
   }
-  // Stores the output through shared memory, from where whole rows are written in order.
+  // Stores the output through shared memory, from where whole rows are written in order, and then
+  // what rounding took from it.
   __device__ void StoreInChunks(const HopperTask& task, const float (&sum)[2]) {
+    const float inverse[2] = {sum[0] == 0 ? 0 : 1 / sum[0], sum[1] == 0 ? 0 : 1 / sum[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float inverse = sum[half] == 0 ? 0 : 1 / sum[half];
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) {
         const float* x = output_ + n * 4 + half * 2;
-        *PairOfOutput(half, n) = Pair<T>(x[0] * inverse, x[1] * inverse);
+        *PairOfOutput(half, n) = Pair<T>(x[0] * inverse[half], x[1] * inverse[half]);
       }
     }
+    CopyRows(task, a_.out);
+    if (a_.out_rest.data == nullptr) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < kOutputTiles; ++n) {
+        const float* x = output_ + n * 4 + half * 2;
+        const unsigned rounded = *PairOfOutput(half, n);
+        *PairOfOutput(half, n) = Pair<T>(fmaf(x[0], inverse[half], -Half<T>(rounded, 0)),
+                                         fmaf(x[1], inverse[half], -Half<T>(rounded, 1)));
+      }
+    }
+    CopyRows(task, a_.out_rest);
+  }
+  // Copies the warp's rows from shared memory.
+  __device__ void CopyRows(const HopperTask& task, const DeviceView& view) const {
     __syncwarp();
-    T* to = static_cast<T*>(a_.out.data) + task.task.batch * a_.out.strides[0] +
-            task.task.head * a_.out.strides[1];
+    T* to = static_cast<T*>(view.data) + task.task.batch * view.strides[0] +
+            task.task.head * view.strides[1];
 #pragma unroll 1
     for (int n = lane(); n < 16 * kChunks; n += kWarp) {
       const int row = warp_row() + n / kChunks, chunk = n % kChunks;
       if (!IsQuery(task, row) || chunk * 8 >= a_.value_dim) continue;
       const int64_t i = RowOfCall(a_, task, row);
-      *reinterpret_cast<uint4*>(to + OutRow(a_, i, QueryToken(task, i)) * a_.out.strides[2] +
+      *reinterpret_cast<uint4*>(to + OutRow(a_, i, QueryToken(task, i)) * view.strides[2] +
                                 chunk * 8) =
           *reinterpret_cast<const uint4*>(shared_.output + row * kDim * 2 +
                                           (chunk ^ (row & 7)) * 16);

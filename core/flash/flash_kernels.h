@@ -36,6 +36,7 @@ struct FlashArguments {
   DeviceView k;             // [batch, kv_heads, kv tokens, head_dim]
   DeviceView v;             // [batch, kv_heads, kv tokens, value_dim]
   DeviceView out;           // [batch, query_heads, query tokens, value_dim]
+  DeviceView out_rest;      // what rounding took from out, of its shape and 16 bits, or null
   const uint8_t* key_mask;  // [batch, kv tokens], or null
   int64_t key_mask_strides[2];
   DeviceIds query_ids;
@@ -43,8 +44,8 @@ struct FlashArguments {
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
   float* log_sum_exp_rest;  // of the same strides, or null
-  TokenOrder query_order;   // order of q, query_ids, out, log_sum_exp
-  bool out_by_row;          // out and log_sum_exp have the rows of the call instead
+  TokenOrder query_order;   // order of q, query_ids, out, log_sum_exp and their rests
+  bool out_by_row;          // out, log_sum_exp and their rests have the rows of the call instead
   TokenOrder key_order;     // order of k, v, key_mask, key_ids
   RowList asked;            // rows of the call that are computed
   bool packs_asked;         // tiles are filled from the list

@@ -135,7 +135,7 @@ struct InChunks {
   bool q;
   bool k;
   bool v;
-  bool out;
+  bool out;  // and out_rest, where it is there
 };
 
 // The rows of a head's relative keys from one offset on, with zeros where there is none.
@@ -944,10 +944,23 @@ class FlashMmaBlock {
       const float inverse = sum == 0 ? 0 : 1 / sum;
       const float4 x = *reinterpret_cast<const float4*>(row + c);
       const float4 y = *reinterpret_cast<const float4*>(row + c + 4);
-      *reinterpret_cast<uint4*>(to + OutRow(a_, i, token) * a_.out.strides[2] + c) =
+      const uint4 rounded =
           make_uint4(Pair<T>(x.x * inverse, x.y * inverse), Pair<T>(x.z * inverse, x.w * inverse),
                      Pair<T>(y.x * inverse, y.y * inverse), Pair<T>(y.z * inverse, y.w * inverse));
+      *reinterpret_cast<uint4*>(to + OutRow(a_, i, token) * a_.out.strides[2] + c) = rounded;
+      if (a_.out_rest.data == nullptr) continue;
+      const DeviceView& rest = a_.out_rest;
+      *reinterpret_cast<uint4*>(static_cast<T*>(rest.data) +
+                                Offset(rest, common_.task.batch, common_.task.head,
+                                       OutRow(a_, i, token), c)) =
+          make_uint4(Rest(x.x, x.y, inverse, rounded.x), Rest(x.z, x.w, inverse, rounded.y),
+                     Rest(y.x, y.y, inverse, rounded.z), Rest(y.z, y.w, inverse, rounded.w));
     }
+  }
+  // Returns what rounding took from two numbers times a factor.
+  __device__ static unsigned Rest(float low, float high, float factor, unsigned rounded) {
+    return Pair<T>(fmaf(low, factor, -Half<T>(rounded, 0)),
+                   fmaf(high, factor, -Half<T>(rounded, 1)));
   }
 
   const FlashArguments& a_;
@@ -988,7 +1001,9 @@ InChunks InChunksOf(const FlashArguments& a) {
   return {IsInChunks<T>(a.q, a.batch, a.query_heads, a.head_dim),
           IsInChunks<T>(a.k, a.batch, a.kv_heads, a.head_dim),
           IsInChunks<T>(a.v, a.batch, a.kv_heads, a.value_dim),
-          a.partial == nullptr && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
+          a.partial == nullptr && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim) &&
+              (a.out_rest.data == nullptr ||
+               IsInChunks<T>(a.out_rest, a.batch, a.query_heads, a.value_dim))};
 }
 // Tells whether a call has no rule. The largest product has the largest score where the scale is
 // above 0.

@@ -16,6 +16,7 @@
 #include "core/definition.h"
 #include "core/flash/flash.h"
 #include "core/flash/flash_kernels.h"
+#include "core/flash/rest_testing.h"
 #include "core/random.h"
 #include "core/schedule/block_schedule.h"
 #include "core/status.h"
@@ -87,6 +88,21 @@ class Subject {
     const absl::Status status = RunOnDevice();
     ASSERT_TRUE(status.ok()) << status << " " << problem.ToString();
     ASSERT_TRUE(cuda_simulator::Findings().empty());
+  }
+
+  // Holds what rounding takes from the output, with what is left, to the call's output in f32.
+  void ExpectRest() {
+    const TensorView out = call.out, given = call.out_rest;
+    Tensor exact(DType::kF32, out.shape()), rest(problem.dtype, out.shape());
+    Fill(exact.view(), NAN);
+    Fill(rest.view(), NAN);
+    call.out = exact.view();
+    call.out_rest = {};
+    Run();
+    call.out = out;
+    call.out_rest = given.empty() ? rest.view() : given;
+    Run();
+    EXPECT_LE(LargestErrorOfRest(exact.view(), out, call.out_rest), 1) << problem.ToString();
   }
 
   // Rounding probabilities changes an output by at most the unit roundoff times sum_j p_ij |v_j|;
@@ -258,6 +274,9 @@ class Subject {
     TFB_ASSIGN_OR_RETURN(a.k, UploadView(call.k));
     TFB_ASSIGN_OR_RETURN(a.v, UploadView(call.v));
     TFB_ASSIGN_OR_RETURN(a.out, UploadView(call.out));
+    if (!call.out_rest.empty()) {
+      TFB_ASSIGN_OR_RETURN(a.out_rest, UploadView(call.out_rest));
+    }
     if (!call.key_mask.empty()) {
       TFB_ASSIGN_OR_RETURN(a.key_mask,
                            Upload(call.key_mask.At<uint8_t>(), call.key_mask.num_elements()));
@@ -304,6 +323,7 @@ class Subject {
           ToStatus(KernelsOn<FlashF32Kernels>(runtime_->target()).combine(a, nullptr)));
     }
     TFB_RETURN_IF_ERROR(Download(a.out, call.out));
+    if (!call.out_rest.empty()) TFB_RETURN_IF_ERROR(Download(a.out_rest, call.out_rest));
     DeviceView sums = {a.log_sum_exp, {}, Element::kF32};
     return Download(sums, call.log_sum_exp);
   }
@@ -495,6 +515,40 @@ TEST_P(FlashMma, RowsThatBeginAtAnyElementGiveTheSameBits) {
     strided.call.out = WithOddStride(strided.out().view(), axis, &out);
     strided.Run();
     EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << "out " << axis;
+  }
+}
+
+TEST_P(FlashMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
+  for (const int64_t dim : {7, 32, 40, 64, 80, 128, 136, 256}) {  // in chunks, or not; all kernels
+    Subject(Make(GetParam(), {150, 90, dim, dim, 2, 1, 2})).ExpectRest();
+  }
+  Subject(Make(GetParam(), {200, 30, 64, 48}, /*causal=*/true)).ExpectRest();  // rows without keys
+  Subject split(Make(GetParam(), {130, 500, 32, 40, 2, 1}, /*causal=*/true));
+  split.splits = 3;
+  split.ExpectRest();
+  for (const int64_t dim : {16, 64}) {
+    Subject misaligned(Make(GetParam(), {70, 90, dim, dim}));
+    misaligned.shift = 3;
+    misaligned.ExpectRest();
+    // Of one of the two rows are whole chunks, and of the other not.
+    for (const int64_t out_row : {dim, dim + 1}) {
+      const int64_t rest_row = 2 * dim + 1 - out_row;
+      Subject strided(Make(GetParam(), {70, 90, dim, dim, 2, 2}));
+      Tensor out(GetParam(), {1, 2, 70, out_row}), rest(GetParam(), {1, 2, 70, rest_row});
+      strided.call.out = Slice(out.view(), 3, 0, dim);
+      strided.call.out_rest = Slice(rest.view(), 3, 0, dim);
+      strided.ExpectRest();
+    }
+    // A rule has kernels of its own.
+    const DistanceTable table(1, 70, 90, [](int64_t, int64_t offset) { return 0.01f * offset; });
+    Subject rule(Make(GetParam(), {70, 90, dim, dim}));
+    rule.call.rule.bias = table.entries();
+    rule.ExpectRest();
+    std::vector<int32_t> reversed(70);
+    for (int32_t n = 0; n < 70; ++n) reversed[n] = 69 - n;
+    Subject ordered(Make(GetParam(), {70, 90, dim, dim, 2, 2}));
+    ordered.call.query_order = {reversed.data(), 0, 0};
+    ordered.ExpectRest();
   }
 }
 

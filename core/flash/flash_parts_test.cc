@@ -9,6 +9,7 @@
 
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
+#include "core/flash/rest_testing.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "core/testing.h"
@@ -40,8 +41,8 @@ class ResiduePattern : public Pattern {
 // Self-attention in three parts: keys by their residue of 3, the middle part's queries reversed.
 class ThirdsLayer : public Layer {
  public:
-  ThirdsLayer(const Problem& problem, Device device)
-      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)), device_(device) {
+  ThirdsLayer(const Problem& problem, Device device, std::vector<TensorSpec> outputs)
+      : Layer(problem, QkvInputs(problem), std::move(outputs)), device_(device) {
     for (int64_t r = 0; r < 3; ++r) {
       Problem part = problem;
       part.causal = false;
@@ -79,6 +80,7 @@ class ThirdsLayer : public Layer {
     std::vector<FlashCall> calls;
     for (int64_t r = 0; r < 3; ++r) {
       FlashCall call = parts_.engines()[r].NewCall(inputs, outputs);
+      call.out_rest = outputs.Get("out_rest");
       call.key_order = {orders_[r].data(), 0, 0};
       if (r == 1) call.query_order = {reversed_.data(), 0, 0};
       calls.push_back(call);
@@ -97,7 +99,11 @@ class ThirdsLayer : public Layer {
 class Parts : public testing::TestWithParam<Device> {
  protected:
   NamedTensors Run(const Problem& problem, const Inputs& inputs, int threads = 2) {
-    ThirdsLayer layer(problem, GetParam());
+    return Run(problem, inputs, AttentionOutputs(problem), threads);
+  }
+  NamedTensors Run(const Problem& problem, const Inputs& inputs,
+                   const std::vector<TensorSpec>& written, int threads = 2) {
+    ThirdsLayer layer(problem, GetParam(), written);
     absl::StatusOr<NamedTensors> outputs = GetParam() == Device::kCpu
                                                ? RunLayer(layer, inputs, threads)
                                                : RunCudaLayer(layer, GetParam(), inputs);
@@ -138,6 +144,29 @@ TEST_P(Parts, SixteenBitOutputsAreRoundedOnce) {
   // the probabilities that tensor cores round to 16 bits.
   const double bound = 2 * MaxAbs(inputs.at("v").view()) / 256;
   ExpectMatchesLoops(problem, ViewsOf(inputs), bound);
+}
+
+TEST_P(Parts, OutputsOfSixteenBitsAndWhatRoundingTookFromThemAreThoseInF32) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const int64_t queries : {3, 150}) {
+      Problem problem = Problem::SelfAttention(1, 2, queries, 32, false);
+      problem.kv_tokens = 150;
+      problem.dtype = dtype;
+      const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+      std::vector<TensorSpec> specs = AttentionOutputs(problem);
+      ASSERT_EQ(specs[0].name, "out");
+      specs.push_back(specs[0]);
+      specs.back().name = "out_rest";
+      const NamedTensors both = Run(problem, ViewsOf(inputs), specs);
+      specs.pop_back();
+      specs[0].dtype = DType::kF32;
+      const NamedTensors exact = Run(problem, ViewsOf(inputs), specs);
+      EXPECT_LE(LargestErrorOfRest(exact.at("out").view(), both.at("out").view(),
+                                   both.at("out_rest").view()),
+                1)
+          << problem.ToString();
+    }
+  }
 }
 
 TEST_P(Parts, FewQueriesSplitEachPartOnceMore) {

@@ -18,6 +18,7 @@
 #include "core/cuda/work_testing.h"
 #include "core/definition.h"
 #include "core/flash/flash_cuda.h"
+#include "core/flash/rest_testing.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "core/testing.h"
@@ -131,7 +132,7 @@ class Harness {
                                   &on_device.query_ids, &on_device.key_ids}) {
       TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
     }
-    for (TensorView* view : {&on_device.out, &on_device.log_sum_exp}) {
+    for (TensorView* view : {&on_device.out, &on_device.out_rest, &on_device.log_sum_exp}) {
       TFB_ASSIGN_OR_RETURN(*view, mirror.CopyForWriting(*view));
     }
     for (auto [order, tokens] : {std::pair{&on_device.query_order, problem_.query_tokens},
@@ -364,6 +365,30 @@ TEST_P(Flash, SixteenBitInputsAreConvertedExactly) {
     harness.Run();
     EXPECT_LE(MaxDifference(out.view(), full.view()),
               UnitRoundoff(dtype) * MaxAbs(full.view()) * 1.01);
+  }
+}
+
+// Of few queries' keys there are one part, several, and so many that several warps merge them.
+TEST_P(Flash, OutputsOfSixteenBitsAndWhatRoundingTookFromThemAreThoseInF32) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const auto& [queries, keys] :
+         {std::pair<int64_t, int64_t>{70, 130}, {130, 40}, {1, 130}, {3, 130}, {1, 4000}}) {
+      for (const int64_t dim : {64, 40}) {
+        Harness harness(GetParam(), Make(queries, keys, dim, dim, /*causal=*/true));
+        harness.Run();
+        const Tensor exact = harness.out().Clone();
+        Tensor out(dtype, exact.shape());
+        // Its heads are between its tokens and channels.
+        Tensor memory(dtype, {exact.dim(0), exact.dim(2), exact.dim(1), exact.dim(3)});
+        const TensorView rest = Transpose(memory.view(), 1, 2);
+        Fill(rest, NAN);
+        harness.call.out = out.view();
+        harness.call.out_rest = rest;
+        harness.Run();
+        EXPECT_LE(LargestErrorOfRest(exact.view(), out.view(), rest), 1)
+            << queries << " queries, " << keys << " keys, " << dim << " channels";
+      }
+    }
   }
 }
 

@@ -337,8 +337,8 @@ __device__ inline float* PartialRow(const FlashArguments& a, const FlashTask& ta
                     a.partial_by_token ? token : i);
 }
 
-// The destination of a finished row: `out`, where it is divided by the sum of its weights, or
-// `partial`, undivided.
+// The destination of a finished row: `out`, where it is divided by the sum of its weights, and
+// `out_rest`, or `partial`, undivided.
 class OutputRow {
  public:
   __device__ OutputRow(const FlashArguments& a, const FlashTask& task, int64_t i, int64_t token,
@@ -354,6 +354,10 @@ class OutputRow {
               OutRow(a, i, token) * a.out.strides[2];
     stride_ = a.out.strides[3];
     element_ = a.out.element;
+    if (a.out_rest.data == nullptr) return;
+    rest_ = a.out_rest.data;
+    rest_offset_ = Offset(a.out_rest, task.batch, task.head, OutRow(a, i, token), 0);
+    rest_stride_ = a.out_rest.strides[3];
   }
   // Stores channels `first` to first + kCount - 1, as far as they exist. `first` is a multiple of
   // kCount.
@@ -372,7 +376,11 @@ class OutputRow {
       float value = values[0];
 #pragma unroll
       for (int m = 1; m < kCount; ++m) value = n == m ? values[m] : value;
-      StoreElement(data_, element_, offset_ + (first + n) * stride_, value * factor_);
+      const int64_t to = offset_ + (first + n) * stride_;
+      StoreElement(data_, element_, to, value * factor_);
+      if (rest_ == nullptr) continue;
+      StoreElement(rest_, element_, rest_offset_ + (first + n) * rest_stride_,
+                   fmaf(value, factor_, -LoadElement(data_, element_, to)));
     }
   }
 
@@ -380,6 +388,9 @@ class OutputRow {
   void* data_;
   int64_t offset_ = 0;
   int64_t stride_ = 1;
+  void* rest_ = nullptr;
+  int64_t rest_offset_ = 0;
+  int64_t rest_stride_ = 1;
   float factor_ = 1;
   int channels_;
   Element element_ = Element::kF32;

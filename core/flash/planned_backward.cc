@@ -184,7 +184,8 @@ absl::Status PlannedLayer::FindRowNumbers(const Softmax& softmax, const ConstTen
       of_output != nullptr ? *of_output : ConstTensorView(gradients_.Get(rows.log_sum_exp)), rows);
   if (device_ == Device::kCpu) {
     const TensorView delta(memory.delta, DType::kF32, {out.dim(0), out.dim(1), out.dim(2)});
-    FlashDelta(out, call->out_gradient, log_sum_exp_gradient, delta, execution.pool);
+    FlashDelta(out, call->forward->out_rest, call->out_gradient, log_sum_exp_gradient, delta,
+               execution.pool);
     call->delta = delta;
     return absl::OkStatus();
   }

@@ -374,6 +374,7 @@ FlashCall PlannedLayer::CallOf(const Softmax& softmax, size_t n, const Outputs& 
   call.v = Crop(tensors_.Get(part.v), kv_heads, part.keys);
   call.key_mask = Crop(tensors_.Get(part.key_mask), 1, part.keys);
   call.out = Written(rows.out, rows, outputs);
+  call.out_rest = Crop(kept_rests_.Get(rows.out), rows);
   call.log_sum_exp = Written(rows.log_sum_exp, rows, outputs);
   call.log_sum_exp_rest = Crop(kept_rests_.Get(rows.log_sum_exp), rows);
   call.out_by_row = rows.out_by_place;
@@ -422,28 +423,39 @@ absl::Status PlannedLayer::RunMarked(const Softmax& softmax, const Outputs& outp
 }
 
 void PlannedLayer::FindKept() {
-  const auto keep = [&](const std::string& name, const Shape& shape, bool is_rounded) {
-    const auto is_same = [&](const KeptTensor& kept) { return kept.name == name; };
-    if (name.empty() || std::any_of(kept_tensors_.begin(), kept_tensors_.end(), is_same)) return;
-    kept_tensors_.push_back({name, shape, is_rounded});
+  const auto keep = [&](const KeptTensor& tensor) {
+    const auto is_same = [&](const KeptTensor& kept) { return kept.name == tensor.name; };
+    if (tensor.name.empty()) return;
+    if (std::any_of(kept_tensors_.begin(), kept_tensors_.end(), is_same)) return;
+    kept_tensors_.push_back(tensor);
   };
   const Problem& p = problem();
   for (const FlashRows& rows : plan_.rows()) {
     const Shape of_layer = {p.batch, p.query_heads, p.query_tokens};
     const auto is_output = [&](const std::string& name) { return tensors_.Get(name).empty(); };
-    if (!is_output(rows.out)) keep(rows.out, tensors_.Get(rows.out).shape(), false);
-    keep(rows.log_sum_exp,
-         is_output(rows.log_sum_exp) ? of_layer : tensors_.Get(rows.log_sum_exp).shape(), true);
+    if (!is_output(rows.out)) {
+      keep({rows.out, tensors_.Get(rows.out).shape(), /*has_values=*/true, std::nullopt});
+    }
+    for (const TensorSpec& output : outputs()) {
+      if (output.name != rows.out || SizeOf(output.dtype) != 2) continue;
+      keep({rows.out, output.shape, /*has_values=*/false, output.dtype});
+    }
+    keep({rows.log_sum_exp,
+          is_output(rows.log_sum_exp) ? of_layer : tensors_.Get(rows.log_sum_exp).shape(),
+          /*has_values=*/true, DType::kF32});
   }
   LayOutKept({});
 }
 
 PlannedLayer::KeptViews PlannedLayer::TakeKept(const KeptTensor& kept, Workspace* workspace) {
-  const auto take = [&] {
-    return TensorView(workspace->Take<float>(NumElements(kept.shape)), DType::kF32, kept.shape);
+  const auto take = [&](DType dtype) {
+    const int64_t bytes = NumElements(kept.shape) * static_cast<int64_t>(SizeOf(dtype));
+    return TensorView(workspace->Take<std::byte>(bytes), dtype, kept.shape);
   };
-  const TensorView values = take();
-  return {values, kept.is_rounded ? take() : TensorView()};
+  KeptViews views;
+  if (kept.has_values) views.values = take(DType::kF32);
+  if (kept.rest.has_value()) views.rest = take(*kept.rest);
+  return views;
 }
 
 void PlannedLayer::LayOutKept(absl::Span<std::byte> memory) {

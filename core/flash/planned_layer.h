@@ -50,10 +50,10 @@ class PlannedLayer : public Layer {
   Cost cost() const override;
   std::map<std::string, double> statistics() const override;
 
-  // A Run keeps the log-sum-exp of every row, and what rounding
-  // took of it; Backward runs the steps again. What softmaxes write to tensors of steps is kept,
-  // too: it has the size of the output, which is kept for Backward alike, and a softmax that runs
-  // again costs two products beside the five of its backward pass.
+  // A Run keeps the log-sum-exp of every row, and what rounding took from it and, where the output
+  // has 16 bits, from that; Backward runs the steps again. What softmaxes write to tensors of steps
+  // is kept, too: it has the size of the output, which is kept for Backward alike, and a softmax that
+  // runs again costs two products beside the five of its backward pass.
   absl::Status CheckBackward() const override;
   size_t kept_bytes() const override;
   size_t backward_workspace_bytes(int threads) const override;
@@ -124,16 +124,18 @@ class PlannedLayer : public Layer {
   std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine, Pass pass) const;
   Cost CostOf(Pass pass) const;
 
-  // An f32 tensor that softmaxes write and a Run keeps: a log-sum-exp, which is rounded, or what
-  // else a step's Finish reads.
+  // A tensor that softmaxes write, of which a Run keeps the values, f32, or what rounding took from
+  // them, or both: both of a log-sum-exp, the values of what else a step's Finish reads, and the
+  // rest of an output of 16 bits, whose values the caller keeps.
   struct KeptTensor {
     std::string name;
     Shape shape;
-    bool is_rounded;
+    bool has_values;
+    std::optional<DType> rest;
   };
   struct KeptViews {
     TensorView values;
-    TensorView rest;  // what rounding took of them, or empty
+    TensorView rest;
   };
   void FindKept();
   static KeptViews TakeKept(const KeptTensor& kept, Workspace* workspace);

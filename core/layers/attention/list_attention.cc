@@ -131,8 +131,8 @@ absl::Status ListEngine::Backward(const ListSchedules::List& list, FlashBackward
   const auto once = [&](const auto& view) {
     return view.empty() || !is_shared ? view : Slice(view, 0, 0, 1);
   };
-  FlashDelta(once(out), once(call.out_gradient), once(log_sum_exp_gradient), once(rows.delta),
-             execution.pool);
+  FlashDelta(once(out), once(call.forward->out_rest), once(call.out_gradient),
+             once(log_sum_exp_gradient), once(rows.delta), execution.pool);
   return FlashBackwardCpu(problem, call, execution);
 }
 
