@@ -163,6 +163,7 @@ TEST(Conformance, EachFaultIsFoundByTheCaseThatIsThereForIt) {
       {TinyFault::kGradientOfOneBatch, {"EveryParameterHasItsGradient"}},
       {TinyFault::kGradientForgetsLogSumExp, {"GradientsAreThoseOfTheDefinition"}},
       {TinyFault::kGradientRoundsMean, {"ConstantValuesGiveQueriesAndKeysNoGradient"}},
+      {TinyFault::kGradientOfRoundedOutput, {"GradientsInSixteenBitsOfOneKeyOfNearlyAllWeight"}},
       {TinyFault::kGradientClips, {"ScaledValuesScaleTheGradientsOfQueriesAndKeys"}},
       {TinyFault::kGradientRounds, {"GradientsInSixteenBitsAreAsGoodAsDenseAttentions"}},
       {TinyFault::kGradientOverflows, {"GradientsOfScoresOf1e4"}},

@@ -204,8 +204,10 @@ NamedTensors GradientTrial::Backward(const StepSettings& settings) {
 }
 
 absl::StatusOr<DefinitionGradient> GradientTrial::Definition() {
-  return DefinitionGradient::At(
-      job(), {&inputs(), &layer().parameters(), &output_gradients_, &computed_}, &pool_);
+  DefinitionGradient::Point point = {&inputs(), &layer().parameters(), &output_gradients_,
+                                     &computed_};
+  point.reads_rounded_output = reads_rounded_outputs_;
+  return DefinitionGradient::At(job(), point, &pool_);
 }
 
 void GradientTrial::ExpectMatchesDefinition(const NamedTensors& gradients, const Variable& variable,

@@ -118,11 +118,15 @@ class GradientTrial {
                                DefinitionGradient* definition);
   // Returns the definition's derivatives at these inputs. The trial must outlive them.
   absl::StatusOr<DefinitionGradient> Definition();
+  // From here on, bounds have no room for outputs that Backward reads as they were rounded to 16
+  // bits.
+  void ForbidRoundedOutputs() { reads_rounded_outputs_ = false; }
 
  private:
   std::unique_ptr<Trial> trial_;
   NamedTensors output_gradients_;
   NamedTensors computed_;            // by the last run
+  bool reads_rounded_outputs_ = true;
   ThreadPool pool_ = ThreadPool(2);  // for definitions
 };
 

@@ -683,6 +683,22 @@ void SixteenBitsAreAsGoodAsDenseAttention(const Job& job) {
   }
 }
 
+// Keys are the queries, so that a query's own key, with a score of 1.25^2 sqrt(128) = 18, has all but
+// some 1e-5 of its weight. What is left of p (dp - D) there is smaller than an error of D by the
+// rounding of the output to 16 bits, unless a gradient of the log-sum-exp outweighs both.
+void OfOneKeyOfNearlyAllWeight(const Job& job) {
+  const auto trial = GradientTrial::Make(job);
+  if (trial == nullptr || !trial->trial().RequireQkv()) return;
+  Scale(&trial->inputs().at("q"), 1.25);
+  if (trial->inputs().count("k") > 0) {
+    trial->inputs()["k"] = trial->inputs().at("q").Clone();
+  }
+  trial->output_gradients().erase("log_sum_exp");
+  if (!trial->FreezeChoices()) return;
+  trial->ForbidRoundedOutputs();
+  trial->ExpectMatchesDefinition(trial->Backward());
+}
+
 // TFB_PROPERTY_DRAWS sets the number of draws, TFB_PROPERTY_SEED others.
 void ProblemsAndOptionsAtRandom(const Job& job) {
   std::mt19937_64 random = RandomOf(job.technique->info());
@@ -729,10 +745,10 @@ Problem Grouped(int64_t query_heads, int64_t kv_heads) {
   return problem;
 }
 
-std::vector<Problem> SixteenBit() {
+std::vector<Problem> SixteenBit(const Problem& sized) {
   std::vector<Problem> problems;
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    for (Problem problem : Both(Sized(1, 1, 20, 20, 8, 8))) {
+    for (Problem problem : Both(sized)) {
       problem.dtype = dtype;
       problems.push_back(problem);
     }
@@ -791,8 +807,10 @@ std::vector<Case> GradientCases() {
       {"GradientsOfScoresOf1e4", "22", Both(tiles), OfScoresOf1e4},
       {"ScaledValuesScaleTheGradientsOfQueriesAndKeys", "", Both(tiles),
        ScaledValuesScaleThoseOfQueriesAndKeys},
-      {"GradientsInSixteenBitsAreAsGoodAsDenseAttentions", "27", SixteenBit(),
-       SixteenBitsAreAsGoodAsDenseAttention},
+      {"GradientsInSixteenBitsAreAsGoodAsDenseAttentions", "27",
+       SixteenBit(Sized(1, 1, 20, 20, 8, 8)), SixteenBitsAreAsGoodAsDenseAttention},
+      {"GradientsInSixteenBitsOfOneKeyOfNearlyAllWeight", "27",
+       SixteenBit(Sized(1, 2, 40, 40, 128, 128)), OfOneKeyOfNearlyAllWeight},
       ViewCase("GradientsOfInputsWithGaps", small, Layout::kGaps, Layout::kContiguous),
       ViewCase("GradientsWithGaps", small, Layout::kContiguous, Layout::kGaps),
       ViewCase("TransposedGradientsOfTransposedInputs", small, Layout::kTransposed,

@@ -81,6 +81,10 @@ absl::StatusOr<DefinitionGradient> DefinitionGradient::At(const Job& job, const 
   gradient.pool_ = pool;
   gradient.keys_ = std::max(job.problem.kv_tokens, job.problem.query_tokens);
   gradient.error_ = AbsoluteBound(job.problem.dtype, gradient.keys_);
+  gradient.output_error_ = gradient.error_;
+  if (!point.reads_rounded_output && job.problem.dtype != DType::kF32) {
+    gradient.output_error_ = Fp32Bound(gradient.keys_) + Square(UnitRoundoff(job.problem.dtype));
+  }
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
                        job.technique->InputSpecs(job.problem, job.options));
   std::set<std::string> noise;  // of a distribution, which the definition may rely on
@@ -174,7 +178,7 @@ absl::StatusOr<DefinitionGradient::Derivative> DefinitionGradient::DerivativeAt(
     for (int64_t n = row * channels; n < (row + 1) * channels; ++n) {
       const double gradient = g->second.view().Get(n);
       of_row += gradient * Quotient(out.Get(n), out_behind.Get(n), 2 * h);
-      derivative.variance += Square(error_ * gradient * out.Get(n) * slope);
+      derivative.variance += Square(output_error_ * gradient * out.Get(n) * slope);
     }
     if (std::isinf(l.Get(row))) continue;  // no key
     derivative.variance += Square(LogSumExpBound(keys_, std::abs(l.Get(row))) * of_row);

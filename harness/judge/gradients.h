@@ -46,7 +46,9 @@
 // - y_i, where a layer has formed it apart from the sum over g_i . v_j: a query that sees one key
 // has
 //   g_i . v_j - g_i . y_i = 0 in each of those points, and a rounding in a layer. Its terms,
-//   g_ic y_ic sum_j p_ij s'_ij, are known by sum_j p_ij s'_ij, the derivative of log_sum_exp.
+//   g_ic y_ic sum_j p_ij s'_ij, are known by sum_j p_ij s'_ij, the derivative of log_sum_exp. The
+//   error of y_i is B too, of which 16 bits round an output once; Point may say that a layer knows
+//   what rounding took.
 // - The log_sum_exp l_i, which a layer keeps to form p_ij = exp(s_ij - l_i) again: an absolute
 // error
 //   of it is a relative one of all p_ij of the row, whose sum so is not 1 any more. LogSumExpBound
@@ -121,6 +123,9 @@ class DefinitionGradient {
     // The query tokens whose rows have output gradients that are not 0, ascending; empty for all.
     // The definition is then evaluated at these alone, where it can be.
     absl::Span<const int64_t> rows = {};
+    // Whether the layer's backward pass may form y_i from the output as it was rounded to 16 bits.
+    // If not, it knows what rounding took, to 16 bits again: u^2 beside the error of fp32.
+    bool reads_rounded_output = true;
   };
   // Copies the point. The job and the pool, which may be null, must outlive the result.
   static absl::StatusOr<DefinitionGradient> At(const Job& job, const Point& point,
@@ -165,6 +170,7 @@ class DefinitionGradient {
   std::vector<int64_t> rows_;
   int64_t keys_ = 0;              // that a row can have
   double error_ = 0;              // B
+  double output_error_ = 0;       // of y_i, where it is formed apart
   double largest_deviation_ = 0;  // s, of the slopes until now
   std::vector<Numbers> points_;   // the point itself, and kPoints near it
 };

@@ -146,6 +146,20 @@ void TinyBackward::Column(int64_t b, int64_t h, int64_t j, float* dk, float* dv)
   }
 }
 
+float TinyBackward::MeanOf(int64_t b, int64_t h, int64_t i) const {
+  float mean = 0;
+  if (Is(TinyFault::kGradientOfRoundedOutput)) {
+    for (int64_t c = 0; c < problem_.value_dim; ++c) {
+      mean += GradientOf("out", b, h, i, c) * At(out_, b, h, i, c);
+    }
+    return mean;
+  }
+  for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
+    if (Sees(b, i, j)) mean += PairOf(b, h, i, j).ds;
+  }
+  return mean;
+}
+
 void TinyBackward::Gain() const {
   const int64_t batch = Is(TinyFault::kGradientOfOneBatch) ? 1 : problem_.batch;
   for (int64_t h = 0; h < problem_.query_heads; ++h) {
@@ -167,9 +181,7 @@ void TinyBackward::Run() {
     const int64_t b = row / p.query_tokens / p.query_heads;
     float& mean = scratch_.mean[row];
     mean = 0;
-    for (int64_t c = 0; c < p.value_dim; ++c) {
-      mean += GradientOf("out", b, h, i, c) * At(out_, b, h, i, c);
-    }
+    mean = MeanOf(b, h, i);
     if (!Is(TinyFault::kGradientForgetsLogSumExp)) mean -= GradientOf("lse", b, h, i, 0);
     if (Is(TinyFault::kGradientRoundsMean)) mean = static_cast<float>(BFloat16(mean));
     if (Is(TinyFault::kGradientNeedsQueries) && dq_.empty()) mean = 0;

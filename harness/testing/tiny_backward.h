@@ -52,6 +52,8 @@ class TinyBackward {
   float GradientOf(const char* output, int64_t b, int64_t h, int64_t i, int64_t c) const;
   void Row(int64_t b, int64_t h, int64_t i, float* dq) const;
   void Column(int64_t b, int64_t h, int64_t j, float* dk, float* dv) const;
+  // Returns the mean of a row's dp, from its pairs, while scratch has 0 in its place.
+  float MeanOf(int64_t b, int64_t h, int64_t i) const;
   void Gain() const;
 
   Numbers numbers_;

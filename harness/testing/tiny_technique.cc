@@ -63,6 +63,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kGradientOfOneBatch, "tiny_gradient_of_one_batch"},
     {TinyFault::kGradientForgetsLogSumExp, "tiny_gradient_forgets_log_sum_exp"},
     {TinyFault::kGradientRoundsMean, "tiny_gradient_rounds_mean"},
+    {TinyFault::kGradientOfRoundedOutput, "tiny_gradient_of_rounded_output"},
     {TinyFault::kGradientClips, "tiny_gradient_clips"},
     {TinyFault::kGradientRounds, "tiny_gradient_rounds"},
     {TinyFault::kGradientOverflows, "tiny_gradient_overflows"},

@@ -68,6 +68,7 @@ enum class TinyFault {
   kGradientOfOneBatch,         // gives the parameter that of the first batch row
   kGradientForgetsLogSumExp,   // ignores the gradient of log_sum_exp
   kGradientRoundsMean,         // rounds the mean that is taken off a row to bf16
+  kGradientOfRoundedOutput,    // makes that mean from the output as it was rounded
   kGradientClips,              // limits the gradients of weights to 100
   kGradientRounds,             // rounds the gradients of scores to bf16
   kGradientOverflows,          // exp(s) / exp(l)
