@@ -152,7 +152,7 @@ struct FlashCall {
   // empty. The backward pass forms p_ij (g_i . v_j - g_i . y_i), which is a small difference of
   // large products where p_ij is nearly 1: y_i must be known better than to 2^-9 or 2^-12 for it.
   TensorView out_rest;
-  TensorView log_sum_exp;     // f32 [batch, query_heads, query_tokens], or empty
+  TensorView log_sum_exp;  // f32 [batch, query_heads, query_tokens], or empty
   // The error of rounding log_sum_exp to f32, of its shape and strides, or empty. A score of
   // -1e5, as by LSH attention's self bias, leaves a log-sum-exp that is known to 0.004, and weights
   // exp(score - log_sum_exp) to 0.4%.

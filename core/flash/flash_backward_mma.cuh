@@ -50,10 +50,10 @@
 //   dv_j errs by u sum_i p_ij |g_i|, and dq_i by u scale sum_j |ds_ij| |k_j|, dk_j likewise with q_i
 //
 // at most: each term by one rounding, as a term p_ij v_j of the forward pass. D_i is made of the
-// output, which has been rounded to 16 bits, with weights that had been, in every engine: it errs by
-// 2 u |g_i| sum_j p_ij |v_j|, and ds_ij by p_ij times that. So P and dS add the smaller part of a
-// gradient's error: along random directions, over the norm of what is summed, it is 1.6e-3 for 1.3e-3
-// of f32 products (dense, bf16, 150 tokens, 128 channels, causal), and 1.7e-4 for 1.4e-4 in f16.
+// output and of what rounding to 16 bits took from it (FlashCall::out_rest), which is rounded in turn;
+// the forward pass's weights were rounded, but for the largest of a row, which is 1 there. So D_i errs
+// by |g_i| (u^2 |y_i| + u sum_j p_ij |v_j|), over all j but the largest weight's, and ds_ij by p_ij
+// times that.
 // f16 also loses weights and score gradients below 2^-25, for which losses are scaled (core/training),
 // and has no score gradients above 65,504.
 //

@@ -240,9 +240,8 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
         &FlashCall::key_ids}) {
     TFB_ASSIGN_OR_RETURN(call.*view, mirror.Copy(host.forward.*view));
   }
-  for (TensorView FlashCall::*view :
-       {&FlashCall::out, &FlashCall::out_rest, &FlashCall::log_sum_exp,
-        &FlashCall::log_sum_exp_rest}) {
+  for (TensorView FlashCall::*view : {&FlashCall::out, &FlashCall::out_rest,
+                                      &FlashCall::log_sum_exp, &FlashCall::log_sum_exp_rest}) {
     TFB_ASSIGN_OR_RETURN(call.*view, mirror.CopyForWriting(host.forward.*view));
   }
   const auto copy_order = [&](const std::vector<int32_t>& tokens,
@@ -404,8 +403,8 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
                out_gradient = TensorFrom(g, of_out, s.dtype),
                lse_gradient = TensorFrom(e, of_rows, DType::kF32);
   Tensor out(s.dtype, of_out), out_rest(s.dtype, of_out), lse(DType::kF32, of_rows),
-      rest(DType::kF32, of_rows),
-      mask(DType::kU8, {p.batch, p.kv_tokens}), marks(DType::kU8, {p.batch, p.query_tokens}),
+      rest(DType::kF32, of_rows), mask(DType::kU8, {p.batch, p.kv_tokens}),
+      marks(DType::kU8, {p.batch, p.query_tokens}),
       ids(DType::kI32, {p.batch, std::max(p.query_tokens, p.kv_tokens)});
   for (Tensor* tensor : {&out, &out_rest, &lse, &rest}) Fill(tensor->view(), 0);
   Fill(mask.view(), 1);

@@ -950,9 +950,9 @@ class FlashMmaBlock {
       *reinterpret_cast<uint4*>(to + OutRow(a_, i, token) * a_.out.strides[2] + c) = rounded;
       if (a_.out_rest.data == nullptr) continue;
       const DeviceView& rest = a_.out_rest;
-      *reinterpret_cast<uint4*>(static_cast<T*>(rest.data) +
-                                Offset(rest, common_.task.batch, common_.task.head,
-                                       OutRow(a_, i, token), c)) =
+      *reinterpret_cast<uint4*>(static_cast<T*>(rest.data) + Offset(rest, common_.task.batch,
+                                                                    common_.task.head,
+                                                                    OutRow(a_, i, token), c)) =
           make_uint4(Rest(x.x, x.y, inverse, rounded.x), Rest(x.z, x.w, inverse, rounded.y),
                      Rest(y.x, y.y, inverse, rounded.z), Rest(y.z, y.w, inverse, rounded.w));
     }

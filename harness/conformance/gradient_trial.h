@@ -125,7 +125,7 @@ class GradientTrial {
  private:
   std::unique_ptr<Trial> trial_;
   NamedTensors output_gradients_;
-  NamedTensors computed_;            // by the last run
+  NamedTensors computed_;  // by the last run
   bool reads_rounded_outputs_ = true;
   ThreadPool pool_ = ThreadPool(2);  // for definitions
 };
