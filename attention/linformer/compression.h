@@ -156,6 +156,7 @@ class Compressor {
   int64_t Tables() const;
   void GradientOfProductRows(const BackwardCall& call, int64_t head, int64_t first,
                              const BackwardScratch& scratch) const;
+  static void PrefetchToWrite(const float* block);
   void GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
                               const BackwardScratch& scratch) const;
   void GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,

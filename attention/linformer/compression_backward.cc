@@ -251,10 +251,21 @@ void Compressor::AddToRow(const BackwardCall& call, int64_t head, int64_t token,
 void Compressor::GradientOfProductRows(const BackwardCall& call, int64_t head, int64_t first,
                                        const BackwardScratch& scratch) const {
   const int64_t count = std::min(kBlockTokens, sizes_.tokens - first);
+  const TensorView& x = call.gradients.x;
+  const bool in_place =
+      call.forward.key_mask.empty() && x.stride(3) == 1 && sizes_.channels == row();
+  float* sums =
+      in_place ? x.MutableAt<float>(head / sizes_.heads, head % sizes_.heads, first) : scratch.rows;
   BestCpuKernels().gemm(count, row(), sizes_.slots, TableOf(head) + first * sizes_.slots,
-                        sizes_.slots, 1, call.Slots(*this, head), row(), scratch.rows, row(),
-                        false);
+                        sizes_.slots, 1, call.Slots(*this, head), row(), sums,
+                        in_place ? x.stride(2) : row(), in_place);
+  if (in_place) return;
   for (int64_t n = 0; n < count; ++n) AddToRow(call, head, first + n, scratch.rows + n * row());
+}
+
+void Compressor::PrefetchToWrite(const float* block) {
+  constexpr int64_t kLine = 16;
+  for (int64_t t = 0; t < kTableTokens; t += kLine) __builtin_prefetch(block + t, 1, 2);
 }
 
 void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
@@ -264,13 +275,21 @@ void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table,
   const TensorView& tables = call.gradients.tables;
   for (int64_t slot = 0; slot < sizes_.slots; slot += kTableSlots) {
     const int64_t slots = std::min(kTableSlots, sizes_.slots - slot);
-    std::fill_n(scratch.product, slots * kTableTokens, 0.0f);
+    // Whole rows of a block are summed where they belong, which lie far apart in memory.
+    const bool in_place = tables.stride(2) == 1 && tokens == kTableTokens;
+    float* sums = in_place ? tables.MutableAt<float>(table, slot, first) : scratch.product;
+    const int64_t sum_row = in_place ? tables.stride(1) : kTableTokens;
+    for (int64_t s = 0; in_place && s < slots; ++s) PrefetchToWrite(sums + s * sum_row);
+    if (!in_place || !call.gradients.adds_to_tables) {
+      for (int64_t s = 0; s < slots; ++s) std::fill_n(sums + s * sum_row, kTableTokens, 0.0f);
+    }
     ForEachHeadOf(table, [&](int64_t head) {
       const Rows rows = TokenRows(call.forward, head, first, 1, kTableTokens, scratch.rows);
       kernels.transpose64(rows.first, rows.stride, RoundUp(sizes_.channels, 4), scratch.panel);
       kernels.gemm(slots, kTableTokens, sizes_.channels, call.Slots(*this, head) + slot * row(),
-                   row(), 1, scratch.panel, kTableTokens, scratch.product, kTableTokens, true);
+                   row(), 1, scratch.panel, kTableTokens, sums, sum_row, true);
     });
+    if (in_place) continue;
     for (int64_t s = 0; s < slots; ++s) {
       StoreSums(call, scratch.product + s * kTableTokens, tokens, tables.stride(2),
                 tables.MutableAt<float>(table, slot + s, first));

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cpu/kernels.h"
@@ -38,10 +39,12 @@ INSTANTIATE_TEST_SUITE_P(In, BackwardKernels, testing::Values("generic", "avx2",
 // The error of one exponential is below 2e-7 of it; a row's span gradient sums up to 64 of them.
 TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
   const std::vector<float> shift = Normal("shift", kRows), delta = Normal("delta", kRows);
+  std::vector<float> factor(kRows);
   std::vector<uint64_t> masks(kRows);
   std::vector<float> limit(kRows);
   for (int64_t r = 0; r < kRows; ++r) {
     masks[r] = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(r + 1);
+    factor[r] = 1 + static_cast<float>(r) / 16;
     limit[r] = 3.5f - 2 * static_cast<float>(r);  // columns up to -limit have no weight
   }
   const Ramp ramp{limit.data(), 1 / 16.0f};
@@ -51,10 +54,10 @@ TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
         std::vector<float> scores = Normal("scores", kRows * kStride),
                            gradients = Normal("gradients", kRows * kOtherStride), span(kRows, 1.0f);
         const std::vector<float> s = scores, g = gradients;
-        kernels_->softmax_backward({scores.data(), kStride, kRows, columns}, gradients.data(),
-                                   kOtherStride,
-                                   {shift.data(), delta.data(), is_masked ? masks.data() : nullptr,
-                                    16, has_ramp ? &ramp : nullptr, span.data()});
+        kernels_->softmax_backward(
+            {scores.data(), kStride, kRows, columns}, gradients.data(), kOtherStride,
+            {shift.data(), factor.data(), delta.data(), is_masked ? masks.data() : nullptr, 16,
+             has_ramp ? &ramp : nullptr, span.data()});
         for (int64_t r = 0; r < kRows; ++r) {
           double span_gradient = 1;
           for (int64_t c = 0; c < kStride; ++c) {
@@ -64,7 +67,7 @@ TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
               EXPECT_EQ(gradients[other], g[other]);
               continue;
             }
-            const double e = std::exp(static_cast<double>(s[n]) - shift[r]);
+            const double e = factor[r] * std::exp(static_cast<double>(s[n]) - shift[r]);
             const double slanted = (limit[r] + static_cast<double>(c)) / 16;
             double p = e;
             if (has_ramp) p *= std::min(1.0, std::max(0.0, slanted));
@@ -93,10 +96,10 @@ TEST_P(BackwardKernels, WhatHasNoWeightHasNoGradientWhateverItHolds) {
   scores[5] = gradients[5] = kNaN;  // behind the mask
   const uint64_t masks[3] = {~uint64_t{1 << 5}, ~uint64_t{0}, ~uint64_t{0}};
   const float shift[3] = {0.25f, -kInfinity, 0};  // row 1 sees no key
-  const float delta[3] = {0, kNaN, 0};
+  const float factor[3] = {1, 1, 1}, delta[3] = {0, kNaN, 0};
   gradients[2 * kStride] = kNaN;  // counts
   kernels_->softmax_backward({scores.data(), kStride, 3, 16}, gradients.data(), kStride,
-                             {shift, delta, masks, 0, nullptr, nullptr});
+                             {shift, factor, delta, masks, 0, nullptr, nullptr});
   for (const int64_t c : {3, 4, 5}) {
     EXPECT_EQ(scores[c], 0) << c;
     EXPECT_EQ(gradients[c], 0) << c;
@@ -126,6 +129,60 @@ TEST_P(BackwardKernels, DiagonalsAreSummedFromTheLastRowsFirstColumnOn) {
       }
       EXPECT_EQ(sums[rows + columns], 1);
     }
+  }
+}
+
+TEST_P(BackwardKernels, RowsAreLoadedWithABiasAndAFactorAndKnownToBeFinite) {
+  std::vector<float> from = Normal("from", kRows * kOtherStride);
+  const std::vector<float> bias = Normal("bias", 48);
+  for (const bool has_bias : {false, true}) {
+    std::vector<float> to(kRows * kStride, 7.0f);
+    const auto load = [&] {
+      return kernels_->load_scaled({to.data(), kStride, kRows, 48}, {from.data(), kOtherStride},
+                                   has_bias ? bias.data() : nullptr, 0.75f);
+    };
+    EXPECT_TRUE(load());
+    EXPECT_TRUE(kernels_->all_finite({from.data(), kOtherStride}, kRows, 48));
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t c = 0; c < kStride; ++c) {
+        const float x = from[r * kOtherStride + c];
+        const float expected = (has_bias && c < 48 ? x + bias[c] : x) * 0.75f;
+        EXPECT_EQ(to[r * kStride + c], c < 48 ? expected : 7) << r << " " << c;
+      }
+    }
+    for (const float value : {kInfinity, -kInfinity, kNaN}) {
+      for (const int64_t n : {int64_t{0}, (kRows - 1) * kOtherStride + 47}) {
+        const float before = std::exchange(from[n], value);
+        EXPECT_FALSE(load()) << n;
+        EXPECT_FALSE(kernels_->all_finite({from.data(), kOtherStride}, kRows, 48)) << n;
+        from[n] = before;
+      }
+      // Behind the last column nothing is looked at.
+      const float before = std::exchange(from[48], value);
+      EXPECT_TRUE(load());
+      EXPECT_TRUE(kernels_->all_finite({from.data(), kOtherStride}, kRows, 48));
+      from[48] = before;
+    }
+  }
+}
+
+// Products of floats are exact in float64, whose sums are off by 64 of its roundings at most.
+TEST_P(BackwardKernels, RowsAreMultipliedInFloat64WithoutColumnsThatAreZero) {
+  std::vector<float> a = Normal("a", kRows * kStride), b = Normal("b", kRows * kOtherStride);
+  a[3] = kNaN;
+  b[3] = 0;
+  std::vector<double> sums(kRows), generic(kRows);
+  kernels_->row_dots({a.data(), kStride}, {b.data(), kOtherStride}, kRows, 48, sums.data());
+  FindCpuKernels("generic")->row_dots({a.data(), kStride}, {b.data(), kOtherStride}, kRows, 48,
+                                      generic.data());
+  EXPECT_EQ(sums, generic);
+  for (int64_t r = 0; r < kRows; ++r) {
+    long double expected = 0;
+    for (int64_t c = 0; c < 48; ++c) {
+      const float factor = b[r * kOtherStride + c];
+      if (factor != 0) expected += static_cast<long double>(a[r * kStride + c]) * factor;
+    }
+    EXPECT_NEAR(sums[r], static_cast<double>(expected), 1e-13) << r;
   }
 }
 

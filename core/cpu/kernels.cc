@@ -426,10 +426,10 @@ void SoftmaxBackwardRow(float* scores, float* gradients, int64_t columns, int64_
   const Floats lane = Lane();
   // A row that sees no key has a shift of -inf.
   const float shift = softmax.shift[r] == -kInfinity ? kInfinity : softmax.shift[r];
-  const float delta = softmax.delta[r];
+  const float factor = softmax.factor[r], delta = softmax.delta[r];
   Floats span = {};
   for (int64_t c = 0; c < columns; c += kLanes) {
-    const Floats e = Exp(Load(scores + c) - shift);
+    const Floats e = Exp(Load(scores + c) - shift) * factor;
     const Floats difference = Load(gradients + c) - delta;
     Floats p = e;
     if (kRamp) {
@@ -634,15 +634,46 @@ void ScaleRows(const ScoreRows& rows, const float* factor) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
 }
 
+// All ones in the lanes that hold an infinity or NaN, whose difference to itself is NaN.
+inline Ints NotFinite(Floats v) { return (v - v) != 0.0f; }
+inline bool IsNone(Ints found) {
+  int32_t any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= found[i];
+  return any == 0;
+}
+
+bool LoadScaled(const ScoreRows& to, const ConstRows& from, const float* bias, float factor) {
+  Ints found = {};
+  ForEachVector(to, [&](Floats, int64_t r, int64_t c) {
+    Floats value = Load(from[r] + c);
+    if (bias != nullptr) value += Load(bias + c);
+    value *= factor;
+    found |= NotFinite(value);
+    return value;
+  });
+  return IsNone(found);
+}
+
+bool AllFinite(const ConstRows& matrix, int64_t rows, int64_t columns) {
+  Ints found = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; c += kLanes) found |= NotFinite(Load(matrix[r] + c));
+  }
+  return IsNone(found);
+}
+
+// A block of 16 rows after the other, in the order of memory.
 void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
-  for (int64_t c = 0; c < columns; c += 4) {
-    for (int64_t r = 0; r < 64; r += 4) {
-      Four block[4];
-      for (int i = 0; i < 4; ++i) {
-        block[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
+  for (int64_t first = 0; first < 64; first += 16) {
+    for (int64_t c = 0; c < columns; c += 4) {
+      for (int64_t r = first; r < first + 16; r += 4) {
+        Four block[4];
+        for (int i = 0; i < 4; ++i) {
+          block[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
+        }
+        Transpose4(block);
+        for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = block[i];
       }
-      Transpose4(block);
-      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = block[i];
     }
   }
 }
@@ -1029,6 +1060,24 @@ void ExactScores(bool distance, const IndexedRows& rows, const float* x, double*
   (distance ? ExactScoresOf<true> : ExactScoresOf<false>)(rows, x, scores);
 }
 
+void RowDots(const ConstRows& a, const ConstRows& b, int64_t rows, int64_t columns, double* sums) {
+  for (int64_t r = 0; r < rows; ++r) {
+    Doubles sum[kSumVectors] = {};
+    for (int64_t c = 0; c < columns; c += kSums) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kSumVectors; ++v) {
+        const int64_t at = c + v * kHalfLanes;
+        const HalfFloats factor = *reinterpret_cast<const HalfFloats*>(b[r] + at);
+        const HalfFloats value = *reinterpret_cast<const HalfFloats*>(a[r] + at);
+        const HalfFloats counted = factor != 0.0f ? value : HalfFloats{};
+        sum[v] +=
+            __builtin_convertvector(counted, Doubles) * __builtin_convertvector(factor, Doubles);
+      }
+    }
+    sums[r] = PairwiseSum(sum);
+  }
+}
+
 double FmaPeak(int64_t iterations) {
   // 12 independent chains are more than latency (4 or 5) x throughput (2) needs. The compiler
   // cannot shorten a chain, since every step rounds.
@@ -1077,6 +1126,9 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                BestOfFour,
                                                                ColumnBounds,
                                                                ScaleRows,
+                                                               LoadScaled,
+                                                               AllFinite,
+                                                               RowDots,
                                                                Transpose64,
                                                                ExpRows,
                                                                Features,

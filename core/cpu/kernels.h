@@ -20,6 +20,13 @@ struct ScoreRows {
   int64_t columns;
 };
 
+// The rows of a matrix that is read.
+struct ConstRows {
+  const float* first;
+  int64_t stride;  // from a row to the next
+  const float* operator[](int64_t r) const { return first + r * stride; }
+};
+
 // The running state of flash attention's softmax: each score becomes exp of its difference to its
 // row's running maximum. For each row r
 //   new_max = max(max[r], max_c scores[r][c]);   rescale[r] = exp(max[r] - new_max)
@@ -41,14 +48,16 @@ struct Ramp {
   float slope;
 };
 
-// What a backward pass of a softmax reads of its rows. With e = exp(score - shift[r]), where shift is
-// the row's log-sum-exp, and the ramp m, or m = 1 without one,
+// What a backward pass of a softmax reads of its rows. With e = factor[r] exp(score - shift[r]), where
+// shift is the row's log-sum-exp as it was rounded, factor corrects the rounding, and the ramp m, or m
+// = 1 without one,
 //   p = m e,   the gradient of the score is p (g - delta[r])   with the gradient g of p,
 //   span_gradient[r] += slope sum_{c: 0 < m < 1} e (g - delta[r])
 // Hidden columns, those where bit first_bit + c of masks[r] is 0, and those where e is 0 have p = 0 and
 // a gradient of 0, whatever g is. first_bit + columns is 64 at most where there are masks.
 struct SoftmaxGradient {
   const float* shift;
+  const float* factor;
   const float* delta;
   const uint64_t* masks;  // null: no column is hidden
   int64_t first_bit;
@@ -208,6 +217,16 @@ struct CpuKernels {
   void (*column_bounds)(const ScoreRows& rows, int64_t wanted, float* bound);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
+  // to[r][c] = (from[r][c] + bias[c]) factor, where a null bias is 0. Returns whether all of them are
+  // finite.
+  bool (*load_scaled)(const ScoreRows& to, const ConstRows& from, const float* bias, float factor);
+
+  // Tells whether all are finite.
+  bool (*all_finite)(const ConstRows& matrix, int64_t rows, int64_t columns);
+  // sums[r] = sum_c a[r][c] b[r][c] in float64, without the columns where b is 0, whatever a is there;
+  // with the same bits in every instruction set.
+  void (*row_dots)(const ConstRows& a, const ConstRows& b, int64_t rows, int64_t columns,
+                   double* sums);
 
   // to[c * 64 + r] = from[r * from_row + c] for 64 rows; columns is a multiple of 4.
   void (*transpose64)(const float* from, int64_t from_row, int64_t columns, float* to);

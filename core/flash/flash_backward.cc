@@ -56,15 +56,18 @@ struct Scratch : FlashScores::Scratch {
   // The score gradients of a task: [64][gradient_row], plain or in `positions`.
   float* score_gradients;
   int64_t gradient_row;
-  float* output_gradients;   // [64][value_row]
-  float* label_query;        // [64][query_row]
-  float* shift;              // [64]
-  float* delta;              // [64]
-  float* span_gradient;      // [64]
-  float (*label_sums)[2];    // [64]
-  float* label_vectors;      // [2][query_row], the label keys, scaled
-  float* q_gradient;         // [64][query_row]
-  float* position_gradient;  // [64][query_row]: the part of q_gradient by relative keys
+  const float* output_gradients;  // 64 rows of value_row floats
+  int64_t output_gradient_row;    // the distance from a row to the next
+  float* copied_gradients;        // [64][value_row]
+  float* label_query;             // [64][query_row]
+  float* shift;                   // [64]
+  float* factor;                  // [64]
+  float* delta;                   // [64]
+  float* span_gradient;           // [64]
+  float (*label_sums)[2];         // [64]
+  float* label_vectors;           // [2][query_row], the label keys, scaled
+  float* q_gradient;              // [64][query_row]
+  float* position_gradient;       // [64][query_row]: the part of q_gradient by relative keys
   // Of the chunk:
   float* keys;        // [4][key_depth][64]
   float* values;      // [4][value_depth][64]
@@ -73,7 +76,7 @@ struct Scratch : FlashScores::Scratch {
   float* v_gradient;  // [256][value_row]
   // Sums by offset of a head's pairs, from the least offset that there is:
   float* bias;           // [offsets]
-  float* factor;         // [offsets]
+  float* multiplier;     // [offsets]
   float* relative_keys;  // [offsets][query_row]
   float* label_keys;     // [2][query_row]
   float* label_biases;   // [2]
@@ -101,9 +104,10 @@ Memory LayOut(const Problem& p, const Layout& layout, int threads, Workspace& wo
     const auto take = [&](int64_t floats) { return workspace.Take<float>(floats); };
     s.products = take(kTile * FlashScores::kScoreRow);
     s.plain_gradients = take(kTile * FlashScores::kScoreRow);
-    s.output_gradients = take(kTile * layout.value_row);
+    s.copied_gradients = take(kTile * layout.value_row);
     s.label_query = take(kTile * layout.query_row);
     s.shift = take(kTile);
+    s.factor = take(kTile);
     s.delta = take(kTile);
     s.span_gradient = take(kTile);
     s.label_sums = workspace.Take<float[2]>(kTile);
@@ -116,7 +120,7 @@ Memory LayOut(const Problem& p, const Layout& layout, int threads, Workspace& wo
     s.k_gradient = take(kChunkKeys * layout.query_row);
     s.v_gradient = take(kChunkKeys * layout.value_row);
     s.bias = take(layout.offsets);
-    s.factor = take(layout.offsets);
+    s.multiplier = take(layout.offsets);
     s.relative_keys = take(layout.has_positions ? layout.offsets * layout.query_row : 0);
     s.label_keys = take(2 * layout.query_row);
     s.label_biases = take(2);
@@ -150,6 +154,14 @@ class BackwardRun : public FlashScores {
     q_is_plain_ = problem.head_dim == layout.query_row && call_.query_order.tokens == nullptr &&
                   wants_q_ && q.stride(3) == 1;
     adds_in_place_ = q_is_plain_ && terms_.content_bias == nullptr && !sums_positions();
+    const auto are_plain = [](const ConstTensorView& view, int64_t row) {
+      return view.dtype == DType::kF32 && view.stride(3) == 1 && view.dim(3) == row;
+    };
+    gradients_are_plain_ = are_plain(call.out_gradient, layout.value_row) &&
+                           (call_.out_by_row || call_.query_order.tokens == nullptr);
+    keys_and_values_are_plain_ = call_.key_order.tokens == nullptr && call_.key_mask.empty() &&
+                                 are_plain(call_.k, layout.query_row) &&
+                                 are_plain(call_.v, layout.value_row);
   }
 
   int64_t tasks() const {
@@ -164,22 +176,37 @@ class BackwardRun : public FlashScores {
     chunk.batch = n / problem_.kv_heads / backward_.schedule->chunks();
     chunk.first_key = chunk.index * kChunkKeys;
     chunk.keys = std::min(kChunkKeys, problem_.kv_tokens - chunk.first_key);
-    Pack(chunk, scratch);
-    std::fill_n(scratch.k_gradient, kChunkKeys * layout_.query_row, 0.0f);
-    std::fill_n(scratch.v_gradient, kChunkKeys * layout_.value_row, 0.0f);
-    const int64_t group = problem_.group();
-    for (int64_t h = chunk.head * group; h < (chunk.head + 1) * group; ++h) {
+    const int64_t group = problem_.group(), first_head = chunk.head * group;
+    bool is_seen = false;
+    for (int64_t h = first_head; h < first_head + group; ++h) {
+      is_seen = is_seen || !backward_.schedule->Chunk(h, chunk.index).empty();
+    }
+    if (is_seen) Pack(chunk, scratch);
+    if (is_seen || backward_.sets_k || backward_.sets_v) {
+      std::fill_n(scratch.k_gradient, kChunkKeys * layout_.query_row, 0.0f);
+      std::fill_n(scratch.v_gradient, kChunkKeys * layout_.value_row, 0.0f);
+    }
+    for (int64_t h = first_head; h < first_head + group; ++h) {
       const absl::Span<const QueryRun> runs = backward_.schedule->Chunk(h, chunk.index);
       const Offsets offsets = OffsetsOf(chunk, runs);
       ClearTerms(offsets, scratch);
       for (const QueryRun& run : runs) {
         for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
+          PrefetchQueries(chunk.batch, h, t + 1);
           Attend(chunk, run, MakeTask(chunk.batch, h, t, 0), scratch);
         }
       }
       if (wants_terms_) AddTerms(chunk, h, offsets, scratch);
     }
-    AddKeysAndValues(chunk, scratch);
+    AddKeysAndValues(chunk, is_seen, scratch);
+  }
+
+  // Sets the gradients of a tile of queries that no key saw to zero, where nothing else does.
+  void SetUnseenToZero(int64_t n) const {
+    if (!backward_.sets_q || memory_.tile_turns[n] != 0) return;
+    const int64_t head = n / layout_.query_tiles;
+    SetQueriesToZero(MakeTask(head / problem_.query_heads, head % problem_.query_heads,
+                              n % layout_.query_tiles, 0));
   }
 
  private:
@@ -223,15 +250,33 @@ class BackwardRun : public FlashScores {
     for (int64_t t = 0; t < kChunkKeyTiles; ++t) {
       const int64_t first = chunk.first_key + t * kTile;
       float* rows = scratch.key_rows + t * kTile * layout_.query_row;
+      float* keys = scratch.keys + t * kTile * layout_.key_depth;
+      float* values = scratch.values + t * kTile * layout_.value_depth;
+      if (keys_and_values_are_plain_ && first + kTile <= problem_.kv_tokens) {
+        const float* from = call_.k.At<float>(chunk.batch, chunk.head, first);
+        scratch.keys_finite[t] =
+            kernels_.load_scaled({rows, layout_.query_row, kTile, layout_.query_row},
+                                 {from, call_.k.stride(2)}, nullptr, scale_);
+        kernels_.transpose64(from, call_.k.stride(2), layout_.key_depth, keys);
+        kernels_.transpose64(call_.v.At<float>(chunk.batch, chunk.head, first), call_.v.stride(2),
+                             layout_.value_depth, values);
+        continue;
+      }
       scratch.keys_finite[t] = LoadRows(task, call_.k, first, layout_.query_row, rows);
-      kernels_.transpose64(rows, layout_.query_row, layout_.key_depth,
-                           scratch.keys + t * kTile * layout_.key_depth);
+      kernels_.transpose64(rows, layout_.query_row, layout_.key_depth, keys);
       for (int64_t n = 0; n < kTile * layout_.query_row; ++n) rows[n] *= scale_;
-      float* values = scratch.v_gradient;  // whose memory is free here
-      LoadRows(task, call_.v, first, layout_.value_row, values);
-      kernels_.transpose64(values, layout_.value_row, layout_.value_depth,
-                           scratch.values + t * kTile * layout_.value_depth);
+      float* of_values = scratch.v_gradient;  // whose memory is free here
+      LoadRows(task, call_.v, first, layout_.value_row, of_values);
+      kernels_.transpose64(of_values, layout_.value_row, layout_.value_depth, values);
     }
+  }
+  // Prefetches the rows of a tile of queries that probably comes next.
+  void PrefetchQueries(int64_t b, int64_t h, int64_t tile) const {
+    if (call_.query_order.tokens != nullptr) return;
+    const int64_t first = tile * kTile, rows = std::min(kTile, problem_.query_tokens - first);
+    PrefetchRows(call_.q, b, h, first, rows);
+    PrefetchRows(backward_.out_gradient, b, h, first, rows);
+    PrefetchRows(backward_.q_gradient, b, h, first, rows);
   }
   // Loads 64 keys or values from key `first` on, zeros where there is no token. Returns whether all
   // are finite.
@@ -246,21 +291,30 @@ class BackwardRun : public FlashScores {
     return finite;
   }
 
-  void AddKeysAndValues(const Chunk& chunk, const Scratch& scratch) const {
+  void AddKeysAndValues(const Chunk& chunk, bool is_seen, const Scratch& scratch) const {
     // An order may name a token in several chunks, whose sums are added in the order of places.
     const bool in_turn = call_.key_order.tokens != nullptr;
     Turn& turn = memory_.chunk_turns[chunk.batch * problem_.kv_heads + chunk.head];
     if (in_turn) Await(turn, chunk.index);
-    for (int64_t n = 0; n < chunk.keys; ++n) {
-      if (!IsToken(chunk.batch, chunk.head, chunk.first_key + n)) continue;
-      const int64_t token = call_.key_order(chunk.batch, chunk.head, chunk.first_key + n);
-      const auto add = [&](const float* row, int64_t channels, const TensorView& to) {
-        if (to.empty()) return;
-        AddRow(row, channels, to.MutableAt<float>(chunk.batch, chunk.head, token), to.stride(3));
-      };
-      add(scratch.k_gradient + n * layout_.query_row, problem_.head_dim, backward_.k_gradient);
-      add(scratch.v_gradient + n * layout_.value_row, problem_.value_dim, backward_.v_gradient);
-    }
+    const auto give = [&](const float* rows, int64_t row, bool sets, const TensorView& to) {
+      if (to.empty() || (!is_seen && !sets)) return;
+      if (!in_turn && to.stride(3) == 1 && to.dim(3) == row) {
+        const ScoreRows all{to.MutableAt<float>(chunk.batch, chunk.head, chunk.first_key),
+                            to.stride(2), chunk.keys, row};
+        if (!sets) return kernels_.add(all, rows, row);
+        kernels_.load_scaled(all, {rows, row}, nullptr, 1);
+        return;
+      }
+      for (int64_t n = 0; n < chunk.keys; ++n) {
+        if (!sets && !IsToken(chunk.batch, chunk.head, chunk.first_key + n)) continue;
+        const int64_t token = call_.key_order(chunk.batch, chunk.head, chunk.first_key + n);
+        float* sum = to.MutableAt<float>(chunk.batch, chunk.head, token);
+        if (sets) SetRowToZero(to.dim(3), to.stride(3), sum);
+        AddRow(rows + n * row, to.dim(3), sum, to.stride(3));
+      }
+    };
+    give(scratch.k_gradient, layout_.query_row, backward_.sets_k, backward_.k_gradient);
+    give(scratch.v_gradient, layout_.value_row, backward_.sets_v, backward_.v_gradient);
     if (in_turn) Pass(turn, chunk.index);
   }
 
@@ -287,8 +341,10 @@ class BackwardRun : public FlashScores {
       LoadSide(task, &side);
     }
     const Tiles seen = task.rows == 0 ? Tiles() : SeenTiles(chunk, run, task, tiles, scratch);
+    const bool sets_q = backward_.sets_q && run.rank == 0;
     if (seen.empty()) {
       Await(turn, run.rank);
+      if (sets_q) SetQueriesToZero(task);
       return Pass(turn, run.rank);
     }
     LoadGradients(task, scratch);
@@ -309,6 +365,7 @@ class BackwardRun : public FlashScores {
       FormQueryGradients(chunk, task, seen, scratch);
     }
     Await(turn, run.rank);
+    if (sets_q) SetQueriesToZero(task);
     if (adds_in_place_) {
       const TensorView& q = backward_.q_gradient;
       AddQueryGradients(chunk, task, seen, scratch,
@@ -360,26 +417,36 @@ class BackwardRun : public FlashScores {
 
   void LoadGradients(const Task& task, Scratch& scratch) const {
     const int64_t row = layout_.value_row, channels = problem_.value_dim;
+    const ConstTensorView& gradient = backward_.out_gradient;
+    const bool is_plain = gradients_are_plain_ && !task.gaps;
+    if (is_plain) {
+      scratch.output_gradients = gradient.At<float>(task.batch, task.head, task.first_query);
+      scratch.output_gradient_row = gradient.stride(2);
+    } else {
+      scratch.output_gradients = scratch.copied_gradients;
+      scratch.output_gradient_row = row;
+    }
     for (int64_t r = 0; r < task.rows; ++r) {
       const int64_t out = OutRow(task, r);
-      float* to = scratch.output_gradients + r * row;
-      LoadRow(backward_.out_gradient, backward_.out_gradient.Offset(task.batch, task.head, out),
-              backward_.out_gradient.stride(3), channels, to);
-      std::fill(to + channels, to + row, 0.0f);
+      if (!is_plain) {
+        float* to = scratch.copied_gradients + r * row;
+        LoadRow(gradient, gradient.Offset(task.batch, task.head, out), gradient.stride(3), channels,
+                to);
+        std::fill(to + channels, to + row, 0.0f);
+      }
       scratch.shift[r] = *call_.log_sum_exp.At<float>(task.batch, task.head, out);
       if (!backward_.overwritten.empty() &&
           *backward_.overwritten.At<uint8_t>(task.batch, QueryToken(task, r)) != 0) {
         scratch.shift[r] = std::numeric_limits<float>::infinity();
       }
+      scratch.factor[r] = 1;
       scratch.delta[r] = *backward_.delta.At<float>(task.batch, task.head, out);
-      if (scratch.delta[r] == 0 && AllZero(to, channels)) {
+      if (scratch.delta[r] == 0 &&
+          AllZero(scratch.output_gradients + r * scratch.output_gradient_row, channels)) {
         Disregard(r, scratch);
       } else if (!call_.log_sum_exp_rest.empty()) {
-        // All gradients are linear in g and D, and so is the correction of the weights.
-        const float rest = *call_.log_sum_exp_rest.At<float>(task.batch, task.head, out);
-        const float factor = std::exp(-rest);
-        for (int64_t c = 0; c < channels; ++c) to[c] *= factor;
-        scratch.delta[r] *= factor;
+        scratch.factor[r] =
+            std::exp(-*call_.log_sum_exp_rest.At<float>(task.batch, task.head, out));
       }
     }
     if (call_.rule.soft_span.span != nullptr) std::fill_n(scratch.span_gradient, kTile, 0.0f);
@@ -401,8 +468,8 @@ class BackwardRun : public FlashScores {
       const float* values = scratch.values + InChunk(chunk, tile) * layout_.value_depth;
       ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
         kernels_.gemm(rows, extent.end - extent.begin, layout_.value_depth,
-                      scratch.output_gradients + row * layout_.value_row, layout_.value_row, 1,
-                      values + extent.begin, kTile,
+                      scratch.output_gradients + row * scratch.output_gradient_row,
+                      scratch.output_gradient_row, 1, values + extent.begin, kTile,
                       GradientsAt(scratch, row, tile.column + extent.begin), scratch.gradient_row,
                       false);
       });
@@ -428,8 +495,9 @@ class BackwardRun : public FlashScores {
   void Differentiate(const Task& task, const Tile& tile, const Extent& columns,
                      Scratch& scratch) const {
     const int64_t column = tile.column + columns.begin;
-    SoftmaxGradient softmax{scratch.shift, scratch.delta, tile.whole ? nullptr : tile.visible,
-                            columns.begin, nullptr,       scratch.span_gradient};
+    SoftmaxGradient softmax{
+        scratch.shift, scratch.factor, scratch.delta,        tile.whole ? nullptr : tile.visible,
+        columns.begin, nullptr,        scratch.span_gradient};
     float limit[kTile];
     Ramp ramp{limit, 0};
     if (call_.rule.soft_span.span != nullptr) {
@@ -472,6 +540,9 @@ class BackwardRun : public FlashScores {
       }
     }
   }
+  static void SetRowToZero(int64_t count, int64_t stride, float* row) {
+    for (int64_t c = 0; c < count; ++c) row[c * stride] = 0;
+  }
   static void AddScaled(float factor, const float* from, int64_t count, float* to) {
     for (int64_t c = 0; c < count; ++c) to[c] += factor * from[c];
   }
@@ -479,45 +550,46 @@ class BackwardRun : public FlashScores {
     if (stride == 1) return AddScaled(1, from, count, to);
     for (int64_t c = 0; c < count; ++c) to[c * stride] += from[c];
   }
-  static bool AllRowsFinite(const Task& task, const float* rows, int64_t row) {
-    return AllFinite(rows, task.rows * row);
-  }
 
   // Adds the product of the transposed pairs [keys][queries] with rows of the queries to sums of the
   // keys. Rows that are not finite must not meet the zeros of pairs that do not count.
   void AddTransposed(const Chunk& chunk, const Task& task, Tiles tiles, const float* pairs,
-                     int64_t pair_row, const float* rows, int64_t row, float* sums) const {
+                     int64_t pair_row, const ConstRows& rows, int64_t row, bool all_finite,
+                     float* sums) const {
     if (AllWhole(tiles)) {
-      kernels_.gemm(WholeExtent(tiles).end, row, task.rows, pairs, 1, pair_row, rows, row,
-                    sums + InChunk(chunk, tiles[0]) * row, row, true);
+      kernels_.gemm(WholeExtent(tiles).end, row, task.rows, pairs, 1, pair_row, rows.first,
+                    rows.stride, sums + InChunk(chunk, tiles[0]) * row, row, true);
       return;
     }
-    const bool finite = AllRowsFinite(task, rows, row);
+    const bool finite = all_finite || kernels_.all_finite(rows, task.rows, row);
     for (const Tile& tile : tiles) {
       if (tile.seen.end == 0) continue;
       const float* of_tile = pairs + tile.column;
       float* to = sums + InChunk(chunk, tile) * row;
       if (!finite && !tile.whole) {
         ForEachPair(task, tile, [&](int64_t r, int64_t key) {
-          AddScaled(of_tile[r * pair_row + key], rows + r * row, row, to + key * row);
+          AddScaled(of_tile[r * pair_row + key], rows.first + r * rows.stride, row, to + key * row);
         });
         continue;
       }
       ForEachKeys(task, tile, [&](int64_t first, int64_t keys, const Rows& seen) {
         kernels_.gemm(keys, row, seen.end - seen.begin, of_tile + seen.begin * pair_row + first, 1,
-                      pair_row, rows + seen.begin * row, row, to + first * row, row, true);
+                      pair_row, rows.first + seen.begin * rows.stride, rows.stride,
+                      to + first * row, row, true);
       });
     }
   }
   void AddValueGradients(const Chunk& chunk, const Task& task, Tiles tiles,
                          Scratch& scratch) const {
     if (backward_.v_gradient.empty()) return;
-    AddTransposed(chunk, task, tiles, scratch.scores, kScoreRow, scratch.output_gradients,
-                  layout_.value_row, scratch.v_gradient);
+    AddTransposed(chunk, task, tiles, scratch.scores, kScoreRow,
+                  {scratch.output_gradients, scratch.output_gradient_row}, layout_.value_row, false,
+                  scratch.v_gradient);
   }
   void AddKeyGradients(const Chunk& chunk, const Task& task, Tiles tiles, Scratch& scratch) const {
     AddTransposed(chunk, task, tiles, scratch.score_gradients, scratch.gradient_row,
-                  scratch.content_query, layout_.query_row, scratch.k_gradient);
+                  {scratch.content_query, layout_.query_row}, layout_.query_row,
+                  scratch.queries_finite, scratch.k_gradient);
   }
 
   // Adds the product of the score gradients with the keys to rows that lie `stride` apart.
@@ -585,6 +657,18 @@ class BackwardRun : public FlashScores {
     }
     AddLabelProducts(task, scratch, scratch.q_gradient, row);
   }
+  void SetQueriesToZero(const Task& task) const {
+    const TensorView& q = backward_.q_gradient;
+    if (q.empty()) return;
+    for (int64_t r = 0; r < task.rows; ++r) {
+      float* row = q.MutableAt<float>(task.batch, task.head, task.first_query + r);
+      if (q.stride(3) == 1) {
+        std::fill_n(row, q.dim(3), 0.0f);
+      } else {
+        SetRowToZero(q.dim(3), q.stride(3), row);
+      }
+    }
+  }
   // Adds the computed gradients of a task where they belong.
   void TakeQueryGradients(const Task& task, const Scratch& scratch) const {
     const TensorView& q = backward_.q_gradient;
@@ -613,7 +697,7 @@ class BackwardRun : public FlashScores {
       std::fill_n(sums + offsets.low - least_offset_, offsets.count(), 0.0f);
     };
     if (terms_.bias != nullptr) clear(scratch.bias);
-    if (terms_.relu_multiplier != nullptr) clear(scratch.factor);
+    if (terms_.relu_multiplier != nullptr) clear(scratch.multiplier);
     if (terms_.relative_keys != nullptr) {
       const Offsets keys = OfKeys(offsets);
       std::fill_n(RelativeRow(keys.low, scratch), keys.count() * layout_.query_row, 0.0f);
@@ -671,7 +755,7 @@ class BackwardRun : public FlashScores {
                                             rule.relu_multiplier.Of(task.head) + offset, -1);
           });
       if (terms_.relu_multiplier != nullptr) {
-        AddDiagonals(task, tiles, scratch.products, kScoreRow, scratch.factor);
+        AddDiagonals(task, tiles, scratch.products, kScoreRow, scratch.multiplier);
       }
     }
     if (layout_.has_positions) Skew(task, tiles, scratch);
@@ -851,7 +935,7 @@ class BackwardRun : public FlashScores {
       scratch.label_biases[label] += scale_ * sum;
     }
     const float* queries = scratch.position_query;
-    if (!layout_.has_positions || !AllRowsFinite(task, queries, row)) {
+    if (!layout_.has_positions || !kernels_.all_finite({queries, row}, task.rows, row)) {
       LoadQueryRows(task, call_.rule.position_bias, scratch.label_query);
       for (int64_t r = 0; r < task.rows; ++r) {
         const float* sums = scratch.label_sums[r];
@@ -871,7 +955,7 @@ class BackwardRun : public FlashScores {
     const int64_t number = chunk.batch * backward_.schedule->chunks() + chunk.index;
     Await(turn, number);
     AddTable(call_.rule.bias, offsets, h, scratch.bias, terms_.bias);
-    AddTable(call_.rule.relu_multiplier, offsets, h, scratch.factor, terms_.relu_multiplier);
+    AddTable(call_.rule.relu_multiplier, offsets, h, scratch.multiplier, terms_.relu_multiplier);
     if (terms_.content_bias != nullptr) {
       AddScaled(1, scratch.content_bias, channels, terms_.content_bias + h * channels);
     }
@@ -917,6 +1001,9 @@ class BackwardRun : public FlashScores {
   bool wants_terms_;
   bool q_is_plain_;     // queries' gradients lie as the kernels want them
   bool adds_in_place_;  // products are added to them there
+  // Whole rows of floats, as the kernels want them, follow each other in the tensors.
+  bool gradients_are_plain_;
+  bool keys_and_values_are_plain_;
 };
 
 }  // namespace
@@ -951,22 +1038,38 @@ void FlashDelta(const ConstTensorView& out, const ConstTensorView& out_rest,
   constexpr int64_t kRows = 64;
   const int64_t heads = out.dim(1), tokens = out.dim(2), channels = out.dim(3);
   const int64_t blocks = (tokens + kRows - 1) / kRows;
+  const CpuKernels& kernels = BestCpuKernels();
+  const auto is_plain = [](const ConstTensorView& view) {
+    return view.dtype == DType::kF32 && view.stride(3) == 1 && view.dim(3) % kColumnQuantum == 0;
+  };
+  const bool are_plain = is_plain(out) && out_rest.empty() && is_plain(out_gradient);
   pool->ParallelFor(out.dim(0) * heads * blocks, [&](int64_t task, int) {
     const int64_t b = task / blocks / heads, h = task / blocks % heads;
-    const int64_t end = std::min(tokens, (task % blocks + 1) * kRows);
-    float y[kMaxHeadDim], rest[kMaxHeadDim] = {}, g[kMaxHeadDim];
-    for (int64_t i = task % blocks * kRows; i < end; ++i) {
-      LoadRow(out, out.Offset(b, h, i), out.stride(3), channels, y);
-      if (!out_rest.empty()) {
-        LoadRow(out_rest, out_rest.Offset(b, h, i), out_rest.stride(3), channels, rest);
+    const int64_t first = task % blocks * kRows, rows = std::min(tokens - first, kRows);
+    double sums[kRows];
+    if (are_plain) {
+      kernels.row_dots({out.At<float>(b, h, first), out.stride(2)},
+                       {out_gradient.At<float>(b, h, first), out_gradient.stride(2)}, rows,
+                       channels, sums);
+    } else {
+      float y[kMaxHeadDim] = {}, rest[kMaxHeadDim] = {}, g[kMaxHeadDim] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        LoadRow(out, out.Offset(b, h, first + r), out.stride(3), channels, y);
+        LoadRow(out_gradient, out_gradient.Offset(b, h, first + r), out_gradient.stride(3),
+                channels, g);
+        kernels.row_dots({y, 0}, {g, 0}, 1, RoundUp(channels, kColumnQuantum), sums + r);
+        if (out_rest.empty()) continue;
+        double of_rest;
+        LoadRow(out_rest, out_rest.Offset(b, h, first + r), out_rest.stride(3), channels, rest);
+        kernels.row_dots({rest, 0}, {g, 0}, 1, RoundUp(channels, kColumnQuantum), &of_rest);
+        sums[r] += of_rest;
       }
-      LoadRow(out_gradient, out_gradient.Offset(b, h, i), out_gradient.stride(3), channels, g);
-      double sum = 0;
-      for (int64_t c = 0; c < channels; ++c) {
-        if (g[c] != 0) sum += (static_cast<double>(y[c]) + rest[c]) * g[c];
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      if (!log_sum_exp_gradient.empty()) {
+        sums[r] -= *log_sum_exp_gradient.At<float>(b, h, first + r);
       }
-      if (!log_sum_exp_gradient.empty()) sum -= *log_sum_exp_gradient.At<float>(b, h, i);
-      *delta.MutableAt<float>(b, h, i) = static_cast<float>(sum);
+      *delta.MutableAt<float>(b, h, first + r) = static_cast<float>(sums[r]);
     }
   });
 }
@@ -991,13 +1094,16 @@ absl::Status FlashBackwardCpu(const Problem& problem, const FlashBackwardCall& c
   const Layout layout(problem, forward.rule.relative_keys != nullptr);
   Workspace workspace(execution.workspace);
   const Memory memory = LayOut(problem, layout, execution.pool->threads(), workspace);
-  std::uninitialized_value_construct_n(memory.tile_turns,
-                                       problem.batch * problem.query_heads * layout.query_tiles);
+  const int64_t tiles = problem.batch * problem.query_heads * layout.query_tiles;
+  std::uninitialized_value_construct_n(memory.tile_turns, tiles);
   std::uninitialized_value_construct_n(memory.head_turns, problem.query_heads);
   std::uninitialized_value_construct_n(memory.chunk_turns, problem.batch * problem.kv_heads);
   const BackwardRun run(problem, call, layout, memory);
   execution.pool->ParallelFor(
       run.tasks(), [&](int64_t task, int worker) { run.Own(task, memory.scratch[worker]); });
+  if (call.sets_q) {
+    execution.pool->ParallelFor(tiles, [&](int64_t n, int) { run.SetUnseenToZero(n); });
+  }
   return absl::OkStatus();
 }
 

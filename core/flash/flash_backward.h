@@ -98,6 +98,11 @@ struct FlashBackwardCall {
   TensorView q_gradient;
   TensorView k_gradient;
   TensorView v_gradient;
+  // On the CPU: whether the gradient holds nothing yet, so that the call sets all of its rows instead
+  // of adding to them. The queries, or the keys, then have no order.
+  bool sets_q = false;
+  bool sets_k = false;
+  bool sets_v = false;
   ScoreGradients terms;
 };
 

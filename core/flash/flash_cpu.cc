@@ -220,18 +220,6 @@ class FlashRun : public FlashScores {
     return call_.schedule->Row(task.head, task.first_query / kTile);
   }
 
-  static void PrefetchBytes(const void* begin, int64_t bytes) {
-    constexpr int64_t kLine = 64;
-    for (int64_t n = 0; n < bytes; n += kLine) {
-      __builtin_prefetch(static_cast<const std::byte*>(begin) + n, 0, 2);
-    }
-  }
-  static void PrefetchRow(const ConstTensorView& view, int64_t b, int64_t head, int64_t token) {
-    const int64_t element = SizeOf(view.dtype), offset = view.Offset(b, head, token);
-    PrefetchBytes(static_cast<const std::byte*>(view.data) + offset * element,
-                  view.dim(3) * view.stride(3) * element);
-  }
-
   // Packs key tile `tile` of the task's head, unless it is packed already or another task is
   // packing it. Uses the scores' memory.
   void PackIfNobodyHas(const Task& task, int64_t tile, Scratch& scratch) const {

@@ -80,8 +80,15 @@ bool FlashScores::IsToken(int64_t b, int64_t kv_head, int64_t j) const {
           *call_.key_mask.At<uint8_t>(b, call_.key_order(b, kv_head, j)) != 0);
 }
 
-void FlashScores::LoadQueryRows(const Task& task, const float* bias, float* to) const {
+bool FlashScores::LoadQueryRows(const Task& task, const float* bias, float* to) const {
   const int64_t channels = problem_.head_dim;
+  const float* of_head = bias == nullptr ? nullptr : bias + task.head * channels;
+  if (queries_are_plain_ && channels == query_row_ && call_.query_order.tokens == nullptr) {
+    return kernels_.load_scaled(
+        {to, query_row_, task.rows, query_row_},
+        {call_.q.At<float>(task.batch, task.head, task.first_query), call_.q.stride(2)}, of_head,
+        scale_);
+  }
   for (int64_t r = 0; r < task.rows; ++r) {
     const int64_t offset = call_.q.Offset(task.batch, task.head, QueryToken(task, r));
     float* row = to + r * query_row_;
@@ -91,19 +98,19 @@ void FlashScores::LoadQueryRows(const Task& task, const float* bias, float* to) 
     } else {
       LoadRow(call_.q, offset, call_.q.stride(3), channels, row);
     }
-    if (bias != nullptr) {
-      const float* of_head = bias + task.head * channels;
+    if (of_head != nullptr) {
       for (int64_t c = 0; c < channels; ++c) row[c] = (query[c] + of_head[c]) * scale_;
     } else {
       for (int64_t c = 0; c < channels; ++c) row[c] = query[c] * scale_;
     }
     std::fill(row + channels, row + query_row_, 0.0f);
   }
+  return false;
 }
 
 void FlashScores::LoadQueries(const Task& task, Scratch& scratch) const {
   const ScoreRule& rule = call_.rule;
-  LoadQueryRows(task, rule.content_bias, scratch.content_query);
+  scratch.queries_finite = LoadQueryRows(task, rule.content_bias, scratch.content_query);
   if (rule.relative_keys != nullptr) {
     LoadQueryRows(task, rule.position_bias, scratch.position_query);
   }

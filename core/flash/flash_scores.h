@@ -62,6 +62,7 @@ class FlashScores {
     int32_t* query_ids;        // [64]
     float* limit;              // [64]
     uint64_t* visible;         // [kChunkTiles][64]: the mask words of the tiles that are not whole
+    bool queries_finite;       // true only where all of content_query are
     TokenSide* queries = nullptr;  // set where the call has a token rule
   };
   static Scratch LayOut(const Sizes& sizes, Workspace& workspace);
@@ -97,7 +98,8 @@ class FlashScores {
   void LoadQueries(const Task& task, Scratch& scratch) const;
 
   // Loads query rows plus the head's row of `bias`, [query_heads][head_dim] or null, times the scale.
-  void LoadQueryRows(const Task& task, const float* bias, float* to) const;
+  // Returns true only where all of them are finite.
+  bool LoadQueryRows(const Task& task, const float* bias, float* to) const;
   // Loads the ids of a tile's keys; those of keys that do not exist stay as they are.
   void LoadKeyIds(const Task& task, int64_t tile, int32_t* ids) const;
 
@@ -142,6 +144,22 @@ class FlashScores {
   }
 
  protected:
+  static void PrefetchBytes(const void* begin, int64_t bytes) {
+    constexpr int64_t kLine = 64;
+    for (int64_t n = 0; n < bytes; n += kLine) {
+      __builtin_prefetch(static_cast<const std::byte*>(begin) + n, 0, 2);
+    }
+  }
+  static void PrefetchRow(const ConstTensorView& view, int64_t b, int64_t head, int64_t token) {
+    const int64_t element = SizeOf(view.dtype), offset = view.Offset(b, head, token);
+    PrefetchBytes(static_cast<const std::byte*>(view.data) + offset * element,
+                  view.dim(3) * view.stride(3) * element);
+  }
+  static void PrefetchRows(const ConstTensorView& view, int64_t b, int64_t head, int64_t first,
+                           int64_t rows) {
+    if (view.empty()) return;
+    for (int64_t r = 0; r < rows; ++r) PrefetchRow(view, b, head, first + r);
+  }
   static Extent ExtentOf(uint64_t keys) {
     if (keys == 0) return {0, 0};
     return {__builtin_ctzll(keys) / kColumnQuantum * kColumnQuantum,

@@ -94,6 +94,9 @@ class FlashStep {
   // Returns the work of a backward pass: by default, what a Run computes again, and the gradients
   // of both operands of its products.
   virtual double backward_flops() const { return 3 * flops(); }
+  // Returns whether FinishBackward adds to gradients of tensors that softmaxes read as queries, keys or
+  // values, so that softmaxes are not the first to do so.
+  virtual bool adds_before_softmaxes() const { return false; }
   // Takes the gradients of the outputs that Finish writes on to those of what it reads, as Backward
   // does, before the softmaxes' backward passes. An output's gradient is given, if of zeros, or,
   // that of log_sum_exp, empty.

@@ -1,5 +1,8 @@
 // The backward pass of PlannedLayer.
 #include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/cuda/for_each.h"
@@ -158,6 +161,55 @@ absl::StatusOr<PlannedLayer::PartBackward> PlannedLayer::SetUpPart(const Softmax
   return backward;
 }
 
+void PlannedLayer::FindFirstWriters() {
+  wholly_set_.clear();
+  if (device_ != Device::kCpu) return;  // on CUDA calls always add
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    if (step->adds_before_softmaxes()) return;
+  }
+  struct Region {
+    TokenRange heads;
+    TokenRange tokens;
+    bool Meets(const Region& other) const {
+      return heads.begin < other.heads.end && other.heads.begin < heads.end &&
+             tokens.begin < other.tokens.end && other.tokens.begin < tokens.end;
+    }
+  };
+  std::map<std::string, std::vector<Region>> written;
+  std::map<std::string, int64_t> rows_set;
+  for (size_t n = 0; n < softmaxes_.size(); ++n) {
+    const FlashRows& rows = *softmaxes_[n].rows;
+    const int64_t group = problem().group();
+    const TokenRange kv_heads = {rows.heads.begin / group, rows.heads.end / group};
+    for (size_t p = 0; p < softmaxes_[n].parts.size(); ++p) {
+      const FlashPart& part = *softmaxes_[n].parts[p].part;
+      PartBackward& backward = backward_parts_[n][p];
+      // Tells whether the part sets a gradient: it is the first to write there, and only as this one.
+      const auto sets = [&](const std::string& name, bool is_whole, const Region& region) {
+        std::vector<Region>& others = written[name];
+        const bool is_first = std::none_of(
+            others.begin(), others.end(), [&](const Region& other) { return region.Meets(other); });
+        others.push_back(region);
+        if (is_first && is_whole) rows_set[name] += region.heads.size() * region.tokens.size();
+        return is_first && is_whole;
+      };
+      const bool is_alone = part.q != part.k && part.q != part.v;  // keys come after queries
+      const bool has_all_queries =
+          is_alone && part.query_order.empty() && !rows.out_by_place && rows.marked.tensor.empty();
+      const bool has_all_keys = is_alone && part.key_order.empty();
+      backward.sets_q = sets(part.q, has_all_queries, {rows.heads, rows.queries});
+      backward.sets_k = sets(part.k, has_all_keys, {kv_heads, part.keys});
+      backward.sets_v = sets(part.v, has_all_keys, {kv_heads, part.keys});
+    }
+  }
+  for (const TensorSpec& input : inputs()) {
+    const auto set = rows_set.find(input.name);
+    if (set != rows_set.end() && set->second == input.shape[1] * input.shape[2]) {
+      wholly_set_.insert(input.name);
+    }
+  }
+}
+
 absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
   backward_parts_.clear();
   for (const Softmax& softmax : softmaxes_) {
@@ -167,6 +219,7 @@ absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
       parts.push_back(std::move(part));
     }
   }
+  FindFirstWriters();
   parameter_gradients_ = ParameterGradients(parameters(), WrittenBySteps(plan_));
   Workspace::Measure([&](Workspace& workspace) { LayOutBackward(BackwardCall(), &workspace); });
   for (ScoreTerm* term : terms_) {
@@ -237,6 +290,9 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
     }
     backward.k_gradient = Crop(gradients_.Get(part.k), kv_heads, part.keys);
     backward.v_gradient = Crop(gradients_.Get(part.v), kv_heads, part.keys);
+    backward.sets_q = own.sets_q;
+    backward.sets_k = own.sets_k;
+    backward.sets_v = own.sets_v;
     for (const std::shared_ptr<ScoreTerm>& term : part.terms) {
       term->BindGradients(gradients_, &backward.terms);
     }
@@ -275,7 +331,8 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
       device_, execution.workspace.subspan(memory.sums_begin, memory.sums_end - memory.sums_begin),
       rest));
   for (const auto& [name, gradient] : call.input_gradients) {
-    if (!gradient.empty()) TFB_RETURN_IF_ERROR(Clear(gradient, execution));
+    if (gradient.empty() || wholly_set_.count(name) > 0) continue;
+    TFB_RETURN_IF_ERROR(Clear(gradient, execution));
   }
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     TFB_RETURN_IF_ERROR(step->Run(tensors_, Outputs(), rest));

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,6 +151,10 @@ class PlannedLayer : public Layer {
     TransposedSchedule schedule;       // on the CPU
     RelativeKeyVectors relative_keys;  // on the CPU
     FlashBackwardCuda cuda;
+    // As in FlashBackwardCall.
+    bool sets_q = false;
+    bool sets_k = false;
+    bool sets_v = false;
   };
   // The tensors of a Backward, in its workspace.
   struct BackwardMemory {
@@ -165,6 +170,9 @@ class PlannedLayer : public Layer {
   // floating tensors: those of f32 inputs are the caller's, others are in the workspace.
   BackwardMemory LayOutBackward(const BackwardCall& call, Workspace* workspace);
   size_t BackwardScratchBytes(int threads) const;
+  // Finds the calls that are the first to write what they write of a gradient, and the gradients that
+  // such calls write wholly.
+  void FindFirstWriters();
   absl::StatusOr<PartBackward> SetUpPart(const Softmax& softmax, size_t part) const;
   absl::Status BackwardOf(size_t softmax, const ConstTensorView& out, const BackwardMemory& memory,
                           const Execution& execution);
@@ -191,6 +199,7 @@ class PlannedLayer : public Layer {
   std::vector<MarkedList> marked_;  // of the plan's softmaxes
   std::vector<Softmax> softmaxes_;
   std::vector<std::vector<PartBackward>> backward_parts_;         // of softmaxes_
+  std::set<std::string> wholly_set_;  // the gradients that need not be cleared
   Outputs gradients_;                                             // of a Backward, f32, by tensor
   Inputs output_gradients_ = {{"out", {}}, {"log_sum_exp", {}}};  // of a Backward
   ParameterGradients parameter_gradients_;

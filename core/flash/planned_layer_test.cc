@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/backward_testing.h"
 #include "core/definition.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -366,6 +367,107 @@ TEST(PlannedOnTheCpu, BackwardPassesNeedALogSumExpOfEachSoftmaxAndThoseOfSteps) 
             absl::UnimplementedError("there is no log-sum-exp of the softmax that writes out"));
   EXPECT_EQ(check(FlashPlan(problem).AddStep<Doubling>(problem)),
             absl::UnimplementedError("a step of the technique has no backward pass"));
+}
+
+double LargestOf(const ConstTensorView& view) {
+  Tensor zeros(view.dtype, view.shape());
+  Fill(zeros.view(), 0);
+  return MaxDifference(view, zeros.view());
+}
+
+// Queries 128 to 191 see no key, and no query sees keys from 470 on. Gradients hold NaN before, and the
+// parts that are the first to write to a token's set it.
+TEST(PlannedOnTheCpu, GradientsOfSeveralRowsAndPartsAreThoseOfOne) {
+  const Problem problem = Problem::SelfAttention(2, 2, 600, 16);
+  const auto add_keys = [](int64_t i, int64_t first_key, KeyList* keys) {
+    if (i < 70) {
+      keys->Add(-first_key, 41 - first_key);
+      keys->Add(300 - first_key, 341 - first_key);
+    } else if (i < 128 || i >= 192) {
+      keys->Add(i - 20 - first_key, std::min<int64_t>(i + 21, 470) - first_key);
+    }
+  };
+  const auto pattern = [&](int64_t first_query, int64_t first_key) {
+    return FunctionPattern([=](int64_t, int64_t query, KeyList* keys) {
+      add_keys(first_query + query, first_key, keys);
+      return query + 1;
+    });
+  };
+  const auto gradients_of = [&](const FlashPlan& plan, const std::vector<TensorSpec>& specs) {
+    const std::unique_ptr<Layer> layer =
+        PlannedLayer::Create(problem, specs, AttentionOutputs(problem), {}, Device::kCpu,
+                             [&](const NamedTensors&) { return plan; })
+            .value();
+    return GradientsOf(*layer, ViewsOf(RandomInputs(specs, 3)), RandomOutputGradients(*layer, 5), 2)
+        .value();
+  };
+  FlashPlan one(problem), several = FlashPlan::Empty(problem);
+  one.Sees(pattern(0, 0));
+  several.AddRows(TokenRange{0, 70});
+  several.AddPart({0, 100}).Sees(pattern(0, 0));
+  several.AddPart({100, 290}).Sees(pattern(0, 100));  // nothing
+  several.AddPart({290, 550}).Sees(pattern(0, 290));
+  several.AddRows(TokenRange{70, 600});
+  several.AddPart({0, 600}).Sees(pattern(70, 0));
+  FlashPlan with_order(problem);
+  std::vector<int32_t> places(600);
+  std::iota(places.begin(), places.end(), 0);
+  with_order.Sees(pattern(0, 0)).QueryOrder(places).KeyOrder(places);
+
+  const std::vector<TensorSpec> specs = QkvInputs(problem);
+  const NamedTensors expected = gradients_of(one, specs);
+  for (const FlashPlan* plan : {&several, &with_order}) {
+    const NamedTensors gradients = gradients_of(*plan, specs);
+    for (const char* name : {"q", "k", "v"}) {
+      EXPECT_LE(MaxDifference(gradients.at(name).view(), expected.at(name).view()), 2e-5) << name;
+      EXPECT_GT(LargestOf(gradients.at(name).view()), 0.1) << name;
+    }
+    for (const char* name : {"k", "v"}) {
+      EXPECT_EQ(LargestOf(Slice(gradients.at(name).view(), 2, 470, 130)), 0) << name;
+    }
+    EXPECT_EQ(LargestOf(Slice(gradients.at("q").view(), 2, 128, 64)), 0);
+  }
+}
+
+// One tensor that is read twice has the sum of both gradients. The first queries see the last keys alone,
+// so that a call writes to them as keys before it does as queries.
+TEST(PlannedOnTheCpu, ATensorInTwoPlacesHasTheSumOfTheirGradients) {
+  const Problem problem = Problem::SelfAttention(1, 2, 300, 16);
+  const std::vector<TensorSpec> specs = QkvInputs(problem);
+  const std::string names[] = {"q", "k", "v"};
+  for (const auto& [first, second] : {std::make_pair(0, 1), std::make_pair(1, 2)}) {
+    const std::string &kept = names[first], &replaced = names[second];
+    NamedTensors inputs = RandomInputs(specs, 3);
+    inputs.at(replaced) = inputs.at(kept).Clone();
+    const auto gradients_of = [&](const std::string& q, const std::string& k,
+                                  const std::string& v) {
+      FlashPlan plan = FlashPlan::Empty(problem);
+      plan.AddRows(TokenRange{0, 300});
+      plan.AddPart({0, 300}).Tensors(q, k, v).Sees(
+          FunctionPattern([](int64_t, int64_t i, KeyList* keys) {
+            if (i < 64) {
+              keys->Add(256, 300);
+            } else {
+              keys->Add(0, i + 1);
+            }
+            return i + 1;
+          }));
+      const std::unique_ptr<Layer> layer =
+          PlannedLayer::Create(problem, specs, AttentionOutputs(problem), {}, Device::kCpu,
+                               [&](const NamedTensors&) { return plan; })
+              .value();
+      return GradientsOf(*layer, ViewsOf(inputs), RandomOutputGradients(*layer, 5)).value();
+    };
+    const NamedTensors apart = gradients_of("q", "k", "v");
+    const NamedTensors both =
+        first == 0 ? gradients_of("q", "q", "v") : gradients_of("q", "k", "k");
+    Tensor sum = apart.at(kept).Clone();
+    for (int64_t n = 0; n < sum.num_elements(); ++n) {
+      sum.span<float>()[n] += apart.at(replaced).span<float>()[n];
+    }
+    EXPECT_LE(MaxDifference(both.at(kept).view(), sum.view()), 1e-5) << kept;
+    EXPECT_EQ(LargestOf(both.at(replaced).view()), 0) << replaced;
+  }
 }
 
 TEST(PlannedOnTheCpu, PlansSayWhereGradientsStop) {

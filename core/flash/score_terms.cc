@@ -61,14 +61,19 @@ absl::Status ReluMultiplier::Build(const Problem& problem, ThreadPool*) {
 
 absl::Status RelativeKeyTerm::Build(const Problem&, ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(keys_, make_(pool));
+  is_built_ = true;
   return absl::OkStatus();
 }
 
-void RelativeKeySums::LayOut(const Problem& problem, Workspace* workspace) {
+void RelativeKeySums::LayOut(const Problem& problem, const RelativeKeys* keys,
+                             Workspace* workspace) {
   query_heads_ = problem.query_heads;
   head_dim_ = problem.head_dim;
   row_ = RoundUp(problem.head_dim, kColumnQuantum);
-  const int64_t offsets = std::max<int64_t>(problem.query_tokens + problem.kv_tokens - 1, 0);
+  const int64_t offsets =
+      std::max<int64_t>(keys != nullptr ? keys->high() - keys->low() + 1
+                                        : problem.query_tokens + problem.kv_tokens - 1,
+                        0);
   data_ = workspace->Take<float>(query_heads_ * offsets * row_);
 }
 

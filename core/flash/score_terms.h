@@ -67,7 +67,7 @@ class ScoreTerm {
     return absl::OkStatus();
   }
   // Takes memory for the sums that the engine makes of the gradients of what the term adds, which are
-  // 0 at first. The sizes are those of the problem, whatever Build made.
+  // 0 at first. Before Build the sizes are the most that they can be for the problem.
   virtual void LayOutGradients(Device, const Problem&, Workspace*) {}
   // Lets a call add to these sums, and to the gradients of tensors that the term reads, f32, by name.
   virtual void BindGradients(const Outputs& /*tensors*/, ScoreGradients*) const {}
@@ -164,7 +164,9 @@ class ReluMultiplier : public ScoreTerm {
 // The sums of the gradients of relative keys.
 class RelativeKeySums {
  public:
-  void LayOut(const Problem& problem, Workspace* workspace);
+  // Takes room for the offsets of `keys`, or of all that the problem can have where these are not
+  // known yet.
+  void LayOut(const Problem& problem, const RelativeKeys* keys, Workspace* workspace);
   float* data() const { return data_; }  // as ScoreGradients::relative_keys
   // Returns where the sums of a query head and offset are, head_dim floats.
   int64_t PlaceOf(const RelativeKeys& keys, int64_t head, int64_t offset) const {
@@ -203,7 +205,7 @@ class RelativeKeyTerm : public ScoreTerm {
   bool has_relative_keys() const override { return true; }
 
   void LayOutGradients(Device, const Problem& problem, Workspace* workspace) override {
-    sums_.LayOut(problem, workspace);
+    sums_.LayOut(problem, is_built_ ? &keys_ : nullptr, workspace);
   }
   void BindGradients(const Outputs&, ScoreGradients* gradients) const override {
     gradients->relative_keys = sums_.data();
@@ -219,6 +221,7 @@ class RelativeKeyTerm : public ScoreTerm {
   Make make_;
   int64_t vectors_ = 0;
   RelativeKeys keys_;
+  bool is_built_ = false;
   RelativeKeySums sums_;
   GradientMap map_;
 };

@@ -358,13 +358,11 @@ void LinearGradient::ReadQuerySums(const Keys& keys, const Sums& sums,
                     keys.tokens.features + r * kChunk, 1, kChunk, products + r * width, width,
                     output, width, r > 0);
     }
-    for (int64_t j = 0; j < keys.count; ++j) {
+    kernels_.scale_rows({output, width, keys.count, width}, scale);
+    for (int64_t j = 0; epsilon_ != 0 && j < keys.count; ++j) {
       const float total = scale[j] * keys.tokens.total[j];
       for (int64_t c = 0; c < width; ++c) {
-        float& gradient = output[j * width + c];
-        gradient *= scale[j];
-        if (epsilon_ == 0) continue;
-        gradient += total * sums.scaled_values()[panel + c] + sums.values()[panel + c];
+        output[j * width + c] += total * sums.scaled_values()[panel + c] + sums.values()[panel + c];
       }
     }
   });

@@ -94,6 +94,7 @@ class SoftmaxOfBins : public FlashStep {
     if (device == Device::kCpu) return ShawCpuBackwardWorkspaceBytes(sizes_, threads);
     return Workspace::Measure([&](Workspace& workspace) { TakeSums(&workspace); });
   }
+  bool adds_before_softmaxes() const override { return true; }
   absl::Status FinishBackward(const Inputs& tensors, const Inputs& output_gradients,
                               const Outputs& gradients, const ParameterGradients& parameters,
                               const Execution& execution) override {

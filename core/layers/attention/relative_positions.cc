@@ -110,7 +110,7 @@ void RelativePositionGradients::LayOut(const Problem& problem, const DistanceRan
   heads_ = problem.query_heads;
   head_dim_ = problem.head_dim;
   channels_ = channels;
-  keys_.LayOut(problem, workspace);
+  keys_.LayOut(problem, nullptr, workspace);
   u_ = workspace->Take<float>(heads_ * head_dim_);
   v_ = workspace->Take<float>(heads_ * head_dim_);
   const int64_t row = RoundUp(heads_ * head_dim_, kColumnQuantum);
@@ -211,7 +211,7 @@ void RelativePositionGradients::Multiply(
 DevicePositionGradients::Sums::Sums(const Problem& problem, const DistanceRange& range,
                                     Workspace* workspace) {
   const int64_t width = problem.query_heads * problem.head_dim;
-  keys_.LayOut(problem, workspace);
+  keys_.LayOut(problem, nullptr, workspace);
   u_ = workspace->Take<float>(width);
   v_ = workspace->Take<float>(width);
   by_distance_ = workspace->Take<double>(range.rows() * width);
@@ -236,7 +236,7 @@ absl::Status DevicePositionGradients::SetUp(Device device, const Problem& proble
   if (!has_distances_) return absl::OkStatus();
   RelativeKeySums sums;  // for its places
   Workspace measured;
-  sums.LayOut(problem, &measured);
+  sums.LayOut(problem, nullptr, &measured);
   std::vector<GradientMap::Slope> slopes;
   for (int64_t h = 0; h < heads_; ++h) {
     for (int64_t offset = keys->low(); offset <= keys->high(); ++offset) {
