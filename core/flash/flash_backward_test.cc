@@ -47,6 +47,9 @@ struct Setting {
   DType dtype = DType::kF32;
   int64_t farthest = 50;            // offset of the farthest relative keys
   int64_t clip = int64_t{1} << 20;  // those beyond this distance are the one at this distance
+  int64_t query_position = 0;
+  bool has_token_rule = false;          // TokenRuleShows and TokenTerm
+  std::set<std::string> left_out = {};  // gradients that the call does not ask for
 
   bool Has(const std::string& term) const {
     return std::find(terms.begin(), terms.end(), term) != terms.end();
@@ -74,6 +77,23 @@ struct Setting {
 constexpr double kRamp = 40;
 
 int Id(int64_t token) { return static_cast<int>(token % 3 == 0); }
+
+// The token rule: three slots with codes, of which slot 1 hides pairs, and a bias of a token's own pair.
+constexpr int64_t kSlots = 3;
+constexpr float kSelfBias = 0.75f;
+constexpr int64_t kFirstKeyCodes = 2;  // the head whose codes the keys of head 0 have
+int32_t Code(int64_t slot, int64_t head, int64_t token) {
+  return static_cast<int32_t>((token * (slot + 3) + head) % 7);
+}
+bool SlotShows(int64_t slot, int64_t h, int64_t kv_head, int64_t i, int64_t j) {
+  const int32_t difference = Code(slot, h, i) - Code(slot, kFirstKeyCodes + kv_head, j);
+  return difference == 0 || difference == 1;
+}
+double TokenTerm(int64_t h, int64_t kv_head, int64_t i, int64_t j) {
+  int count = 0;
+  for (int64_t slot = 0; slot < kSlots; ++slot) count += SlotShows(slot, h, kv_head, i, j) ? 1 : 0;
+  return (i == j ? kSelfBias : 0) - std::log(std::max(count, 1));
+}
 
 std::vector<double> Draw(const std::string& name, int64_t count, double deviation) {
   std::vector<double> numbers;
@@ -120,14 +140,15 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
   for (int64_t bh = 0; bh < p.batch * p.query_heads; ++bh) {
     const int64_t h = bh % p.query_heads, kv = bh / p.group();
     for (int64_t i = 0; i < s.queries(); ++i) {
-      const int64_t a = s.QueryToken(i);
-      if (a < 0) continue;
+      const int64_t a = s.QueryToken(i), row = s.out_by_row ? i : a;
+      if (a < 0 || std::count(s.overwritten.begin(), s.overwritten.end(), row) != 0) continue;
       double sum = 0, max = -std::numeric_limits<double>::infinity();
       std::vector<double> scores, ramps;
       std::vector<int64_t> tokens;
       for (int64_t j = 0; j < s.keys(); ++j) {
         const int64_t b = s.KeyToken(j);
-        if (!s.sees(i, j) || b == s.hidden_key) continue;
+        if (!s.Sees(h, i, j) || b == s.hidden_key) continue;
+        if (s.has_token_rule && !SlotShows(1, h, kv % p.kv_heads, a, b)) continue;
         double ramp = 1;
         if (s.Has("span")) {
           const double z = at("span", bh * s.queries() + i);
@@ -140,8 +161,9 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
           const double q = at("q", (bh * p.query_tokens + a) * D + c);
           score += (q + at("u", h * D + c)) * at("k", (kv * p.kv_tokens + b) * D + c);
           const double positioned = q + at("w", h * D + c);
-          if (s.Has("r") && std::abs(j - i) <= s.farthest) {
-            score += positioned * at("r", (h * (2 * s.farthest + 1) + s.KeyOf(j - i)) * D + c);
+          const int64_t offset = j - i - s.query_position;
+          if (s.Has("r") && std::abs(offset) <= s.farthest) {
+            score += positioned * at("r", (h * (2 * s.farthest + 1) + s.KeyOf(offset)) * D + c);
           }
           if (s.Has("l")) score += positioned * at("l", (h * 2 + (Id(a) == Id(b))) * D + c);
         }
@@ -150,6 +172,7 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
         const int64_t offset = h * offsets + j - i + p.query_tokens;
         if (s.Has("factor")) score = std::max(score, 0.0) * at("factor", offset);
         if (s.Has("bias")) score += at("bias", offset);
+        if (s.has_token_rule) score += TokenTerm(h, kv % p.kv_heads, a, b);
         scores.push_back(score);
         ramps.push_back(ramp);
         tokens.push_back(b);
@@ -157,11 +180,11 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
       }
       if (scores.empty()) continue;
       for (size_t n = 0; n < scores.size(); ++n) sum += ramps[n] * std::exp(scores[n] - max);
-      loss += e[bh * p.query_tokens + a] * (max + std::log(sum));
+      loss += e[bh * p.query_tokens + row] * (max + std::log(sum));
       for (size_t n = 0; n < scores.size(); ++n) {
         const double weight = ramps[n] * std::exp(scores[n] - max) / sum;
         for (int64_t c = 0; c < p.value_dim; ++c) {
-          loss += weight * g[(bh * p.query_tokens + a) * p.value_dim + c] *
+          loss += weight * g[(bh * p.query_tokens + row) * p.value_dim + c] *
                   at("v", (kv * p.kv_tokens + tokens[n]) * p.value_dim + c);
         }
       }
@@ -256,6 +279,13 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   TFB_RETURN_IF_ERROR(copy_order(s.query_order, &call.query_order));
   call.out_by_row = s.out_by_row;
   TFB_RETURN_IF_ERROR(copy_order(s.key_order, &call.key_order));
+  TokenRule& tokens = call.rule.tokens;
+  for (const int32_t** codes : {&tokens.query_codes, &tokens.key_codes}) {
+    if (*codes == nullptr) continue;
+    TFB_ASSIGN_OR_RETURN(const ConstTensorView copy,
+                         mirror.Copy({*codes, DType::kI32, {kSlots * tokens.slot_stride}}));
+    *codes = static_cast<const int32_t*>(copy.data);
+  }
 
   FlashBackwardCall of_device = host.backward;
   of_device.forward = &call;
@@ -274,6 +304,7 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
        {&FlashBackwardCall::q_gradient, &FlashBackwardCall::k_gradient,
         &FlashBackwardCall::v_gradient}) {
     const TensorView& own = host.backward.*view;
+    if (own.empty()) continue;
     of_device.*view =
         TensorView(copies.at(static_cast<float*>(own.mutable_data())), DType::kF32, own.shape());
   }
@@ -355,10 +386,12 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   const int64_t offsets = p.query_tokens + p.kv_tokens + 200;
   const auto table = [&](const char* name) {
     return [&, name](int64_t h, int64_t offset) {
-      return static_cast<float>(x.at(name)[h * offsets + offset + p.query_tokens]);
+      return static_cast<float>(
+          x.at(name)[h * offsets + offset + s.query_position + p.query_tokens]);
     };
   };
   ScoreRule rule;
+  rule.query_position = s.query_position;
   const std::vector<float> u = Floats(x, "u"), w = Floats(x, "w"), l = Floats(x, "l"),
                            c = Floats(x, "c"), span = Floats(x, "span");
   if (s.Has("u")) rule.content_bias = u.data();
@@ -379,17 +412,39 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   }
   DistanceTable factor, bias;
   if (s.Has("factor")) {
-    factor = DistanceTable(p.query_heads, s.queries(), s.keys(), table("factor"));
+    factor =
+        DistanceTable(p.query_heads, s.queries() + s.query_position, s.keys(), table("factor"));
     rule.relu_multiplier = factor.entries();
   }
   if (s.Has("bias")) {
-    bias = DistanceTable(p.query_heads, s.queries(), s.keys(), table("bias"));
+    bias = DistanceTable(p.query_heads, s.queries() + s.query_position, s.keys(), table("bias"));
     rule.bias = bias.entries();
   }
   if (s.Has("span")) {
     rule.soft_span = {
         span.data(), static_cast<int64_t>(span.size()), p.query_heads * s.queries(), s.queries(), 1,
         kRamp};
+  }
+  // Codes of the slots' heads and tokens; those of keys are of other heads, as in SlotShows.
+  const int64_t tokens = std::max(p.query_tokens, p.kv_tokens);
+  const auto codes = [&](int64_t first_head) {
+    std::vector<int32_t> of;
+    for (int64_t n = 0; n < kSlots * p.query_heads * tokens; ++n) {
+      const int64_t slot = n / tokens / p.query_heads, head = n / tokens % p.query_heads;
+      of.push_back(Code(slot, first_head + head, n % tokens));
+    }
+    return of;
+  };
+  const std::vector<int32_t> query_codes = codes(0), key_codes = codes(kFirstKeyCodes);
+  if (s.has_token_rule) {
+    rule.tokens.counts = true;
+    rule.tokens.self_bias = kSelfBias;
+    rule.tokens.own = 1;
+    rule.tokens.query_codes = query_codes.data();
+    rule.tokens.key_codes = key_codes.data();
+    rule.tokens.slots = kSlots;
+    rule.tokens.slot_stride = p.query_heads * tokens;
+    rule.tokens.head_stride = tokens;
   }
   const FlashEngine engine =
       FlashEngine::Create(Device::kCpu, of_places, FromFunction(s), rule).value();
@@ -436,21 +491,23 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   if (!s.overwritten.empty()) calls.overwritten = marks.view();
   FlashBackwardCall& backward = calls.backward;
   backward.out_gradient = out_gradient.view();
-  backward.q_gradient = TensorView(sum("q", q.num_elements()), DType::kF32, of_q);
-  backward.k_gradient = TensorView(sum("k", k.num_elements()), DType::kF32, of_k);
-  backward.v_gradient = TensorView(sum("v", v.num_elements()), DType::kF32, of_v);
-  if (s.Has("u")) backward.terms.content_bias = sum("u", u.size());
-  if (s.Has("w")) backward.terms.position_bias = sum("w", w.size());
-  if (s.Has("r")) {
+  const auto wants = [&](const char* name) { return s.left_out.count(name) == 0; };
+  const auto has = [&](const char* name) { return s.Has(name) && wants(name); };
+  if (wants("q")) backward.q_gradient = TensorView(sum("q", q.num_elements()), DType::kF32, of_q);
+  if (wants("k")) backward.k_gradient = TensorView(sum("k", k.num_elements()), DType::kF32, of_k);
+  if (wants("v")) backward.v_gradient = TensorView(sum("v", v.num_elements()), DType::kF32, of_v);
+  if (has("u")) backward.terms.content_bias = sum("u", u.size());
+  if (has("w")) backward.terms.position_bias = sum("w", w.size());
+  if (has("r")) {
     backward.terms.relative_keys = sum("r", p.query_heads * (2 * s.farthest + 1) * row);
   }
-  if (s.Has("l")) backward.terms.label_keys = sum("l", l.size());
-  if (s.Has("c")) backward.terms.label_biases = sum("c", c.size());
-  if (s.Has("factor")) {
+  if (has("l")) backward.terms.label_keys = sum("l", l.size());
+  if (has("c")) backward.terms.label_biases = sum("c", c.size());
+  if (has("factor")) {
     backward.terms.relu_multiplier = sum("factor", p.query_heads * factor.entries().row);
   }
-  if (s.Has("bias")) backward.terms.bias = sum("bias", p.query_heads * bias.entries().row);
-  if (s.Has("span")) backward.terms.span = sum("span", span.size());
+  if (has("bias")) backward.terms.bias = sum("bias", p.query_heads * bias.entries().row);
+  if (has("span")) backward.terms.span = sum("span", span.size());
   const absl::Status status = place.device == Device::kCpu
                                   ? RunOnCpu(s, of_places, engine, calls, place.threads)
                                   : RunOnCuda(s, of_places, rule, calls, &sums, place);
@@ -471,7 +528,8 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
       const DistanceEntries entries = name == "bias" ? bias.entries() : factor.entries();
       for (int64_t h = 0; h < p.query_heads; ++h) {
         for (int64_t o = 1 - s.queries(); o < s.keys(); ++o) {
-          of[h * offsets + o + p.query_tokens] = values[h * entries.row + entries.zero + o];
+          of[h * offsets + o + p.query_tokens] =
+              values[h * entries.row + entries.zero + o - s.query_position];
         }
       }
     } else {
@@ -1138,6 +1196,213 @@ TEST_P(FlashBackward16, PlainCallsOfUpTo128ChannelsRunOnTensorCoresWithoutBankCo
     const std::set<std::string> kernels = KernelsOf(Case16(rule)).first;
     EXPECT_EQ(kernels.count("FlashKeysMma") + kernels.count("FlashQueriesMma"), 0u) << term;
   }
+}
+
+// ---- Products in fp32, and all kinds of calls ----
+
+// Every term of a score but the soft span, which has no gradient by a table.
+const std::vector<std::string> kTerms = {"bias", "factor", "r", "l", "c", "u", "w"};
+
+Problem Sized(int64_t heads, int64_t queries, int64_t keys, int64_t head_dim, int64_t value_dim) {
+  Problem problem = Problem::SelfAttention(1, heads, queries, head_dim, false);
+  problem.kv_tokens = keys;
+  problem.value_dim = value_dim;
+  return problem;
+}
+
+// Kernels have 64, 128 or 256 channels; with more than 64, queries and gradients take turns in shared memory.
+TEST_P(FlashBackward, OfEveryHeadDim) {
+  for (const auto& [head_dim, value_dim] :
+       {std::pair<int64_t, int64_t>{65, 30}, {40, 128}, {129, 70}, {20, 256}}) {
+    Setting s{"wide", Sized(1, 70, 90, head_dim, value_dim)};
+    s.sees = [](int64_t i, int64_t j) { return j <= i + 20; };
+    ExpectGradients(s, GetParam());
+    s.terms = kTerms;
+    s.farthest = 20;
+    ExpectGradients(s, GetParam());
+  }
+}
+
+TEST_P(FlashBackward, OfTermsWithGroupedHeadsThatSeeOtherKeysAndBatches) {
+  Setting s{"grouped", Problem::SelfAttention(2, 4, 130, 8, false)};
+  s.problem.kv_heads = 2;
+  s.problem.kv_tokens = 70;
+  s.head_sees = [](int64_t h, int64_t i, int64_t j) {
+    return h == 0 ? j <= i : h == 1 ? (i / 64 + j / 64) % 2 == 1 : h == 2 ? j >= i : j % 3 == 0;
+  };
+  s.farthest = 20;
+  for (const std::vector<std::string>& terms :
+       {std::vector<std::string>(), kTerms, {"u", "span"}, {"l", "w"}}) {
+    s.terms = terms;
+    ExpectGradients(s, GetParam());
+  }
+}
+
+TEST_P(FlashBackward, OfTermsWhereQueriesFollowOtherKeys) {
+  Setting s{"after 75 keys", Sized(2, 70, 145, 8, 8)};
+  s.query_position = 75;
+  s.sees = [](int64_t i, int64_t j) { return j <= i + 75; };
+  s.farthest = 90;
+  s.terms = kTerms;
+  ExpectGradients(s, GetParam());
+}
+
+TEST_P(FlashBackward, OfTokenRules) {
+  for (const bool causal : {false, true}) {
+    Setting s{causal ? "causal" : "full", Problem::SelfAttention(1, 4, 130, 8, false)};
+    s.problem.kv_heads = 2;
+    s.has_token_rule = true;
+    if (causal) s.sees = [](int64_t i, int64_t j) { return j <= i; };
+    ExpectGradients(s, GetParam());
+    s.terms = {"bias", "r", "w", "l"};
+    ExpectGradients(s, GetParam());
+    s.terms = {};
+    for (int32_t n = 0; n < 90; ++n) s.key_order.push_back(n * 77 % 130);
+    ExpectGradients(s, GetParam());
+  }
+}
+
+TEST_P(FlashBackward, AGradientThatIsLeftOutChangesNoOther) {
+  Setting s{"left out", Sized(2, 70, 90, 8, 8)};
+  for (const bool has_span : {false, true}) {
+    s.terms = kTerms;
+    s.farthest = 20;
+    if (has_span) s.terms.push_back("span");
+    const Problem& p = s.problem;
+    const Numbers x = DrawNumbers(s);
+    const std::vector<double> g = Draw("g", p.query_heads * p.query_tokens * p.value_dim, 1);
+    const std::vector<double> e = Draw("e", p.query_heads * p.query_tokens, 1);
+    s.left_out.clear();
+    const Numbers expected = EngineGradients(s, x, g, e, {GetParam(), 1});
+    for (const auto& [only, gradient] : expected) {
+      s.left_out.clear();
+      for (const auto& [name, unused] : expected) {
+        if (name != only) s.left_out.insert(name);
+      }
+      const Numbers alone = EngineGradients(s, x, g, e, {GetParam(), 1});
+      ASSERT_EQ(alone.size(), 1u);
+      // Sums may be made in another order, which moves elements by some units in the last place.
+      std::vector<double> difference = gradient;
+      for (size_t n = 0; n < gradient.size(); ++n) difference[n] -= alone.at(only)[n];
+      EXPECT_LE(Norm(difference), 1e-6 * Norm(gradient)) << only;
+    }
+  }
+}
+
+TEST_P(FlashBackward, GradientsOfTermsAreAddedToWhatIsThere) {
+  Setting s{"sums", Sized(2, 70, 90, 8, 8)};
+  s.terms = kTerms;
+  s.terms.push_back("span");
+  s.farthest = 180;  // so that every relative key has an offset of its own
+  const Problem& p = s.problem;
+  const Numbers x = DrawNumbers(s);
+  const std::vector<double> g = Draw("g", p.query_heads * p.query_tokens * p.value_dim, 1);
+  const std::vector<double> e = Draw("e", p.query_heads * p.query_tokens, 1);
+  Place place = {GetParam(), 1};
+  const Numbers gradients = EngineGradients(s, x, g, e, place);
+  place.begin = 4;
+  const Numbers sums = EngineGradients(s, x, g, e, place);
+  for (const auto& [name, gradient] : gradients) {
+    for (size_t n = 0; n < gradient.size(); ++n) {
+      if ((name == "bias" || name == "factor") && gradient[n] == 0) continue;  // may be no entry
+      // Sums in parts round what was there before once a part.
+      ASSERT_NEAR(sums.at(name)[n], gradient[n] + 4, 1e-6 * (std::abs(gradient[n]) + 4) * 4)
+          << name << n;
+    }
+  }
+}
+
+class FlashBackwardF32 : public testing::Test {
+ protected:
+  static Case16 Make(const std::string& name, const Problem& problem,
+                     std::function<bool(int64_t, int64_t)> sees = nullptr) {
+    Setting s{name, problem};
+    if (sees != nullptr) s.sees = std::move(sees);
+    return Case16(s);
+  }
+};
+
+TEST_F(FlashBackwardF32, OfOrdersWithRowsOfTheOutputByPlace) {
+  Setting s{"by place", Sized(1, 330, 330, 16, 24)};
+  for (int32_t n = 0; n < 150; ++n) s.query_order.push_back(n * 2 + 1);
+  s.query_order[3] = s.query_order[77] = s.query_order[100];  // one token three times
+  for (int32_t n = 0; n < 300; ++n) s.key_order.push_back(n * 77 % 289);
+  s.sees = [](int64_t i, int64_t j) { return j <= 2 * i; };
+  s.out_by_row = true;
+  Case16(s).Expect();
+}
+
+TEST_F(FlashBackwardF32, RowsThatAnotherCallWritesGiveNothing) {
+  for (const int64_t dim : {16, 80}) {
+    Setting s{"overwritten", Sized(2, 200, 130, dim, dim)};
+    s.overwritten = {5, 64, 199};
+    for (int64_t t = 70; t < 128; ++t) s.overwritten.push_back(t);
+    for (int64_t t = 128; t < 160; ++t) s.overwritten.push_back(t);  // half a tile
+    Case16 one(s);
+    for (const int64_t head : {0, 1}) {
+      one.Query(head, 64)[1] = NAN;
+      one.OutGradient(head, 5)[3] = NAN;
+      one.OutGradient(head, 100)[3] = INFINITY;
+    }
+    one.Expect();
+    one.s.sees = [](int64_t i, int64_t j) { return j <= i; };
+    one.Expect();
+  }
+}
+
+TEST_F(FlashBackwardF32, NumbersThatAreNotFiniteReachWhatSeesThemAlone) {
+  for (const int64_t dim : {16, 80}) {
+    const auto sees = [](int64_t i, int64_t j) { return i == 30 ? j < 10 : (i + j) % 2 == 0; };
+    Case16 query = Make("a query", Sized(2, 130, 130, dim, dim), sees);
+    query.Query(1, 30)[dim - 2] = NAN;
+    query.Expect();
+    Case16 gradient = Make("a gradient of the output", Sized(2, 130, 130, dim, dim), sees);
+    gradient.OutGradient(1, 30)[dim - 2] = NAN;
+    gradient.OutGradient(0, 30)[dim - 3] = INFINITY;
+    gradient.Expect();
+    Case16 without_keys = Make("without keys", Sized(2, 130, 130, dim, dim),
+                               [](int64_t i, int64_t) { return i != 30 && i != 70; });
+    for (const int64_t head : {0, 1}) {
+      without_keys.Query(head, 30)[2] = NAN;
+      without_keys.OutGradient(head, 70)[1] = INFINITY;
+    }
+    without_keys.Expect();
+  }
+}
+
+TEST_F(FlashBackwardF32, AQueryThatGivesNothingMayHoldAnything) {
+  Case16 one = Make("gradients of 0", Sized(1, 130, 130, 16, 16));
+  for (const int64_t token : {3, 64, 129}) {
+    std::fill_n(one.OutGradient(0, token), 16, 0.0);
+    one.e[token] = 0;
+  }
+  const Gradients16 expected = Expected16(one.s, one.x, one.g, one.e);
+  one.Expect();
+  for (const int64_t token : {3, 64, 129}) one.Query(0, token)[1] = NAN;
+  const Numbers gradients = EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1});
+  for (const auto& [name, elements] : expected) {
+    for (size_t n = 0; n < elements.size(); ++n) {
+      ASSERT_NEAR(gradients.at(name)[n], elements[n].value, elements[n].error) << name << n;
+    }
+  }
+}
+
+// The log-sum-exp of a row may have a gradient where the output has none.
+TEST_F(FlashBackwardF32, OfALogSumExpAlone) {
+  Case16 one = Make("gradients of the log-sum-exp", Sized(1, 130, 130, 16, 16));
+  std::fill(one.g.begin(), one.g.end(), 0.0);
+  one.Expect();
+}
+
+// As In/FlashBackward16.OfLogSumExpsThatRoundingChanges.
+TEST_F(FlashBackwardF32, OfLogSumExpsThatRoundingChanges) {
+  Case16 one = Make("equal scores", Sized(1, 70, 100, 64, 64));
+  for (const char* name : {"q", "k"}) {
+    std::vector<double>& rows = one.x[name];
+    std::fill(rows.begin(), rows.end(), 0.0);
+    for (size_t n = 0; n < rows.size(); n += 64) rows[n] = *name == 'q' ? 512 : 4096;
+  }
+  one.Expect();
 }
 
 }  // namespace
