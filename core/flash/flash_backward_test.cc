@@ -50,6 +50,7 @@ struct Setting {
   int64_t query_position = 0;
   bool has_token_rule = false;          // TokenRuleShows and TokenTerm
   std::set<std::string> left_out = {};  // gradients that the call does not ask for
+  int64_t overwritten_batch = -1;       // the batch row of `overwritten`; -1 for all
 
   bool Has(const std::string& term) const {
     return std::find(terms.begin(), terms.end(), term) != terms.end();
@@ -65,6 +66,10 @@ struct Setting {
   }
   int64_t QueryToken(int64_t place) const {
     return query_order.empty() ? place : query_order[place];
+  }
+  bool IsOverwritten(int64_t b, int64_t row) const {
+    return (overwritten_batch < 0 || b == overwritten_batch) &&
+           std::find(overwritten.begin(), overwritten.end(), row) != overwritten.end();
   }
   int64_t KeyToken(int64_t place) const { return key_order.empty() ? place : key_order[place]; }
   // Returns the number of an offset's relative key.
@@ -141,7 +146,7 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
     const int64_t h = bh % p.query_heads, kv = bh / p.group();
     for (int64_t i = 0; i < s.queries(); ++i) {
       const int64_t a = s.QueryToken(i), row = s.out_by_row ? i : a;
-      if (a < 0 || std::count(s.overwritten.begin(), s.overwritten.end(), row) != 0) continue;
+      if (a < 0 || s.IsOverwritten(bh / p.query_heads, row)) continue;
       double sum = 0, max = -std::numeric_limits<double>::infinity();
       std::vector<double> scores, ramps;
       std::vector<int64_t> tokens;
@@ -466,7 +471,9 @@ Numbers EngineGradients(const Setting& s, const Numbers& x, const std::vector<do
   Fill(marks.view(), 0);
   for (int64_t b = 0; b < p.batch; ++b) {
     if (s.hidden_key >= 0) *mask.view().MutableAt<uint8_t>(b, s.hidden_key) = 0;
-    for (const int64_t t : s.overwritten) *marks.view().MutableAt<uint8_t>(b, t) = 1;
+    for (const int64_t t : s.overwritten) {
+      if (s.IsOverwritten(b, t)) *marks.view().MutableAt<uint8_t>(b, t) = 1;
+    }
     for (int64_t t = 0; t < ids.dim(1); ++t) *ids.view().MutableAt<int32_t>(b, t) = Id(t);
   }
   Calls calls;
@@ -798,8 +805,7 @@ Gradients16 Expected16(const Setting& s, const Numbers& x, const std::vector<dou
         tokens.push_back(kv * p.kv_tokens + s.KeyToken(j));
         weights.push_back(scale * std::inner_product(q, q + D, &x.at("k")[tokens.back() * D], 0.0));
       }
-      const bool is_own =
-          std::count(s.overwritten.begin(), s.overwritten.end(), s.QueryToken(i)) == 0;
+      const bool is_own = !s.IsOverwritten(bh / p.query_heads, s.QueryToken(i));
       if (tokens.empty() || !is_own) continue;
       const double max = *std::max_element(weights.begin(), weights.end());
       const size_t largest = std::find(weights.begin(), weights.end(), max) - weights.begin();
@@ -1403,6 +1409,48 @@ TEST_F(FlashBackwardF32, OfLogSumExpsThatRoundingChanges) {
     for (size_t n = 0; n < rows.size(); n += 64) rows[n] = *name == 'q' ? 512 : 4096;
   }
   one.Expect();
+}
+
+// A block may go through several tiles of queries of which none has a gradient.
+TEST_F(FlashBackwardF32, TilesThatAnotherCallWritesInOneBatchRowGiveNothing) {
+  for (const std::vector<std::string>& terms : {std::vector<std::string>(), {"u", "bias"}}) {
+    Setting s{"overwritten in batch row 1", Sized(2, 330, 70, 16, 16)};
+    s.problem.batch = 2;
+    s.terms = terms;
+    s.overwritten_batch = 1;
+    for (int64_t t = 60; t < 300; ++t) s.overwritten.push_back(t);
+    if (terms.empty()) {
+      Case16(s).Expect();
+    } else {
+      ExpectGradients(s, KernelDevice());
+    }
+  }
+}
+
+// Scores of a query that is not a number are none either, and so are the gradients of the relative
+// keys in them; those of the others are what they are without the query.
+TEST_F(FlashBackwardF32, AQueryThatIsNotANumberReachesTheRelativeKeysOfItsPairsAlone) {
+  Setting s{"relative keys", Sized(1, 130, 130, 16, 16)};
+  s.terms = {"r"};
+  s.sees = [](int64_t i, int64_t j) { return std::abs(j - i) <= (i == 70 ? 5 : 30); };
+  Case16 one(s);
+  one.Query(0, 70)[2] = NAN;
+  const Numbers gradients = EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1});
+  std::fill_n(one.Query(0, 70), 16, 0.0);
+  std::fill_n(one.OutGradient(0, 70), 16, 0.0);
+  one.e[70] = 0;
+  const Numbers without = EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1});
+  const std::vector<double>&of_keys = gradients.at("r"), &expected = without.at("r");
+  for (int64_t offset = -s.farthest; offset <= s.farthest; ++offset) {
+    for (int64_t c = 0; c < 16; ++c) {
+      const int64_t n = s.KeyOf(offset) * 16 + c;
+      if (std::abs(offset) <= 5) {
+        EXPECT_TRUE(std::isnan(of_keys[n])) << offset;
+      } else {
+        EXPECT_EQ(of_keys[n], expected[n]) << offset;
+      }
+    }
+  }
 }
 
 }  // namespace

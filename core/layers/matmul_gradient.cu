@@ -1,7 +1,12 @@
 // The products x^T dy of a product's gradients.
 //
 // A block makes 64 x 64 of dW for one chunk of rows with 128 threads, each 8 x 4 of it in registers, 16 rows at a time.
-//   shared memory: 2 x 16 x 68 x 4 B = 8.5 KiB
+//   shared memory  2 x 16 x 68 x 4 B = 8.5 KiB
+//   registers      128 a thread of sm_80, 127 of sm_89, 126 of sm_90a, without spills: four blocks are on a multiprocessor
+//   rate           For 16 rows of f32 a thread takes some 1,060 instructions of sm_90a, 512 of them multiply-adds, with
+//                  a load of 16 B of shared memory for each 11; loading, checks of dy for 0 and the bias are the rest. So
+//                  at most 48 % of an H100's fp32 peak, 32 of 67 TFLOP/s, is to be expected; tiles then read 2 TB/s from
+//                  L2, 512 B for 8,192 FLOPs. It is not measured.
 // The sums of a chunk are in the order of the rows, and chunks are added in theirs (SumOfChunks), so that the bits are the
 // same in every run.
 #include "core/cuda/for_each.cuh"

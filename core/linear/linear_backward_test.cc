@@ -1042,5 +1042,24 @@ TEST(LinearBackwardCuda, TheScratchIsLinearInTokensAndForSomeHeadsAtATime) {
   }
 }
 
+// Features of sines and cosines have sums of both signs.
+TEST_P(LinearBackward, AHeldDenominatorKeepsItsSign) {
+  for (const bool gated : {false, true}) {
+    LinearCase c{LinearProblem(80, 80, true), DirectionMap(Feature::kSinCos, 1, gated)};
+    c.map.denominator_floor = 0.3;
+    c.magnitude = 3;
+    const BackwardCase of = Case(c);
+    const Reals reals = RealsOf(of);
+    const Formula formula(c, of.tensors, reals);
+    int64_t held_below_zero = 0;
+    formula.ForEachRow([&](int64_t b, int64_t h, int64_t i) {
+      const Row row = formula.Evaluate(b, h, i);
+      held_below_zero += row.is_held && row.denominator < 0 ? 1 : 0;
+    });
+    EXPECT_GT(held_below_zero, 0);
+    ExpectGradientsOfFormula(of);
+  }
+}
+
 }  // namespace
 }  // namespace tfb
