@@ -20,11 +20,23 @@
 //                  D = 256:  (2 x 256 + 64) x 68 x 4 B = 153 KiB
 //   the numbers of rows add 1.5 KiB, terms of the rule what they add in flash_f32.cuh
 //
-//   registers of a thread, plain and with a rule (bazel run //tools/cuda:kernel_resources), sm_80:
-//                  D = 64        D = 128       D = 256
-//     queries      182, 233      219, 202      168, 237
-//     keys         243, 217      207, 255      255, 255, the latter two with spills
-//     offsets      207           240           255, with spills
+//   registers of a thread, plain and with a rule, of sm_80 and sm_90a; those of sm_89 are at most 13 more than sm_80's:
+//                  D = 64                      D = 128                     D = 256
+//     queries      168, 230 and 189, 255       204, 199 and 225, 208       157, 234 and 168, 255
+//     keys         240, 217 and 248, 219       199, 255 and 221, 255       255, 255 and 255, 255
+//     offsets      207 and 211                 240 and 246                 255 and 255
+//   D = 256 alone spills: in the plain path keys, two registers; keys and offsets with a rule, and on sm_90a queries
+//   (core/flash/BUILD has the bytes). The rows' numbers take 37 to 40, without shared memory and without spills.
+//
+//   rate           Of 128 threads each has 8 x 4 of a product, and takes 145 to 150 instructions of sm_90a for 128
+//                  multiply-adds, with 12 loads of 16 B of shared memory, 4 passes over the banks against 8 cycles of
+//                  the FMA units. At D = 64 the products of a pair of tiles are 6,144 multiply-adds a thread of queries
+//                  and 8,192 of keys, beside which weights, loads and stores take an estimated 1,500 to 2,000. So some
+//                  71 % of the instructions multiply, and 5/7 of those count: up to 34 of an H100's 67 TFLOP/s are to be
+//                  expected. One did 14 (core/cuda/README.md): the estimate leaves out waits for loads and barriers,
+//                  which two warps a scheduler, all that registers allow, have to hide from each other
+//   reading it     For a pair of tiles queries read K twice and V once, keys Q and G twice and K and V once, 768 D and
+//                  1,536 D bytes from L2 for 24,576 D and 32,768 D FLOPs: 1.5 and 2.3 TB/s at that rate
 #include "core/flash/flash_backward_kernels.h"
 #include "core/flash/flash_f32.cuh"
 

@@ -1453,5 +1453,35 @@ TEST_F(FlashBackwardF32, AQueryThatIsNotANumberReachesTheRelativeKeysOfItsPairsA
   }
 }
 
+TEST_P(FlashBackward, OfOrdersInBatchesWithGroupedHeads) {
+  Setting s{"orders", Problem::SelfAttention(2, 4, 130, 8, false)};
+  s.problem.kv_heads = 2;
+  s.problem.value_dim = 5;
+  for (int32_t n = 0; n < 70; ++n) s.query_order.push_back((n * 41 + 7) % 130);
+  for (int32_t n = 0; n < 90; ++n) s.key_order.push_back(n * 77 % 67);  // some tokens twice
+  s.sees = [](int64_t i, int64_t j) { return j <= i + 20; };
+  ExpectGradients(s, GetParam());
+}
+
+TEST_F(FlashBackwardF32, KeysThatNoQueryOrNotAllQueriesSeeReachNothingElse) {
+  const auto sees = [](int64_t i, int64_t j) { return j <= i && j != 20; };
+  for (const int64_t dim : {16, 80}) {
+    Case16 one = Make("hidden by the schedule", Sized(2, 130, 130, dim, dim), sees);
+    for (const int64_t head : {0, 1}) {
+      one.Key(head, 20)[dim - 1] = INFINITY;
+      one.Value(head, 20)[5] = NAN;
+    }
+    one.Key(1, 70)[3] = NAN;  // queries before it do not see it
+    one.Expect();
+  }
+  Setting s{"with a content bias", Sized(1, 130, 130, 16, 16)};
+  s.terms = {"u"};
+  s.sees = sees;
+  Case16 one(s);
+  const Numbers expected = EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1});
+  one.Key(0, 20)[3] = NAN;
+  EXPECT_EQ(EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1}), expected);
+}
+
 }  // namespace
 }  // namespace tfb

@@ -1061,5 +1061,36 @@ TEST_P(LinearBackward, AHeldDenominatorKeepsItsSign) {
   }
 }
 
+// The projections of padding are 0, which the stabiliser must not take for a token's.
+TEST_P(LinearBackward, MaximaBelowZeroAreThoseOfTheTokensAlone) {
+  for (const KeyStabiliser stabiliser : {KeyStabiliser::kRunning, KeyStabiliser::kSequence}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(90, 90, causal), LinearMap(Feature::kExp, 1, 8, 1e-2)};
+      c.map.stabiliser = stabiliser;
+      c.masked = true;
+      BackwardCase of = Case(c);
+      for (float& x : of.tensors.w.span<float>()) x = std::abs(x);
+      for (float& x : of.tensors.k.span<float>()) x = -std::abs(x);
+      of.tensors.key_mask.span<uint8_t>()[0] = 0;
+      ExpectGradientsOfFormula(of);
+    }
+  }
+}
+
+TEST_P(LinearBackward, ANaNOfAGradientReachesTheValuesThatItsRowSees) {
+  for (const bool causal : {false, true}) {
+    for (const int64_t place : {5, 77}) {
+      BackwardCase of =
+          Case({LinearProblem(140, 140, causal, 1), LinearMap(Feature::kExp, 16, 16, 1e-4)});
+      Fill(Slice(of.out_gradient.view(), 2, place, 1), std::nan(""));
+      const Gradients gradients = RunBackward(of);
+      for (int64_t j = 0; j < 140; ++j) {
+        EXPECT_EQ(std::isnan(*gradients.v.view().At<float>(0, 0, j, 0)), !causal || j <= place)
+            << j;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tfb
