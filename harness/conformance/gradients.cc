@@ -7,6 +7,7 @@
 #include <functional>
 #include <iostream>
 #include <limits>
+#include <map>
 #include <memory>
 #include <random>
 #include <set>
@@ -633,32 +634,26 @@ absl::StatusOr<std::pair<Job, bool>> CounterpartOf(const Job& job) {
   return std::make_pair(counterpart, false);
 }
 
-// Returns the largest error of an element of the gradient, and the largest element.
-absl::StatusOr<std::pair<double, double>> LargestError(GradientTrial* trial,
-                                                       const NamedTensors& gradients,
-                                                       const Variable& variable) {
-  TFB_ASSIGN_OR_RETURN(DefinitionGradient definition, trial->Definition());
-  TFB_ASSIGN_OR_RETURN(const Tensor partial, definition.Partial(variable));
-  TFB_ASSIGN_OR_RETURN(const double error,
-                       MaxAbsError(gradients.at(variable.ToString()).view(), partial.view(), {}));
-  return std::make_pair(error, LargestMagnitude(partial.view()));
+// The errors of a gradient of 16 bits, or their geometric means over draws: |y - r| / |r| over all
+// elements, of the definition's gradient r.
+struct GradientErrors {
+  double own = 0;
+  double dense = 0;
+  double rounding = 0;  // of r, rounded: no other y of the dtype has a smaller error
+};
+
+absl::StatusOr<double> RelativeError(const Tensor& gradient, const Tensor& reference) {
+  TFB_ASSIGN_OR_RETURN(const OutputError error, CompareOutput(gradient.view(), reference.view(),
+                                                              /*rows=*/{}, /*max_value=*/1));
+  return error.relative_frobenius;
 }
 
-// The errors in 16 bits, as shares of the largest element, are at most twice those of the dense
-// counterpart in the same precision on the same tensors, and one rounding of the result.
-void SixteenBitsAreAsGoodAsDenseAttention(const Job& job) {
-  const auto trial = GradientTrial::Make(job);
-  if (trial == nullptr) return;
-  NamedTensors gradients = trial->Backward();
-  trial->ExpectMatchesDefinition(gradients);
-  const auto counterpart = CounterpartOf(job);
-  if (!counterpart.ok()) {
-    std::cout << "  no ratio to dense attention: " << counterpart.status().message() << "\n";
-    return;
-  }
-  if (counterpart->second) return;
-  const auto dense = GradientTrial::Make(counterpart->first);
-  if (dense == nullptr) return;
+// Returns a trial of the dense counterpart on the tensors of the trial, or null as GradientTrial::Make
+// does. Both have a gradient of the output `out`, but none of log_sum_exp.
+std::unique_ptr<GradientTrial> DenseTrialBeside(const Job& counterpart, uint64_t seed,
+                                                GradientTrial* trial) {
+  auto dense = GradientTrial::Make(counterpart, seed);
+  if (dense == nullptr) return nullptr;
   for (auto& [name, tensor] : dense->inputs()) {
     const auto own = trial->inputs().find(name);
     if (own != trial->inputs().end() && own->second.shape() == tensor.shape()) {
@@ -669,17 +664,84 @@ void SixteenBitsAreAsGoodAsDenseAttention(const Job& job) {
     of->erase("log_sum_exp");
   }
   dense->output_gradients()["out"] = trial->output_gradients().at("out").Clone();
-  gradients = trial->Backward();
-  const NamedTensors of_dense = dense->Backward();
-  if (gradients.empty() || of_dense.empty()) return;
+  return dense;
+}
+
+// Returns the errors of the gradients of all inputs that both have, by Variable::ToString; an empty
+// result, with the test failed, where a call failed.
+absl::StatusOr<std::map<std::string, GradientErrors>> ErrorsBeside(GradientTrial* dense,
+                                                                   GradientTrial* trial) {
+  std::map<std::string, GradientErrors> errors;
+  const NamedTensors gradients = trial->Backward(), of_dense = dense->Backward();
+  if (gradients.empty() || of_dense.empty()) return errors;
+  TFB_ASSIGN_OR_RETURN(DefinitionGradient definition, trial->Definition());
+  TFB_ASSIGN_OR_RETURN(DefinitionGradient dense_definition, dense->Definition());
   for (const Variable& variable : trial->Variables()) {
-    if (variable.is_parameter || of_dense.count(variable.ToString()) == 0) continue;
-    const auto own = LargestError(trial.get(), gradients, variable);
-    const auto plain = LargestError(dense.get(), of_dense, variable);
-    ASSERT_TRUE(own.ok() && plain.ok()) << own.status() << plain.status();
-    const double error = own->second > 0 ? own->first / own->second : own->first;
-    const double plain_error = plain->second > 0 ? plain->first / plain->second : plain->first;
-    EXPECT_LE(error, 2 * plain_error + UnitRoundoff(job.problem.dtype)) << variable.ToString();
+    const std::string key = variable.ToString();
+    if (variable.is_parameter || of_dense.count(key) == 0) continue;
+    TFB_ASSIGN_OR_RETURN(const Tensor exact, definition.Partial(variable));
+    TFB_ASSIGN_OR_RETURN(const Tensor dense_exact, dense_definition.Partial(variable));
+    GradientErrors& of_variable = errors[key];
+    TFB_ASSIGN_OR_RETURN(of_variable.rounding,
+                         RelativeError(exact.CloneAs(gradients.at(key).dtype()), exact));
+    TFB_ASSIGN_OR_RETURN(of_variable.own, RelativeError(gradients.at(key), exact));
+    TFB_ASSIGN_OR_RETURN(of_variable.dense, RelativeError(of_dense.at(key), dense_exact));
+    // The counterpart may not depend on the input: its gradient is then 0 and has no error.
+    of_variable.dense = std::max(of_variable.dense, of_variable.rounding);
+  }
+  return errors;
+}
+
+// Returns the geometric means of errors of several draws. Draws that have no error are left out: the
+// gradient is 0 there.
+GradientErrors GeometricMeans(const std::vector<GradientErrors>& draws) {
+  GradientErrors logarithms;
+  double count = 0;
+  for (const GradientErrors& draw : draws) {
+    if (draw.own == 0) continue;
+    logarithms.own += std::log(draw.own);
+    logarithms.dense += std::log(draw.dense);
+    logarithms.rounding += std::log(draw.rounding);
+    ++count;
+  }
+  if (count == 0) return {};
+  return {std::exp(logarithms.own / count), std::exp(logarithms.dense / count),
+          std::exp(logarithms.rounding / count)};
+}
+
+// The errors in 16 bits are at most twice those of the dense counterpart in the same precision on the
+// same tensors, and one rounding of the definition's gradient.
+//
+// A gradient of these problems has 160 elements. The largest error of them says little: that of a
+// sound technique is between 0.04 times and 5.8 times the counterpart's, from draw to draw. The error
+// over all elements varies less, but a ReLU whose sign a rounding changes moves it by twenty times the
+// rest, in this layer or in the other. A sum of squares over draws would be that of one such draw; the
+// geometric mean of 8 draws changes by 20^(1/8) = 1.5. By this measure sound techniques have 0.5 to 2.0
+// times the counterpart's error, and 2.9 times are allowed where both have little more than the
+// rounding: a sum of 20 products that is rounded to 16 bits after each has 3.1 times.
+void SixteenBitsAreAsGoodAsDenseAttention(const Job& job) {
+  constexpr uint64_t kDraws = 8;
+  std::map<std::string, std::vector<GradientErrors>> draws;
+  for (uint64_t seed = kSeed; seed < kSeed + kDraws; ++seed) {
+    const auto trial = GradientTrial::Make(job, seed);
+    if (trial == nullptr) return;
+    if (seed == kSeed) trial->ExpectMatchesDefinition(trial->Backward());
+    const auto counterpart = CounterpartOf(job);
+    if (!counterpart.ok()) {
+      std::cout << "  no ratio to dense attention: " << counterpart.status().message() << "\n";
+      return;
+    }
+    if (counterpart->second) return;
+    const auto dense = DenseTrialBeside(counterpart->first, seed, trial.get());
+    if (dense == nullptr) return;
+    const auto errors = ErrorsBeside(dense.get(), trial.get());
+    ASSERT_TRUE(errors.ok()) << errors.status();
+    for (const auto& [name, of_draw] : *errors) draws[name].push_back(of_draw);
+  }
+  for (const auto& [name, of_variable] : draws) {
+    const GradientErrors mean = GeometricMeans(of_variable);
+    EXPECT_LE(mean.own, 2 * mean.dense + mean.rounding)
+        << name << ", dense has " << mean.dense << ", rounding alone " << mean.rounding;
   }
 }
 
