@@ -166,6 +166,7 @@ TEST(Conformance, EachFaultIsFoundByTheCaseThatIsThereForIt) {
       {TinyFault::kGradientOfRoundedOutput, {"GradientsInSixteenBitsOfOneKeyOfNearlyAllWeight"}},
       {TinyFault::kGradientClips, {"ScaledValuesScaleTheGradientsOfQueriesAndKeys"}},
       {TinyFault::kGradientRounds, {"GradientsInSixteenBitsAreAsGoodAsDenseAttentions"}},
+      {TinyFault::kGradientSumsIn16Bits, {"GradientsInSixteenBitsAreAsGoodAsDenseAttentions"}},
       {TinyFault::kGradientOverflows, {"GradientsOfScoresOf1e4"}},
       {TinyFault::kGradientOfDrawnParameters, {"ChangedParametersChangeTheGradients"}},
       {TinyFault::kGradientIgnoresStrides,

@@ -648,8 +648,8 @@ absl::StatusOr<double> RelativeError(const Tensor& gradient, const Tensor& refer
   return error.relative_frobenius;
 }
 
-// Returns a trial of the dense counterpart on the tensors of the trial, or null as GradientTrial::Make
-// does. Both have a gradient of the output `out`, but none of log_sum_exp.
+// Returns a trial of the dense counterpart on the tensors of the trial, or null as
+// GradientTrial::Make does. Both have a gradient of the output `out`, but none of log_sum_exp.
 std::unique_ptr<GradientTrial> DenseTrialBeside(const Job& counterpart, uint64_t seed,
                                                 GradientTrial* trial) {
   auto dense = GradientTrial::Make(counterpart, seed);
@@ -692,8 +692,8 @@ absl::StatusOr<std::map<std::string, GradientErrors>> ErrorsBeside(GradientTrial
   return errors;
 }
 
-// Returns the geometric means of errors of several draws. Draws that have no error are left out: the
-// gradient is 0 there.
+// Returns the geometric means of errors of several draws. Draws that have no error are left out:
+// the gradient is 0 there.
 GradientErrors GeometricMeans(const std::vector<GradientErrors>& draws) {
   GradientErrors logarithms;
   double count = 0;
@@ -709,16 +709,17 @@ GradientErrors GeometricMeans(const std::vector<GradientErrors>& draws) {
           std::exp(logarithms.rounding / count)};
 }
 
-// The errors in 16 bits are at most twice those of the dense counterpart in the same precision on the
-// same tensors, and one rounding of the definition's gradient.
+// The errors in 16 bits are at most twice those of the dense counterpart in the same precision on
+// the same tensors, and one rounding of the definition's gradient.
 //
 // A gradient of these problems has 160 elements. The largest error of them says little: that of a
-// sound technique is between 0.04 times and 5.8 times the counterpart's, from draw to draw. The error
-// over all elements varies less, but a ReLU whose sign a rounding changes moves it by twenty times the
-// rest, in this layer or in the other. A sum of squares over draws would be that of one such draw; the
-// geometric mean of 8 draws changes by 20^(1/8) = 1.5. By this measure sound techniques have 0.5 to 2.0
-// times the counterpart's error, and 2.9 times are allowed where both have little more than the
-// rounding: a sum of 20 products that is rounded to 16 bits after each has 3.1 times.
+// sound technique is between 0.04 times and 5.8 times the counterpart's, from draw to draw. The
+// error over all elements varies less, but a ReLU whose sign a rounding changes moves it by twenty
+// times the rest, in this layer or in the counterpart. A sum of squares over draws would be that of
+// one such draw; the geometric mean of 8 draws changes by 20^(1/8) = 1.5. By this measure sound
+// techniques have 0.5 to 2.0 times the counterpart's error, and 2.9 times are allowed where both
+// have little more than the rounding: a sum of 20 products that is rounded to 16 bits after each
+// has 3.1 times.
 void SixteenBitsAreAsGoodAsDenseAttention(const Job& job) {
   constexpr uint64_t kDraws = 8;
   std::map<std::string, std::vector<GradientErrors>> draws;

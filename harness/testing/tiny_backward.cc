@@ -13,6 +13,17 @@ float At(const ConstTensorView& view, int64_t b, int64_t h, int64_t i, int64_t c
   return static_cast<float>(view.Get(view.Offset(b, h, i, c)));
 }
 
+float Rounded(float value, DType dtype) {
+  switch (dtype) {
+    case DType::kBF16:
+      return static_cast<float>(BFloat16(value));
+    case DType::kF16:
+      return static_cast<float>(Half(value));
+    default:
+      return value;
+  }
+}
+
 // Calls body(n) for n from 0 to count - 1, or the other way round.
 template <class Body>
 void InOrder(int64_t count, bool reversed, const Body& body) {
@@ -93,6 +104,11 @@ TinyBackward::Pair TinyBackward::PairOf(int64_t b, int64_t h, int64_t i, int64_t
   return pair;
 }
 
+void TinyBackward::AddTo(float& sum, float term) const {
+  sum += term;
+  if (Is(TinyFault::kGradientSumsIn16Bits)) sum = Rounded(sum, problem_.dtype);
+}
+
 void TinyBackward::Row(int64_t b, int64_t h, int64_t i, float* dq) const {
   const int64_t row = (b * problem_.query_heads + h) * problem_.query_tokens + i;
   std::fill_n(dq, problem_.head_dim, 0.0f);
@@ -105,7 +121,7 @@ void TinyBackward::Row(int64_t b, int64_t h, int64_t i, float* dq) const {
     const Pair pair = PairOf(b, h, i, j);
     dgain += pair.ds * pair.product;
     for (int64_t c = 0; c < problem_.head_dim; ++c) {
-      dq[c] += pair.ds * gain * scale_ * At(k_, b, KeyHead(h), j, c);
+      AddTo(dq[c], pair.ds * gain * scale_ * At(k_, b, KeyHead(h), j, c));
     }
   });
   const float lse = numbers_.log_sum_exp[row];
@@ -129,7 +145,7 @@ void TinyBackward::Column(int64_t b, int64_t h, int64_t j, float* dk, float* dv)
       if (!sees) return;
       const Pair pair = PairOf(b, head, i, j);
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        dk[c] += pair.ds * gain * scale_ * At(q_, b, head, i, c);
+        AddTo(dk[c], pair.ds * gain * scale_ * At(q_, b, head, i, c));
       }
       for (int64_t c = 0; c < problem_.value_dim; ++c) {
         dv[c] += pair.p * GradientOf("out", b, head, i, c);

@@ -50,6 +50,7 @@ class TinyBackward {
   int64_t KeyHead(int64_t h) const { return h / problem_.group(); }
   bool IsReversed() const;
   float GradientOf(const char* output, int64_t b, int64_t h, int64_t i, int64_t c) const;
+  void AddTo(float& sum, float term) const;
   void Row(int64_t b, int64_t h, int64_t i, float* dq) const;
   void Column(int64_t b, int64_t h, int64_t j, float* dk, float* dv) const;
   // Returns the mean of a row's dp, from its pairs, while scratch has 0 in its place.

@@ -66,6 +66,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kGradientOfRoundedOutput, "tiny_gradient_of_rounded_output"},
     {TinyFault::kGradientClips, "tiny_gradient_clips"},
     {TinyFault::kGradientRounds, "tiny_gradient_rounds"},
+    {TinyFault::kGradientSumsIn16Bits, "tiny_gradient_sums_in_16_bits"},
     {TinyFault::kGradientOverflows, "tiny_gradient_overflows"},
     {TinyFault::kGradientOfDrawnParameters, "tiny_gradient_of_drawn_parameters"},
     {TinyFault::kGradientIgnoresStrides, "tiny_gradient_ignores_strides"},

@@ -71,6 +71,7 @@ enum class TinyFault {
   kGradientOfRoundedOutput,    // makes that mean from the output as it was rounded
   kGradientClips,              // limits the gradients of weights to 100
   kGradientRounds,             // rounds the gradients of scores to bf16
+  kGradientSumsIn16Bits,       // adds up those of queries and keys in the problem's dtype
   kGradientOverflows,          // exp(s) / exp(l)
   kGradientOfDrawnParameters,  // ignores parameters that were set
   kGradientIgnoresStrides,     // reads the output's gradient as if it were contiguous
