@@ -1092,5 +1092,18 @@ TEST_P(LinearBackward, ANaNOfAGradientReachesTheValuesThatItsRowSees) {
   }
 }
 
+TEST(LinearBackwardCuda, AQueryWithoutKeysMayHoldAnything) {
+  LinearCase c{LinearProblem(140, 140, true, 3), LinearMap(Feature::kExp, 16, 16, 1e-4)};
+  c.masked = true;
+  BackwardCase of(c, KernelDevice());
+  of.tensors.key_mask.span<uint8_t>()[0] = 0;
+  const Gradients clean = RunBackward(of);
+  Fill(Slice(of.tensors.q.view(), 2, 0, 1), std::nan(""));
+  const Gradients poisoned = RunBackward(of);
+  for (const char* name : {"q", "k", "v", "w"}) {
+    EXPECT_TRUE(SameBits(clean.at(name), poisoned.at(name))) << name;
+  }
+}
+
 }  // namespace
 }  // namespace tfb
