@@ -759,7 +759,7 @@ void OfOneKeyOfNearlyAllWeight(const Job& job) {
   trial->output_gradients().erase("log_sum_exp");
   if (!trial->FreezeChoices()) return;
   trial->ForbidRoundedOutputs();
-  trial->ExpectMatchesDefinition(trial->Backward());
+  trial->ExpectMatchesDefinition(trial->Backward(), /*parameters=*/0);
 }
 
 // TFB_PROPERTY_DRAWS sets the number of draws, TFB_PROPERTY_SEED others.
