@@ -48,9 +48,9 @@ struct Ramp {
   float slope;
 };
 
-// What a backward pass of a softmax reads of its rows. With e = factor[r] exp(score - shift[r]), where
-// shift is the row's log-sum-exp as it was rounded, factor corrects the rounding, and the ramp m, or m
-// = 1 without one,
+// The rows of a softmax in its backward pass. With e = factor[r] exp(score - shift[r]), where shift is
+// the row's log-sum-exp as it was rounded, factor corrects the rounding, and the ramp m, or m = 1
+// without one,
 //   p = m e,   the gradient of the score is p (g - delta[r])   with the gradient g of p,
 //   span_gradient[r] += slope sum_{c: 0 < m < 1} e (g - delta[r])
 // Hidden columns, those where bit first_bit + c of masks[r] is 0, and those where e is 0 have p = 0 and

@@ -530,7 +530,7 @@ TEST_P(FlashMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
     Subject misaligned(Make(GetParam(), {70, 90, dim, dim}));
     misaligned.shift = 3;
     misaligned.ExpectRest();
-    // Of one of the two rows are whole chunks, and of the other not.
+    // The rows of one of the two are whole chunks, and those of the other are not.
     for (const int64_t out_row : {dim, dim + 1}) {
       const int64_t rest_row = 2 * dim + 1 - out_row;
       Subject strided(Make(GetParam(), {70, 90, dim, dim, 2, 2}));

@@ -368,7 +368,7 @@ TEST_P(Flash, SixteenBitInputsAreConvertedExactly) {
   }
 }
 
-// Of few queries' keys there are one part, several, and so many that several warps merge them.
+// The keys of few queries are one part, several, or so many that several warps merge them.
 TEST_P(Flash, OutputsOfSixteenBitsAndWhatRoundingTookFromThemAreThoseInF32) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     for (const auto& [queries, keys] :
@@ -378,7 +378,7 @@ TEST_P(Flash, OutputsOfSixteenBitsAndWhatRoundingTookFromThemAreThoseInF32) {
         harness.Run();
         const Tensor exact = harness.out().Clone();
         Tensor out(dtype, exact.shape());
-        // Its heads are between its tokens and channels.
+        // The rest has its heads between its tokens and channels.
         Tensor memory(dtype, {exact.dim(0), exact.dim(2), exact.dim(1), exact.dim(3)});
         const TensorView rest = Transpose(memory.view(), 1, 2);
         Fill(rest, NAN);

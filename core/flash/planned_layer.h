@@ -198,9 +198,9 @@ class PlannedLayer : public Layer {
   Outputs kept_, kept_rests_;       // of a Run, by tensor
   std::vector<MarkedList> marked_;  // of the plan's softmaxes
   std::vector<Softmax> softmaxes_;
-  std::vector<std::vector<PartBackward>> backward_parts_;         // of softmaxes_
-  std::set<std::string> wholly_set_;  // the gradients that need not be cleared
-  Outputs gradients_;                                             // of a Backward, f32, by tensor
+  std::vector<std::vector<PartBackward>> backward_parts_;  // of softmaxes_
+  std::set<std::string> wholly_set_;                       // the gradients that need not be cleared
+  Outputs gradients_;                                      // of a Backward, f32, by tensor
   Inputs output_gradients_ = {{"out", {}}, {"log_sum_exp", {}}};  // of a Backward
   ParameterGradients parameter_gradients_;
   size_t backward_bytes_ = 0;  // of what LayOutBackward takes
