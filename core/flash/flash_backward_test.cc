@@ -910,6 +910,15 @@ struct Case16 {
   std::vector<double> e;
 };
 
+// Makes all scores of a case of 64 channels 2^18.
+void MakeScoresEqual(Case16* one) {
+  for (const char* name : {"q", "k"}) {
+    std::vector<double>& rows = one->x[name];
+    std::fill(rows.begin(), rows.end(), 0.0);
+    for (size_t n = 0; n < rows.size(); n += 64) rows[n] = *name == 'q' ? 512 : 4096;
+  }
+}
+
 class FlashBackward16 : public testing::TestWithParam<DType> {
  protected:
   // Returns a case of plain attention.
@@ -1131,11 +1140,7 @@ TEST_P(FlashBackward16, OfScoresFarBelowZero) {
 // without what rounding took from it weights would be wrong by a hundredth.
 TEST_P(FlashBackward16, OfLogSumExpsThatRoundingChanges) {
   Case16 one = Make("equal scores", Sized(1, 70, 100, 64, 64));
-  for (const char* name : {"q", "k"}) {
-    std::vector<double>& rows = one.x[name];
-    std::fill(rows.begin(), rows.end(), 0.0);
-    for (size_t n = 0; n < rows.size(); n += 64) rows[n] = *name == 'q' ? 512 : 4096;
-  }
+  MakeScoresEqual(&one);
   one.Expect();
 }
 
@@ -1403,11 +1408,7 @@ TEST_F(FlashBackwardF32, OfALogSumExpAlone) {
 // As In/FlashBackward16.OfLogSumExpsThatRoundingChanges.
 TEST_F(FlashBackwardF32, OfLogSumExpsThatRoundingChanges) {
   Case16 one = Make("equal scores", Sized(1, 70, 100, 64, 64));
-  for (const char* name : {"q", "k"}) {
-    std::vector<double>& rows = one.x[name];
-    std::fill(rows.begin(), rows.end(), 0.0);
-    for (size_t n = 0; n < rows.size(); n += 64) rows[n] = *name == 'q' ? 512 : 4096;
-  }
+  MakeScoresEqual(&one);
   one.Expect();
 }
 
