@@ -148,15 +148,13 @@ class Compressor {
   void BackwardOfMatrices(const BackwardCall& call, const Execution& execution) const;
   BackwardMemory LayOutBackward(int threads, Workspace& workspace) const;
   void PackGradients(const BackwardCall& call, int64_t head) const;
-  static void StoreSums(const BackwardCall& call, const float* sums, int64_t count, int64_t stride,
-                        float* to);
+  static void StoreSums(const float* sums, int64_t count, bool adds, int64_t stride, float* to);
   void AddToRow(const BackwardCall& call, int64_t head, int64_t token, const float* from) const;
   template <class Body>
   void ForEachHeadOf(int64_t table, const Body& body) const;
   int64_t Tables() const;
   void GradientOfProductRows(const BackwardCall& call, int64_t head, int64_t first,
                              const BackwardScratch& scratch) const;
-  static void PrefetchToWrite(const float* block);
   void GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
                               const BackwardScratch& scratch) const;
   void GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,

@@ -13,13 +13,16 @@
 #include "core/cuda/runtime.h"
 #include "core/flash/rows.h"
 #include "core/status.h"
+#include "core/zeros.h"
 
 namespace tfb::linformer {
 namespace {
 
-// E's gradient is made in blocks of 256 slots and 64 tokens, whose rows of floats are 64 KiB.
-constexpr int64_t kTableSlots = 256;
-constexpr int64_t kTableTokens = 64;
+// E's gradient is made in blocks of 64 slots and 256 tokens, which are 64 KiB of floats. Its rows lie
+// far apart in memory: the longer a block's rows are, the better do they stream.
+constexpr int64_t kTableSlots = 64;
+constexpr int64_t kTableTokens = 256;
+constexpr int64_t kPanelTokens = 64;  // of transpose64
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -28,7 +31,7 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The scratch of one thread.
 struct Compressor::BackwardScratch {
   float* rows;     // [kBlockTokens][row]
-  float* panel;    // [row][kTableTokens]
+  float* panels;   // [kTableTokens / kPanelTokens][row][kPanelTokens]
   float* product;  // [kTableSlots][kTableTokens], [channels][kBlockSlots] or [channels][row]
 };
 
@@ -180,7 +183,9 @@ void Compressor::BackwardOfMatrices(const BackwardCall& call, const Execution& e
              });
   }
   if (call.gradients.tables.empty()) return;
-  if (is_product) {
+  if (heads == 0) {  // no task sets a table's
+    if (!call.gradients.adds_to_tables) SetToZero(call.gradients.tables, execution.pool);
+  } else if (is_product) {
     for_each(CeilDiv(sizes_.tokens, kTableTokens), Tables(),
              [&](int64_t block, int64_t table, const auto& scratch) {
                GradientOfProductTable(call, table, block * kTableTokens, scratch);
@@ -226,15 +231,14 @@ void Compressor::PackGradients(const BackwardCall& call, int64_t head) const {
 }
 
 // Writes sums to elements of the tables' gradient that lie `stride` apart, or adds them.
-void Compressor::StoreSums(const BackwardCall& call, const float* sums, int64_t count,
-                           int64_t stride, float* to) {
-  if (!call.gradients.adds_to_tables && stride == 1) {
+void Compressor::StoreSums(const float* sums, int64_t count, bool adds, int64_t stride, float* to) {
+  if (!adds && stride == 1) {
     std::copy_n(sums, count, to);
     return;
   }
   for (int64_t n = 0; n < count; ++n) {
     float& element = to[n * stride];
-    element = (call.gradients.adds_to_tables ? element : 0) + sums[n];
+    element = (adds ? element : 0) + sums[n];
   }
 }
 
@@ -263,38 +267,37 @@ void Compressor::GradientOfProductRows(const BackwardCall& call, int64_t head, i
   for (int64_t n = 0; n < count; ++n) AddToRow(call, head, first + n, scratch.rows + n * row());
 }
 
-void Compressor::PrefetchToWrite(const float* block) {
-  constexpr int64_t kLine = 16;
-  for (int64_t t = 0; t < kTableTokens; t += kLine) __builtin_prefetch(block + t, 1, 2);
-}
-
+// Writes the gradient of E's columns first, first + 1, ..., in place where a block is whole, head after
+// head.
 void Compressor::GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,
                                         const BackwardScratch& scratch) const {
   const CpuKernels& kernels = BestCpuKernels();
   const int64_t tokens = std::min(kTableTokens, sizes_.tokens - first);
   const TensorView& tables = call.gradients.tables;
-  for (int64_t slot = 0; slot < sizes_.slots; slot += kTableSlots) {
-    const int64_t slots = std::min(kTableSlots, sizes_.slots - slot);
-    // Whole rows of a block are summed where they belong, which lie far apart in memory.
-    const bool in_place = tables.stride(2) == 1 && tokens == kTableTokens;
-    float* sums = in_place ? tables.MutableAt<float>(table, slot, first) : scratch.product;
-    const int64_t sum_row = in_place ? tables.stride(1) : kTableTokens;
-    for (int64_t s = 0; in_place && s < slots; ++s) PrefetchToWrite(sums + s * sum_row);
-    if (!in_place || !call.gradients.adds_to_tables) {
-      for (int64_t s = 0; s < slots; ++s) std::fill_n(sums + s * sum_row, kTableTokens, 0.0f);
+  const bool in_place = tables.stride(2) == 1 && tokens == kTableTokens;
+  bool adds = call.gradients.adds_to_tables;
+  ForEachHeadOf(table, [&](int64_t head) {
+    for (int64_t t = 0; t < tokens; t += kPanelTokens) {
+      const Rows rows = TokenRows(call.forward, head, first + t, 1, kPanelTokens, scratch.rows);
+      kernels.transpose64(rows.first, rows.stride, RoundUp(sizes_.channels, 4),
+                          scratch.panels + t * row());
     }
-    ForEachHeadOf(table, [&](int64_t head) {
-      const Rows rows = TokenRows(call.forward, head, first, 1, kTableTokens, scratch.rows);
-      kernels.transpose64(rows.first, rows.stride, RoundUp(sizes_.channels, 4), scratch.panel);
-      kernels.gemm(slots, kTableTokens, sizes_.channels, call.Slots(*this, head) + slot * row(),
-                   row(), 1, scratch.panel, kTableTokens, sums, sum_row, true);
-    });
-    if (in_place) continue;
-    for (int64_t s = 0; s < slots; ++s) {
-      StoreSums(call, scratch.product + s * kTableTokens, tokens, tables.stride(2),
-                tables.MutableAt<float>(table, slot + s, first));
+    for (int64_t slot = 0; slot < sizes_.slots; slot += kTableSlots) {
+      const int64_t slots = std::min(kTableSlots, sizes_.slots - slot);
+      const float* of_slots = call.Slots(*this, head) + slot * row();
+      float* sums = in_place ? tables.MutableAt<float>(table, slot, first) : scratch.product;
+      const int64_t sum_row = in_place ? tables.stride(1) : kTableTokens;
+      for (int64_t t = 0; t < tokens; t += kPanelTokens) {
+        kernels.gemm(slots, kPanelTokens, sizes_.channels, of_slots, row(), 1,
+                     scratch.panels + t * row(), kPanelTokens, sums + t, sum_row, in_place && adds);
+      }
+      for (int64_t s = 0; !in_place && s < slots; ++s) {
+        StoreSums(sums + s * sum_row, tokens, adds, tables.stride(2),
+                  tables.MutableAt<float>(table, slot + s, first));
+      }
     }
-  }
+    adds = true;
+  });
 }
 
 void Compressor::GradientOfConvolvedRows(const BackwardCall& call, int64_t head, int64_t first_slot,
@@ -331,8 +334,8 @@ void Compressor::GradientOfConvolution(const BackwardCall& call, int64_t table, 
   });
   const TensorView& tables = call.gradients.tables;
   for (int64_t in = 0; in < channels; ++in) {
-    StoreSums(call, scratch.product + in * row(), channels, tables.stride(1),
-              tables.MutableAt<float>(table, 0, in, t));
+    StoreSums(scratch.product + in * row(), channels, call.gradients.adds_to_tables,
+              tables.stride(1), tables.MutableAt<float>(table, 0, in, t));
   }
 }
 

@@ -16,6 +16,7 @@
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/flash/flash_technique.h"
+#include "core/layers/copy_tensor.h"
 #include "core/random.h"
 #include "core/workspace.h"
 
@@ -162,7 +163,8 @@ class Compress : public FlashStep {
  public:
   Compress(const Problem& problem, const LinformerOptions& options, const NamedTensors& parameters,
            Device device)
-      : kind_(KindOf(options)),
+      : device_(device),
+        kind_(KindOf(options)),
         plan_(options, problem),
         parameters_(parameters),
         keys_(device, kind_, SizesOf(problem, problem.head_dim)),
@@ -196,10 +198,15 @@ class Compress : public FlashStep {
   absl::Status Run(const Inputs& tensors, const Outputs&, const Execution& execution) override {
     const ConstTensorView key_mask = tensors.Get("key_mask");
     TFB_RETURN_IF_ERROR(keys_.Run(tensors.Get("k"), key_mask, key_memory_, execution));
-    return values_.Run(tensors.Get("v"), key_mask, value_memory_, execution);
+    TFB_RETURN_IF_ERROR(values_.Run(tensors.Get("v"), key_mask, value_memory_, execution));
+    TFB_RETURN_IF_ERROR(Keep(key_memory_.slots, tensors.Get("key_slots"), execution));
+    return Keep(value_memory_.slots, tensors.Get("value_slots"), execution);
   }
 
   absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
+  std::vector<std::string> kept_tensors() const override { return {"key_slots", "value_slots"}; }
+  absl::Status RunAgain(const Inputs&, const Execution&) override { return absl::OkStatus(); }
+  double backward_flops() const override { return 2 * flops(); }
   std::vector<std::string> written_gradients() const override {
     std::vector<std::string> names;
     if (plan_.has_e) names.push_back("e");
@@ -232,10 +239,20 @@ class Compress : public FlashStep {
   }
 
  private:
+  // Copies slots to where the layer keeps them, if it does. It owns that memory, so that it may be
+  // written.
+  absl::Status Keep(const TensorView& slots, const ConstTensorView& kept,
+                    const Execution& execution) const {
+    if (kept.data == slots.data) return absl::OkStatus();
+    TensorView to;
+    static_cast<ConstTensorView&>(to) = kept;
+    return CopyTensor(device_, slots, to, execution);
+  }
   Compressor::Sizes SizesOf(const Problem& p, int64_t channels) const {
     return {p.batch, p.kv_heads, p.kv_tokens, channels, plan_.slots, plan_.window};
   }
 
+  Device device_;
   Compression kind_;
   Plan plan_;
   const NamedTensors& parameters_;

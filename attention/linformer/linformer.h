@@ -60,7 +60,8 @@
 //
 // Gradients: those of e and f add up over what shares them. A maximum's is the first largest row's,
 // or nobody's where the 0 of padding is largest. A fitted E counts as a constant: no gradient goes
-// through the fit to the keys and values, and that of e is of E as any other parameter's.
+// through the fit to the keys and values, and that of e is of E as any other parameter's. The slots are
+// kept for them: 4 slots (head_dim + value_dim) bytes a sequence and key-value head.
 //
 // Cost: 2 slots (head_dim + value_dim) FLOPs a token and key-value head to compress (a convolution:
 // 2 (head_dim^2 + value_dim^2), depthwise 2 (head_dim + value_dim); a window: one an element), and

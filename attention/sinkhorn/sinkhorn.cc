@@ -102,9 +102,9 @@ class OwnBlockPattern : public Pattern {
   SinkhornSizes sizes_;
 };
 
-// Sorts the blocks, and mixes keys, values and mask by it: the tensors sorted_keys [batch,
-// kv_heads, mixed_blocks block, head_dim], sorted_values and, where there is a key_mask,
-// sorted_mask [batch, mixed_blocks block].
+// Sorts the blocks, and mixes keys, values and mask by it: the tensors sort_matrix [batch, kv_heads,
+// blocks, columns], sorted_keys [batch, kv_heads, mixed_blocks block, head_dim], sorted_values and,
+// where there is a key_mask, sorted_mask [batch, mixed_blocks block].
 class SortBlocks : public FlashStep {
  public:
   SortBlocks(const Problem& problem, const SinkhornOptions& options, const NamedTensors& parameters)
@@ -134,6 +134,7 @@ class SortBlocks : public FlashStep {
     keys_ = take(p.dtype, {p.batch, p.kv_heads, mixed, p.head_dim});
     values_ = take(p.dtype, {p.batch, p.kv_heads, mixed, p.value_dim});
     key_mask_ = take(DType::kU8, {p.batch, mixed});
+    tensors->Set("sort_matrix", sort_);
     tensors->Set("sorted_keys", keys_);
     tensors->Set("sorted_values", values_);
     const bool has_mask = !tensors->Get("key_mask").empty();
@@ -165,6 +166,11 @@ class SortBlocks : public FlashStep {
   }
 
   absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
+  std::vector<std::string> kept_tensors() const override { return {"sort_matrix"}; }
+  absl::Status RunAgain(const Inputs& tensors, const Execution& execution) override {
+    FindSort(tensors);
+    return Mix(tensors, execution);
+  }
   size_t backward_workspace_bytes(Device device, int threads) const override {
     const std::array<int64_t, 2> channels = {problem_.head_dim, problem_.value_dim};
     return device == Device::kCpu ? SortBackwardWorkspaceBytes(sizes_, channels, threads)
@@ -196,8 +202,18 @@ class SortBlocks : public FlashStep {
 
   absl::Status Run(const Inputs& tensors, const Outputs& outputs,
                    const Execution& execution) override {
-    return device_ == Device::kCpu ? SortAndMix(tensors, outputs, execution)
-                                   : SortAndMixOnCuda(tensors, outputs, execution);
+    FindSort(tensors);
+    const ConstTensorView given = tensors.Get("sort");
+    if (!given.empty()) {
+      TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
+    } else if (device_ == Device::kCpu) {
+      SortCpu(SortCallOf(tensors), execution);
+    } else {
+      TFB_RETURN_IF_ERROR(SortCuda(device_, SortCallOf(tensors), execution));
+    }
+    const TensorView asked = outputs.Get("sort");
+    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sort_, asked, execution));
+    return Mix(tensors, execution);
   }
 
  private:
@@ -245,29 +261,23 @@ class SortBlocks : public FlashStep {
             sort_};
   }
 
-  absl::Status SortAndMix(const Inputs& inputs, const Outputs& outputs,
-                          const Execution& execution) const {
-    const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
-    if (given.empty()) {
-      SortCpu(SortCallOf(inputs), execution);
-    } else {
-      TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
-    }
-    const TensorView asked = outputs.Get("sort");
-    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sort_, asked, execution));
-    MixCpu(sizes_, sort_, inputs.Get("k"), Numbers("null_key"), key_mask, keys_, execution);
-    MixCpu(sizes_, sort_, inputs.Get("v"), Numbers("null_value"), key_mask, values_, execution);
-    return FindKeys(ToMask(key_mask), execution);
+  // S is where the layer keeps it, or in the workspace: the layer owns both, so that it may be written.
+  void FindSort(const Inputs& tensors) {
+    static_cast<ConstTensorView&>(sort_) = tensors.Get("sort_matrix");
   }
 
-  absl::Status SortAndMixOnCuda(const Inputs& inputs, const Outputs& outputs,
-                                const Execution& execution) const {
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    const SinkhornKernels& kernels = KernelsOn<SinkhornKernels>(runtime->target());
-    const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
+  // Mixes by the matrix that there is.
+  absl::Status Mix(const Inputs& inputs, const Execution& execution) const {
+    const ConstTensorView key_mask = inputs.Get("key_mask");
     const SinkhornMask mask = ToMask(key_mask);
-    const auto mix = [&](const char* name, const char* null_rows, const TensorView& to) {
+    const auto mix = [&](const char* name, const char* null_rows,
+                         const TensorView& to) -> absl::Status {
       const ConstTensorView from = inputs.Get(name);
+      if (device_ == Device::kCpu) {
+        MixCpu(sizes_, sort_, from, Numbers(null_rows), key_mask, to, execution);
+        return absl::OkStatus();
+      }
+      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
       const MixArguments arguments = {sizes_,
                                       ToSortMatrix(sort_),
                                       ToDeviceView(from),
@@ -275,15 +285,9 @@ class SortBlocks : public FlashStep {
                                       from.dim(3),
                                       Numbers(null_rows),
                                       mask};
-      return ToStatus(kernels.mix(arguments, execution.stream));
+      return ToStatus(
+          KernelsOn<SinkhornKernels>(runtime->target()).mix(arguments, execution.stream));
     };
-    if (given.empty()) {
-      TFB_RETURN_IF_ERROR(SortCuda(device_, SortCallOf(inputs), execution));
-    } else {
-      TFB_RETURN_IF_ERROR(CopySort(given, sort_, execution));
-    }
-    const TensorView asked = outputs.Get("sort");
-    if (!asked.empty()) TFB_RETURN_IF_ERROR(CopySort(sort_, asked, execution));
     TFB_RETURN_IF_ERROR(mix("k", "null_key", keys_));
     TFB_RETURN_IF_ERROR(mix("v", "null_value", values_));
     return FindKeys(mask, execution);

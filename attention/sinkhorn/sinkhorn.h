@@ -54,7 +54,8 @@
 //
 // Gradients go through all of this: the attention, the sums, the iterations one by one, the network
 // and what is pooled. The noise g and a given `sort` have gradients too; behind a given `sort` they
-// end. That K^s and V^s are rounded to 16 bits counts as no change.
+// end. That K^s and V^s are rounded to 16 bits counts as no change. S is kept for them, and K^s and V^s
+// are summed again.
 //
 // Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
 // N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in

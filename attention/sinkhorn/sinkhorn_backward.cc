@@ -20,6 +20,10 @@ constexpr int64_t kPanel = 64;  // columns of S at a time
 void AddToRow(const float* from, int64_t channels, const TensorView& view, int64_t offset,
               int64_t stride) {
   float* to = static_cast<float*>(view.mutable_data()) + offset;
+  if (stride == 1) {
+    for (int64_t c = 0; c < channels; ++c) to[c] += from[c];
+    return;
+  }
   for (int64_t c = 0; c < channels; ++c) to[c * stride] += from[c];
 }
 

@@ -99,8 +99,15 @@ struct AddPooledGradients {
           pooled + ((b * sizes.heads + h) * (sizes.blocks + 1) + u) * sizes.width + first;
       for (int64_t g = 0; g < heads_summed; ++g) {
         float* sums = static_cast<float*>(to.data) + Offset(to, b, h * heads_summed + g, j);
+        const int64_t stride = to.strides[3];
+        if (stride == 1) {  // a loop of its own, which the compiler vectorizes
+          for (int64_t c = piece.first(); c < piece.end(); ++c) {
+            sums[c] += static_cast<float>(from[c]);
+          }
+          continue;
+        }
         for (int64_t c = piece.first(); c < piece.end(); ++c) {
-          sums[c * to.strides[3]] += static_cast<float>(from[c]);
+          sums[c * stride] += static_cast<float>(from[c]);
         }
       }
     }

@@ -80,6 +80,15 @@ class FlashStep {
 
   // ---- The backward pass ----
 
+  // Returns those of the step's tensors that a Run keeps for Backward: Run makes these where `tensors`
+  // has them, without strides, which is not always where LayOut put them. It pays where they are small
+  // and take long to make.
+  virtual std::vector<std::string> kept_tensors() const { return {}; }
+  // Makes those that are not kept again, in a Backward.
+  virtual absl::Status RunAgain(const Inputs& tensors, const Execution& execution) {
+    return Run(tensors, Outputs(), execution);
+  }
+
   // Returns OK where the step's tensors are no functions of floating inputs or parameters, or where
   // Backward takes their gradients on to these on the device; otherwise Unimplemented with the reason.
   virtual absl::Status CheckBackward(Device) const {
@@ -105,7 +114,7 @@ class FlashStep {
                                       const Execution&) {
     return absl::OkStatus();
   }
-  // Run has made the step's tensors again. `gradients` has, f32 and by name, those of the floating
+  // The step's tensors are as Run made them. `gradients` has, f32 and by name, those of the floating
   // tensors of this and later steps, and of the layer's inputs, to which it adds; one of these that is
   // empty is not wanted. Called behind the softmaxes' backward passes, for the last step first.
   virtual absl::Status Backward(const Inputs& /*tensors*/, const Outputs& /*gradients*/,

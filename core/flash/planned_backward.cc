@@ -335,7 +335,7 @@ absl::Status PlannedLayer::DoBackward(const BackwardCall& call, const Execution&
     TFB_RETURN_IF_ERROR(Clear(gradient, execution));
   }
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
-    TFB_RETURN_IF_ERROR(step->Run(tensors_, Outputs(), rest));
+    TFB_RETURN_IF_ERROR(step->RunAgain(tensors_, rest));
   }
   for (auto step = plan_.steps().rbegin(); step != plan_.steps().rend(); ++step) {
     TFB_RETURN_IF_ERROR((*step)->FinishBackward(tensors_, output_gradients_, gradients_,

@@ -434,15 +434,21 @@ void PlannedLayer::FindKept() {
     const Shape of_layer = {p.batch, p.query_heads, p.query_tokens};
     const auto is_output = [&](const std::string& name) { return tensors_.Get(name).empty(); };
     if (!is_output(rows.out)) {
-      keep({rows.out, tensors_.Get(rows.out).shape(), /*has_values=*/true, std::nullopt});
+      keep({rows.out, tensors_.Get(rows.out).shape(), DType::kF32, std::nullopt});
     }
     for (const TensorSpec& output : outputs()) {
       if (output.name != rows.out || SizeOf(output.dtype) != 2) continue;
-      keep({rows.out, output.shape, /*has_values=*/false, output.dtype});
+      keep({rows.out, output.shape, std::nullopt, output.dtype});
     }
     keep({rows.log_sum_exp,
           is_output(rows.log_sum_exp) ? of_layer : tensors_.Get(rows.log_sum_exp).shape(),
-          /*has_values=*/true, DType::kF32});
+          DType::kF32, DType::kF32});
+  }
+  for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
+    for (const std::string& name : step->kept_tensors()) {
+      const ConstTensorView tensor = tensors_.Get(name);
+      keep({name, tensor.shape(), tensor.dtype, std::nullopt});
+    }
   }
   LayOutKept({});
 }
@@ -453,7 +459,7 @@ PlannedLayer::KeptViews PlannedLayer::TakeKept(const KeptTensor& kept, Workspace
     return TensorView(workspace->Take<std::byte>(bytes), dtype, kept.shape);
   };
   KeptViews views;
-  if (kept.has_values) views.values = take(DType::kF32);
+  if (kept.values.has_value()) views.values = take(*kept.values);
   if (kept.rest.has_value()) views.rest = take(*kept.rest);
   return views;
 }

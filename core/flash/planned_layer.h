@@ -52,7 +52,7 @@ class PlannedLayer : public Layer {
   std::map<std::string, double> statistics() const override;
 
   // A Run keeps the log-sum-exp of every row, and what rounding took from it and, where the output
-  // has 16 bits, from that; Backward runs the steps again. What softmaxes write to tensors of steps
+  // has 16 bits, from that; Backward makes the steps' tensors again that are not kept. What softmaxes write to tensors of steps
   // is kept, too: it has the size of the output, which is kept for Backward alike, and a softmax that
   // runs again costs two products beside the five of its backward pass.
   absl::Status CheckBackward() const override;
@@ -125,13 +125,13 @@ class PlannedLayer : public Layer {
   std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine, Pass pass) const;
   Cost CostOf(Pass pass) const;
 
-  // A tensor that softmaxes write, of which a Run keeps the values, f32, or what rounding took from
-  // them, or both: both of a log-sum-exp, the values of what else a step's Finish reads, and the
-  // rest of an output of 16 bits, whose values the caller keeps.
+  // A tensor of which a Run keeps the values, or what rounding took from them, or both: both of a
+  // log-sum-exp, the values of what else softmaxes write for a step's Finish and of what steps say,
+  // and the rest of an output of 16 bits, whose values the caller keeps.
   struct KeptTensor {
     std::string name;
     Shape shape;
-    bool has_values;
+    std::optional<DType> values;
     std::optional<DType> rest;
   };
   struct KeptViews {

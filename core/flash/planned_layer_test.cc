@@ -329,9 +329,11 @@ class Doubling : public FlashStep {
   double flops() const override { return 7; }
   std::map<std::string, double> statistics() const override { return {{"doubled", 1}}; }
 
+ protected:
+  TensorView doubled_;
+
  private:
   Problem problem_;
-  TensorView doubled_;
 };
 
 TEST(PlannedOnTheCpu, StepsMakeTensorsForTheParts) {
@@ -367,6 +369,49 @@ TEST(PlannedOnTheCpu, BackwardPassesNeedALogSumExpOfEachSoftmaxAndThoseOfSteps) 
             absl::UnimplementedError("there is no log-sum-exp of the softmax that writes out"));
   EXPECT_EQ(check(FlashPlan(problem).AddStep<Doubling>(problem)),
             absl::UnimplementedError("a step of the technique has no backward pass"));
+}
+
+// Such a step whose queries a Run keeps, with its backward pass.
+class KeptDoubling : public Doubling {
+ public:
+  explicit KeptDoubling(const Problem& problem) : Doubling(problem) {}
+  absl::Status Run(const Inputs& tensors, const Outputs& outputs,
+                   const Execution& execution) override {
+    static_cast<ConstTensorView&>(doubled_) = tensors.Get("doubled");
+    return Doubling::Run(tensors, outputs, execution);
+  }
+  std::vector<std::string> kept_tensors() const override { return {"doubled"}; }
+  absl::Status RunAgain(const Inputs&, const Execution&) override { return absl::OkStatus(); }
+  absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
+  absl::Status Backward(const Inputs&, const Outputs& gradients, const ParameterGradients&,
+                        const Execution&) override {
+    const TensorView from = gradients.Get("doubled"), to = gradients.Get("q");
+    for (int64_t n = 0; n < to.num_elements(); ++n) {
+      static_cast<float*>(to.mutable_data())[n] += 2 * static_cast<const float*>(from.data)[n];
+    }
+    return absl::OkStatus();
+  }
+};
+
+// The workspace holds NaN when Backward begins.
+TEST(PlannedOnTheCpu, TensorsThatAStepKeepsAreNotMadeAgain) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const auto create = [&](const FlashPlan& plan) {
+    return PlannedLayer::Create(problem, QkvInputs(problem), AttentionOutputs(problem), {},
+                                Device::kCpu, [=](const NamedTensors&) { return plan; })
+        .value();
+  };
+  const auto keeping =
+      create(FlashPlan(problem).AddStep<KeptDoubling>(problem).Tensors("doubled", "k", "v"));
+  const auto scaled = create(FlashPlan(problem, 2 / 4.0));
+  EXPECT_EQ(keeping->kept_bytes(), scaled->kept_bytes() + 2 * 2 * 70 * 16 * sizeof(float));
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  const NamedTensors of_outputs = RandomOutputGradients(*scaled, 4);
+  const NamedTensors gradients = GradientsOf(*keeping, ViewsOf(inputs), of_outputs, 2).value();
+  const NamedTensors expected = GradientsOf(*scaled, ViewsOf(inputs), of_outputs, 2).value();
+  for (const char* name : {"q", "k", "v"}) {
+    EXPECT_LE(MaxDifference(gradients.at(name).view(), expected.at(name).view()), 1e-5) << name;
+  }
 }
 
 double LargestOf(const ConstTensorView& view) {
