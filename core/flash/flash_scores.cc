@@ -83,7 +83,9 @@ bool FlashScores::IsToken(int64_t b, int64_t kv_head, int64_t j) const {
 bool FlashScores::LoadQueryRows(const Task& task, const float* bias, float* to) const {
   const int64_t channels = problem_.head_dim;
   const float* of_head = bias == nullptr ? nullptr : bias + task.head * channels;
-  if (queries_are_plain_ && channels == query_row_ && call_.query_order.tokens == nullptr) {
+  // Kernels read and write whole vectors.
+  if (queries_are_plain_ && channels == query_row_ && channels % kColumnQuantum == 0 &&
+      call_.query_order.tokens == nullptr) {
     return kernels_.load_scaled(
         {to, query_row_, task.rows, query_row_},
         {call_.q.At<float>(task.batch, task.head, task.first_query), call_.q.stride(2)}, of_head,
