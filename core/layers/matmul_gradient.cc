@@ -286,13 +286,36 @@ absl::Status MatMulGradient(const MatMulGradientCall& call, const Execution& exe
   return absl::OkStatus();
 }
 
+namespace {
+
+// ---- CUDA ----
+
+// How the rows are cut.
+struct ChunksOnCuda {
+  // Chunks are as many as give a GPU some 256 tiles of dW, where they have that many rows, and have no
+  // more than kMostRowsOnCuda. Their number does not fall with the number of rows, and nor does the
+  // workspace.
+  ChunksOnCuda(int64_t all_rows, int64_t in, int64_t out) {
+    constexpr int64_t kTile = 128, kTiles = 256, kDepthOnCuda = 32;
+    constexpr int64_t kLeastRowsOnCuda = 256, kMostRowsOnCuda = 2048;
+    const int64_t tiles = std::max<int64_t>(CeilDiv(in, kTile), 1) * CeilDiv(out, kTile);
+    const int64_t wanted = CeilDiv(kTiles, std::max<int64_t>(tiles, 1));
+    count = std::max<int64_t>({CeilDiv(all_rows, kMostRowsOnCuda),
+                               std::min(CeilDiv(all_rows, kLeastRowsOnCuda), wanted), 1});
+    rows = CeilDiv(CeilDiv(all_rows, count), kDepthOnCuda) * kDepthOnCuda;
+  }
+  int64_t count;
+  int64_t rows;  // of a chunk
+};
+
+}  // namespace
+
 size_t MatMulGradientWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out,
                                     int threads) {
   if (device == Device::kCpu) return MatMulGradientWorkspaceBytes(rows, in, out, threads);
-  MatMulGradientArguments arguments = {};
-  arguments.rows = rows;
-  return Workspace::Measure(
-      [&](Workspace& workspace) { workspace.Take<float>(arguments.chunks() * (in + 1) * out); });
+  return Workspace::Measure([&](Workspace& workspace) {
+    workspace.Take<float>(ChunksOnCuda(rows, in, out).count * (in + 1) * out);
+  });
 }
 
 absl::Status MatMulGradient(Device device, const MatMulGradientCall& call,
@@ -300,19 +323,26 @@ absl::Status MatMulGradient(Device device, const MatMulGradientCall& call,
   if (device == Device::kCpu) return MatMulGradient(call, execution);
   TFB_RETURN_IF_ERROR(CheckShapes(call));
   if (call.weights.empty() && call.bias.empty()) return absl::OkStatus();
+  const RowsOf<ConstTensorView> x(call.x), dy(call.dy);
   MatMulGradientArguments a = {};
-  if (!call.weights.empty()) a.x = ToDeviceRows(call.x);
+  if (!call.weights.empty()) {
+    a.x = ToDeviceRows(call.x);
+    a.in = x.channels();
+  }
   a.dy = ToDeviceRows(call.dy);
-  a.rows = RowsOf<ConstTensorView>(call.x).rows();
-  a.in = RowsOf<ConstTensorView>(call.x).channels();
-  a.out = RowsOf<ConstTensorView>(call.dy).channels();
+  a.rows = x.rows();
+  a.out = dy.channels();
+  const ChunksOnCuda chunks(a.rows, a.in, a.out);
+  a.chunks = chunks.count;
+  a.chunk_rows = chunks.rows;
+  a.wants_bias = !call.bias.empty();
   Workspace workspace(execution.workspace);
-  a.sums = workspace.Take<float>(a.chunks() * (a.in + 1) * a.out);
+  a.sums = workspace.Take<float>(a.chunks * (a.in + 1) * a.out);
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   TFB_RETURN_IF_ERROR(
       ToStatus(KernelsOn<MatMulGradientKernels>(runtime->target()).multiply(a, execution.stream)));
   const SumOfChunks sum = {a.sums,
-                           a.chunks(),
+                           a.chunks,
                            a.in,
                            a.out,
                            ToDeviceView(call.weights),

@@ -9,7 +9,11 @@
 // chunk into blocks of 64 rows. A task is one chunk of rows for one block of dW; it adds the sums
 // of its blocks in their order, and the sums of chunks are added in theirs. So the result does not
 // depend on the number of threads, and a sum over n rows is off by no more than 64 + n / 64
-// roundings. On CUDA chunks have 2048 rows, which are added one after the other.
+// roundings.
+//
+// On CUDA tensor cores multiply, operands of fp32 as several of 16 bits that lose nothing which fp32
+// sums could hold (matmul_gradient.cu). Chunks have up to 2048 rows, and the sums of 16 or 32 rows are
+// added in their order. An infinity in x or dy may give NaN there.
 //
 // A row of dy that is 0 adds nothing, whatever x holds there, so that NaN of padding does not reach dW.
 #ifndef TFB_CORE_LAYERS_MATMUL_GRADIENT_H_

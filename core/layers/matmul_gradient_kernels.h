@@ -10,19 +10,17 @@
 
 namespace tfb {
 
-constexpr int64_t kGradientChunkRows = 2048;  // rows whose products a block adds
-
+// Chunk n has rows n chunk_rows to (n + 1) chunk_rows - 1, as far as they exist.
 struct MatMulGradientArguments {
-  DeviceRows x;   // [rows, in]; or none, where db alone is wanted
+  DeviceRows x;   // [rows, in]; or none, where db alone is wanted: `in` is 0
   DeviceRows dy;  // [rows, out]
-  float* sums;    // [chunks][in + 1][out], the last row of which is the bias'; one chunk at least
+  float* sums;    // [chunks][in + 1][out], the last row of which is the bias'
   int64_t rows;
   int64_t in;
   int64_t out;
-
-  TFB_HOST_DEVICE int64_t chunks() const {
-    return rows <= kGradientChunkRows ? 1 : (rows + kGradientChunkRows - 1) / kGradientChunkRows;
-  }
+  int64_t chunks;
+  int64_t chunk_rows;
+  bool wants_bias;  // else its sums are not written
 };
 
 // Adds up the chunks' sums of row k, in their order, and writes them, or adds them to what is there.
