@@ -117,7 +117,7 @@ class AppendBlock {
         for (int c = OpaqueLane(); c < a_.head_dim; c += 32) s_.inputs[vector][c] *= factor;
       }
       if (OpaqueLane() != 0) continue;
-      s_.half_square[vector] = square / 2;
+      s_.half_square[vector] = HalfSquareOf(a_, square / 2);
       s_.maximum[vector] = IsExponential(a_) ? -INFINITY : 0;
       s_.total[vector] = 0;
       if (vector == 0) s_.reference = s_.key_maximum = -INFINITY;

@@ -521,8 +521,9 @@ class AttendBlock {
       numbers_.maximum[row] = now;
       numbers_.factor[row] = Rescale(before, now);
       if (kCausal && row < kTile) {
-        const float log_scale =
-            IsExponential(a_) ? now - numbers_.half_square[row] : numbers_.gate[row];
+        const float log_scale = IsExponential(a_)
+                                    ? now - HalfSquareOf(a_, numbers_.half_square[row])
+                                    : numbers_.gate[row];
         numbers_.log_scale[row] = numbers_.seen[row] != 0 ? log_scale : -INFINITY;
       }
     }
@@ -627,7 +628,9 @@ class AttendBlock {
   __device__ RowFactors FindFactors(int row, float reference, float key_maximum) {
     const int input = kFirstQuery + row;
     const RowFactors factors =
-        FactorsOf(a_, {numbers_.maximum[input], numbers_.half_square[input], numbers_.total[input]},
+        FactorsOf(a_,
+                  {numbers_.maximum[input], HalfSquareOf(a_, numbers_.half_square[input]),
+                   numbers_.total[input]},
                   reference, key_maximum);
     const float carry = reference_ == -INFINITY ? 0 : Rescale(reference_, reference);
     numbers_.product[row] = carry * factors.product;

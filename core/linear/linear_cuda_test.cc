@@ -258,6 +258,26 @@ TEST(LinearCuda, EqualsItsFormulaOnDirectionsWithGatesAndWithout) {
   }
 }
 
+// |x|^2 / 2 is that of the unit vector times input_scale, not of the input.
+TEST(LinearCuda, EqualsItsFormulaOnDirectionsWithExponentials) {
+  for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
+    for (const KeyStabiliser stabiliser : {KeyStabiliser::kRunning, KeyStabiliser::kNone}) {
+      for (const bool causal : {false, true}) {
+        for (const double epsilon : {0.0, 1e-2}) {
+          LinearCase c{LinearProblem(130, 130, causal, 1, 8), LinearMap(feature, 40, 8, epsilon)};
+          c.map.stabiliser = stabiliser;
+          c.map.unit = true;
+          c.map.input_scale = 1.25;
+          c.map.length_epsilon = epsilon == 0 ? 0 : 2;
+          c.masked = true;
+          c.magnitude = 3;
+          ExpectEqualsFormula(c);
+        }
+      }
+    }
+  }
+}
+
 TEST(LinearCuda, GatesWorkWhereKeysAndQueriesDifferInNumberInSixteenBitsAndPerHead) {
   for (const int64_t queries : {30, 150}) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
@@ -513,6 +533,18 @@ TEST(LinearCuda, AppendingInAnySplitEqualsTheWholeSequence) {
         ExpectClose(c, AppendAll(c, tensors, segments), expected);
       }
     }
+  }
+}
+
+TEST(LinearCuda, AppendingDirectionsToExponentialsEqualsTheWholeSequence) {
+  LinearCase c{LinearProblem(70, 70, true, 2, 8), LinearMap(Feature::kExp, 40, 8, 1e-2)};
+  c.map.unit = true;
+  c.map.input_scale = 1.25;
+  c.magnitude = 3;
+  const LinearTensors tensors(c);
+  const LinearResults expected = DefineLinear(c, tensors);
+  for (const auto& segments : std::vector<std::vector<int64_t>>{{1}, {5, 1, 40, 2}}) {
+    ExpectClose(c, AppendAll(c, tensors, segments), expected);
   }
 }
 

@@ -127,6 +127,12 @@ __device__ inline float InverseLength(const LinearArguments& a, float half_squar
   // The last term is NaN where the square is infinite or NaN.
   return 1 / (sqrtf(square) + a.map.length_epsilon) + 0 * square;
 }
+// Returns |x|^2 / 2 of a row that AddHalfSquare has summed, of unit length where the map asks for it.
+__device__ inline float HalfSquareOf(const LinearArguments& a, float half_square) {
+  if (!a.map.unit) return half_square;
+  const float factor = a.map.input_scale * InverseLength(a, half_square);
+  return factor * factor * half_square;
+}
 // Scales projections of 32 rows to those of unit vectors; `half_squares` are those of the warp's
 // rows.
 template <class Math>

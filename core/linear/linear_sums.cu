@@ -197,7 +197,8 @@ class SumBlock {
       float largest = 0;
       if (IsExponential(a_)) largest = MaxOf(features->at[i], 8);
       if (seen_[row] == 0) continue;
-      reference = fmaxf(reference, IsExponential(a_) ? largest - half_square_[row] : gates[i]);
+      reference = fmaxf(
+          reference, IsExponential(a_) ? largest - HalfSquareOf(a_, half_square_[row]) : gates[i]);
       maximum = fmaxf(maximum, largest);
     }
     reference = MaxOfWarp(reference);
@@ -225,7 +226,7 @@ class SumBlock {
       normalisers_[i] *= rescale;
       const int row = first_row + Math::Row(i);
       const bool is_seen = seen_[row] != 0;
-      const float shift = half_square_[row] + Shift(reference);
+      const float shift = HalfSquareOf(a_, half_square_[row]) + Shift(reference);
       const float scale = a_.map.gated ? ExpOf(gates[i] - Shift(reference)) : 1;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {

@@ -167,6 +167,25 @@ TEST(Linear, EqualsItsFormulaOnDirectionsWithGatesAndWithout) {
   }
 }
 
+// |x|^2 / 2 is that of the unit vector times input_scale, not of the input.
+TEST(Linear, EqualsItsFormulaOnDirectionsWithExponentials) {
+  for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
+    for (const bool causal : {false, true}) {
+      for (const double epsilon : {0.0, 1e-2}) {
+        for (const int64_t tokens : {3, 130}) {
+          LinearCase c{LinearProblem(tokens, tokens, causal, 1, 8),
+                       LinearMap(feature, 40, 8, epsilon)};
+          c.map.unit = true;
+          c.map.input_scale = 1.25;
+          c.map.length_epsilon = epsilon == 0 ? 0 : 2;
+          c.magnitude = 3;
+          ExpectEqualsFormula(c);
+        }
+      }
+    }
+  }
+}
+
 TEST(Linear, GatesWorkWhereKeysAndQueriesDifferInNumberInSixteenBitsAndPerHead) {
   for (const int64_t queries : {30, 150}) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {

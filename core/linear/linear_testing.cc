@@ -111,9 +111,17 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
   const DoubleTensor q(tensors.q.view()), k(tensors.k.view()), v(tensors.v.view()),
       w(tensors.w.view());
   const bool exponential = IsExponential(map.feature);
+  // Returns what makes a row of inputs x.
+  const auto scale_of = [&](const double* input) {
+    const double length =
+        map.unit ? std::sqrt(Dot(input, input, p.head_dim)) + map.length_epsilon : 1;
+    return map.input_scale / length;
+  };
+  const auto half_square_of = [&](const double* input) {
+    return scale_of(input) * scale_of(input) * Dot(input, input, p.head_dim) / 2;
+  };
   const auto project = [&](const double* x, int64_t head, std::vector<double>* projections) {
-    const double length = map.unit ? std::sqrt(Dot(x, x, p.head_dim)) + map.length_epsilon : 1;
-    const double scale = map.input_scale / length;
+    const double scale = scale_of(x);
     projections->clear();
     for (int64_t r = 0; r < map.projections; ++r) {
       projections->push_back(scale * Dot(w.Row(map.per_head ? head : 0, r), x, p.head_dim));
@@ -154,7 +162,7 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
       for (int64_t j = 0; j < p.kv_tokens; ++j) {
         const double* x = k.Row(b, kv_head, j);
         project(x, kv_head, &keys[j]);
-        half_squares[j] = map.input_scale * map.input_scale * Dot(x, x, p.head_dim) / 2;
+        half_squares[j] = half_square_of(x);
         maxima[j] = *std::max_element(keys[j].begin(), keys[j].end());
       }
       for (int64_t i = 0; i < p.query_tokens; ++i) {
@@ -173,7 +181,7 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
             if (counts) key_s = std::max(key_s, maxima[j]);
           }
         }
-        const double half_square = map.input_scale * map.input_scale * Dot(x, x, p.head_dim) / 2;
+        const double half_square = half_square_of(x);
         for (double& f : query) f = feature(f, half_square, query_s);
         double* y = results.out.view().MutableAt<double>(b, h, i);
         std::fill_n(y, p.value_dim, 0.0);
