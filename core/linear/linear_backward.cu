@@ -513,7 +513,10 @@ class RowBlock {
     const DeviceView& g = a_.out_gradient;
     const DeviceView& e = a_.log_sum_exp_gradient;
     float product = 0;
-    bool is_finite = isfinite(a_.queries.total[row]) && isfinite(a_.queries.half_square[row]);
+    bool is_finite = isfinite(a_.queries.total[row]);
+    for (int c = OpaqueLane(); c < f.head_dim; c += kWarp) {
+      is_finite = is_finite && isfinite(Input(a_, queries_, t, c));
+    }
     for (int c = OpaqueLane(); c < f.value_dim; c += kWarp) {
       float x = 0;
       if (g.data != nullptr) {

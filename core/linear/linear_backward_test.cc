@@ -477,9 +477,10 @@ Derivative DerivativeAlong(const BackwardCase& of, const Reals& reals, const Rea
     of_gates *= Norm(columns.data(), columns.size());
   }
   const double head_dim = static_cast<double>(p.head_dim), magnitude = of.c.magnitude;
+  // The length of x, which is head_dim^(1/4) magnitude unless it is input_scale.
+  const double length = map.unit ? map.input_scale : std::pow(head_dim, 0.25) * magnitude;
   const double exponents =
-      map.unit ? 0
-               : std::pow(head_dim, 0.75) * magnitude + std::sqrt(head_dim) * magnitude * magnitude;
+      map.unit && !IsExponential(map.feature) ? 0 : std::sqrt(head_dim) * length + length * length;
   const double lengths =
       static_cast<double>(map.features() + kLinearChunk + std::max(p.head_dim, p.value_dim) +
                           std::max(p.query_tokens * p.group(), p.kv_tokens) / kLinearChunk);
@@ -684,6 +685,24 @@ TEST_P(LinearBackward, IsThatOfTheFormulaOnDirectionsWithGatesAndWithout) {
           ExpectGradientsOfFormula(c);
           if (gated) continue;
           c.problem.causal = false;
+          ExpectGradientsOfFormula(c);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LinearBackward, IsThatOfTheFormulaOnDirectionsWithExponentials) {
+  for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
+    for (const KeyStabiliser stabiliser : {KeyStabiliser::kRunning, KeyStabiliser::kNone}) {
+      for (const bool causal : {false, true}) {
+        for (const double epsilon : {0.0, 1e-2}) {
+          LinearCase c{LinearProblem(90, 90, causal, 2, 8), LinearMap(feature, 12, 8, epsilon)};
+          c.map.stabiliser = stabiliser;
+          c.map.unit = true;
+          c.map.input_scale = 1.25;
+          c.map.length_epsilon = epsilon == 0 ? 0 : 2;
+          c.magnitude = 3;
           ExpectGradientsOfFormula(c);
         }
       }
@@ -1074,6 +1093,91 @@ TEST_P(LinearBackward, MaximaBelowZeroAreThoseOfTheTokensAlone) {
       of.tensors.key_mask.span<uint8_t>()[0] = 0;
       ExpectGradientsOfFormula(of);
     }
+  }
+}
+
+// The square of a query's length is no factor of a ReLU's features, and without a stabiliser it
+// leaves epsilon alone of an exponential's.
+TEST_P(LinearBackward, IsThatOfTheFormulaWhereSquaresOfQueriesAreBeyondFp32) {
+  for (const Feature feature : {Feature::kRelu, Feature::kExp}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(90, 90, causal),
+                   LinearMap(feature, 12, 16, feature == Feature::kExp ? 1e-2 : 0)};
+      c.map.stabiliser = KeyStabiliser::kNone;
+      BackwardCase of = Case(c);
+      for (float& x : of.tensors.q.span<float>()) x *= 1e20f;
+      ExpectGradientsOfFormula(of);
+    }
+  }
+}
+
+// The features of the query are finite, all 0.
+TEST_P(LinearBackward, AnInfiniteQueryReachesExactlyTheKeysThatItSees) {
+  constexpr int64_t kTokens = 140, kPlace = 77;
+  LinearCase c{LinearProblem(kTokens, kTokens, true, 1), LinearMap(Feature::kRelu, 16, 16, 1e-2)};
+  BackwardCase of = Case(c);
+  for (float& x : of.tensors.w.span<float>()) x = std::abs(x);
+  const Gradients clean = RunBackward(of);
+  of.tensors.q.span<float>()[kPlace * 16 + 3] = -std::numeric_limits<float>::infinity();
+  const Gradients gradients = RunBackward(of);
+  EXPECT_TRUE(std::isnan(*gradients.q.view().At<float>(0, 0, kPlace, 0)));
+  for (const int64_t key : {int64_t{0}, kPlace}) {
+    EXPECT_TRUE(std::isnan(*gradients.k.view().At<float>(0, 0, key, 0))) << key;
+  }
+  EXPECT_TRUE(SameTokens(gradients.q, clean.q, 0, kPlace));
+  EXPECT_TRUE(SameTokens(gradients.q, clean.q, kPlace + 1, kTokens));
+  EXPECT_TRUE(SameTokens(gradients.k, clean.k, kPlace + 1, kTokens));
+}
+
+// D is a constant where the floor holds it, and 0 where all features are.
+TEST_P(LinearBackward, ANaNGradientOfTheLogSumExpReachesNothingThroughAConstantDenominator) {
+  for (const bool causal : {false, true}) {
+    for (const double floor : {0.0, 0.3}) {
+      LinearCase c{LinearProblem(80, 80, causal), LinearMap(Feature::kRelu, 4, 16, 0)};
+      c.map.denominator_floor = floor * (causal ? 1 : 20);
+      BackwardCase of = Case(c);
+      const Reals reals = RealsOf(of);
+      const Formula formula(c, of.tensors, reals);
+      const Gradients clean = RunBackward(of);
+      int64_t constant = 0;
+      formula.ForEachRow([&](int64_t b, int64_t h, int64_t i) {
+        const Row row = formula.Evaluate(b, h, i);
+        if (!row.is_held && row.denominator != 0) return;
+        ++constant;
+        *of.log_sum_exp_gradient.view().MutableAt<float>(b, h, i) = std::nanf("");
+      });
+      EXPECT_GT(constant, 0);
+      EXPECT_LT(constant, 160);
+      const Gradients poisoned = RunBackward(of);
+      for (const char* name : {"q", "k", "v", "w"}) {
+        EXPECT_TRUE(SameBits(clean.at(name), poisoned.at(name))) << name << floor << causal;
+      }
+    }
+  }
+}
+
+// The maximum over the sequence is a later key's, which the row does not see but depends on.
+TEST_P(LinearBackward, ANaNReachesTheKeyWithTheMaximumOfTheSequence) {
+  constexpr int64_t kTokens = 140, kPlace = 20, kMaximum = 100;
+  LinearCase c{LinearProblem(kTokens, kTokens, true, 1), LinearMap(Feature::kExp, 16, 16, 1e-2)};
+  c.map.stabiliser = KeyStabiliser::kSequence;
+  for (const char which : {'q', 'g', 'l'}) {
+    BackwardCase of = Case(c);
+    for (int64_t c = 0; c < 16; ++c) of.tensors.k.span<float>()[kMaximum * 16 + c] *= 3;
+    const Gradients clean = RunBackward(of);
+    Tensor& tensor = which == 'q'   ? of.tensors.q
+                     : which == 'g' ? of.out_gradient
+                                    : of.log_sum_exp_gradient;
+    Fill(Slice(tensor.view(), 2, kPlace, 1), std::nan(""));
+    const Gradients poisoned = RunBackward(of);
+    for (int64_t j = kPlace + 1; j < kTokens; ++j) {
+      if (j == kMaximum) {
+        EXPECT_TRUE(std::isnan(*poisoned.k.view().At<float>(0, 0, j, 0))) << which;
+      } else {
+        EXPECT_TRUE(SameTokens(poisoned.k, clean.k, j, j + 1)) << which << j;
+      }
+    }
+    EXPECT_TRUE(SameTokens(poisoned.v, clean.v, kPlace + 1, kTokens)) << which;
   }
 }
 
