@@ -1114,7 +1114,7 @@ TEST_P(LinearBackward, IsThatOfTheFormulaWhereSquaresOfQueriesAreBeyondFp32) {
 // The features of the query are finite, all 0.
 TEST_P(LinearBackward, AnInfiniteQueryReachesExactlyTheKeysThatItSees) {
   constexpr int64_t kTokens = 140, kPlace = 77;
-  LinearCase c{LinearProblem(kTokens, kTokens, true, 1), LinearMap(Feature::kRelu, 16, 16, 1e-2)};
+  LinearCase c{LinearProblem(kTokens, kTokens, true, 1), LinearMap(Feature::kRelu, 64, 16, 1e-2)};
   BackwardCase of = Case(c);
   for (float& x : of.tensors.w.span<float>()) x = std::abs(x);
   const Gradients clean = RunBackward(of);
