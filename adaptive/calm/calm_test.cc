@@ -208,6 +208,44 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
   }
 }
 
+// Loads and stores of a Run and its backward pass, less those of the Run alone. With one token of two
+// that stays behind the first of three layers, a third of the tokens of all layers have left. What does
+// not fall with them are the gradients of keys and values, and in part those of distances, and sums over
+// rows for the gradients of matrices.
+TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
+  const Problem problem = CausalProblem(1, 2, 256, 32);
+  NamedTensors inputs = InputsFor(problem), of_outputs;
+  FillNormal(&(of_outputs["out"] = Tensor(DType::kF32, inputs.at("x").shape())), 7, "out");
+  inputs["exits"] = Tensor(DType::kI32, {1, 256});
+  const auto accesses_of = [](const auto& run) {
+    const int64_t before = cuda_simulator::TotalCounts().accesses;
+    const absl::Status status = run();
+    EXPECT_TRUE(status.ok()) << status;
+    return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
+  };
+  for (const char* pre_norm : {"false", "true"}) {
+    const RunRequest request = {{{"layers", "3"},
+                                 {"segment", "128"},
+                                 {"memory", "128"},
+                                 {"vocabulary", "9"},
+                                 {"pre_norm", pre_norm}},
+                                KernelDevice()};
+    const auto work = [&](int64_t one_in) {
+      for (int64_t t = 0; t < 256; ++t) {
+        inputs["exits"].span<int32_t>()[t] = t % one_in == 0 ? 3 : 1;
+      }
+      const double of_both = accesses_of([&] {
+        return BackwardOfTechnique(Calm(), problem, ViewsOf(inputs), of_outputs, request).status();
+      });
+      const double of_run = accesses_of(
+          [&] { return RunTechnique(Calm(), problem, ViewsOf(inputs), request).status(); });
+      return of_both - of_run;
+    };
+    EXPECT_LE(work(2) / work(1), 0.819) << pre_norm;
+  }
+}
+
 TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {
   const Problem problem = CausalProblem(2, 2, 90, 12);
   for (const Device device : TestedDevices()) {
@@ -551,13 +589,16 @@ TEST(Calm, GradientsOfItsOwnExitsAreTheCpusOnEveryDevice) {
     const char* confidence;
     const char* threshold;
     size_t exits;  // saturation is not asked after the first layer
+    const char* pre_norm;
   };
-  for (const auto& [confidence, threshold, exits_taken] :
-       {Rule{"softmax", "0.3", 3}, Rule{"saturation", "0.7", 2}, Rule{"classifier", "0.5", 3}}) {
-    SCOPED_TRACE(confidence);
+  for (const auto& [confidence, threshold, exits_taken, pre_norm] :
+       {Rule{"softmax", "0.3", 3, "false"}, Rule{"saturation", "0.7", 2, "false"},
+        Rule{"classifier", "0.5", 3, "false"}, Rule{"classifier", "0.5", 3, "true"}}) {
+    SCOPED_TRACE(absl::StrCat(confidence, " ", pre_norm));
     const Options options = {
-        {"layers", "3"},     {"segment", "12"},          {"memory", "7"},
-        {"vocabulary", "9"}, {"confidence", confidence}, {"threshold", threshold}};
+        {"layers", "3"},       {"segment", "12"},          {"memory", "7"},
+        {"vocabulary", "9"},   {"confidence", confidence}, {"threshold", threshold},
+        {"pre_norm", pre_norm}};
     const NamedTensors inputs = InputsFor(problem);
     NamedTensors of_outputs;
     of_outputs["out"] = Tensor(DType::kF32, inputs.at("x").shape());

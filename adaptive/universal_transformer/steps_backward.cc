@@ -4,6 +4,7 @@
 
 #include "core/cuda/for_each.h"
 #include "core/layers/copy_tensor.h"
+#include "core/layers/for_each_listed.h"
 #include "core/layers/heads.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/schedule/band_schedule.h"
@@ -30,7 +31,9 @@ StepsBackward::StepsBackward(Device device, const Problem& problem,
       options_(options),
       sizes_(problem, options),
       attention_norm_("attention_norm"),
-      transition_norm_("ff_norm") {}
+      transition_norm_("ff_norm") {
+  band_.high = problem.causal ? 0 : problem.kv_tokens + kFlashTile;  // beyond all keys
+}
 
 absl::Status StepsBackward::SetUp(const NamedTensors& parameters) {
   const auto transposed = [&](std::vector<absl::string_view> names) {
@@ -93,6 +96,8 @@ StepsBackward::Scratch StepsBackward::LayOut(Workspace& workspace) const {
   } else {
     scratch.numbers = {floats(problem_.query_heads), floats(problem_.query_heads),
                        floats(problem_.query_heads), problem_.query_tokens};
+    scratch.list = {workspace.Take<uint8_t>(s.rows), workspace.Take<int32_t>(s.rows),
+                    workspace.Take<int32_t>(problem_.batch + 1)};
   }
   scratch.attended = floats(s.width);
   scratch.normalized = floats(s.width);
@@ -233,17 +238,34 @@ absl::Status StepsBackward::AddHalting(const Walk& walk) const {
 
 // ---- A step again ----
 
-void StepsBackward::List(Walk& walk) const {
+absl::Status StepsBackward::List(Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   walk.tokens = {walk.call.kept.computed, scratch.row, scratch.place_of_row, walk.step};
   walk.active = sizes_.rows;
-  if (device_ != Device::kCpu) return;
+  if (device_ != Device::kCpu) {
+    // Padding takes no step, and a token that has halted no further one.
+    const bool may_have_halted = walk.step > 0 && !options_.recomputes();
+    walk.rows = {};
+    if (!options_.halts() || (!may_have_halted && walk.call.key_mask.empty())) {
+      return absl::OkStatus();
+    }
+    TFB_RETURN_IF_ERROR(ForEach(device_, sizes_.rows,
+                                TellsTaking{walk.tokens, scratch.list.is_listed}, walk.execution));
+    walk.rows = scratch.list.list(problem_.batch);
+    return ListRows(device_, scratch.list, problem_.batch, problem_.query_tokens, walk.execution);
+  }
   walk.active = 0;
   for (int64_t r = 0; r < sizes_.rows; ++r) {
     const bool takes_it = walk.tokens.Takes(r);
     scratch.place_of_row[r] = takes_it ? static_cast<int32_t>(walk.active) : -1;
     if (takes_it) scratch.row[walk.active++] = static_cast<int32_t>(r);
   }
+  return absl::OkStatus();
+}
+
+// Sets rows to 0 that are written where they are listed and read elsewhere, too.
+absl::Status StepsBackward::Clear(const Walk& walk, const TensorView& rows) const {
+  return walk.is_listed() ? ClearTensor(device_, rows, walk.execution) : absl::OkStatus();
 }
 
 FlashCall StepsBackward::FlashOf(const Walk& walk) const {
@@ -262,6 +284,8 @@ FlashCall StepsBackward::FlashOf(const Walk& walk) const {
     const Shape numbers = {batch, heads, tokens};
     call.log_sum_exp = TensorView(scratch.log_sum_exp, DType::kF32, numbers);
     call.log_sum_exp_rest = TensorView(scratch.log_sum_exp_rest, DType::kF32, numbers);
+    call.band = &band_;
+    call.asked = walk.rows;
     return call;
   }
   const auto of_places = [&](const TensorView& memory, int64_t channels) {
@@ -283,12 +307,9 @@ FlashCall StepsBackward::FlashOf(const Walk& walk) const {
 }
 
 absl::Status StepsBackward::Attend(const Walk& walk) const {
-  FlashCall call = FlashOf(walk);
-  if (device_ == Device::kCpu) return FlashCpu(problem_, call, walk.execution);
-  Band band;
-  band.high = problem_.causal ? 0 : problem_.kv_tokens + kFlashTile;  // beyond all keys
-  call.band = &band;
-  return engine_.Run(call, walk.execution);
+  const FlashCall call = FlashOf(walk);
+  return device_ == Device::kCpu ? FlashCpu(problem_, call, walk.execution)
+                                 : engine_.Run(call, walk.execution);
 }
 
 absl::Status StepsBackward::RunAgain(const Walk& walk) const {
@@ -305,28 +326,32 @@ absl::Status StepsBackward::RunAgain(const Walk& walk) const {
                            {walk.active, s.query_width});
   const TensorView context(scratch.context.mutable_data(), problem_.dtype,
                            {walk.active, s.context_width});
-  TFB_RETURN_IF_ERROR(MatMul(block.queries, {u, {}, queries}, execution));
+  const RowList& rows = walk.rows;
+  TFB_RETURN_IF_ERROR(Clear(walk, context));
+  TFB_RETURN_IF_ERROR(MatMul(block.queries, {u, {}, queries, Activation::kNone, rows}, execution));
   TFB_RETURN_IF_ERROR(MatMul(block.keys_values,
                              {ByRow(scratch.read, s.width), {}, scratch.keys_values}, execution));
   TFB_RETURN_IF_ERROR(Attend(walk));
   const TensorView attended = by_place(scratch.attended, s.width);
   const TensorView a = by_place(scratch.normalized, s.width);
-  TFB_RETURN_IF_ERROR(MatMul(block.output, {context, u, attended}, execution));
-  TFB_RETURN_IF_ERROR(block.attention_norm.Run(attended, a, execution));
+  TFB_RETURN_IF_ERROR(
+      MatMul(block.output, {context, u, attended, Activation::kNone, rows}, execution));
+  TFB_RETURN_IF_ERROR(Clear(walk, a));
+  TFB_RETURN_IF_ERROR(block.attention_norm.Run(attended, a, execution, rows));
   if (options_.convolves()) {
     TFB_RETURN_IF_ERROR(Convolve(walk, First(walk), scratch.into_first));
   }
-  TFB_RETURN_IF_ERROR(MatMul(block.first,
-                             {by_place(scratch.into_first, s.width),
-                              {},
-                              by_place(scratch.inner, s.inner),
-                              Activation::kRelu},
-                             execution));
+  const TensorView inner = by_place(scratch.inner, s.inner);
+  TFB_RETURN_IF_ERROR(Clear(walk, inner));
+  TFB_RETURN_IF_ERROR(MatMul(
+      block.first, {by_place(scratch.into_first, s.width), {}, inner, Activation::kRelu, rows},
+      execution));
   if (options_.convolves()) {
     TFB_RETURN_IF_ERROR(Convolve(walk, Second(walk), scratch.into_second));
   }
   return MatMul(block.second,
-                {by_place(scratch.into_second, s.inner), a, by_place(scratch.made, s.width)},
+                {by_place(scratch.into_second, s.inner), a, by_place(scratch.made, s.width),
+                 Activation::kNone, rows},
                 execution);
 }
 
@@ -410,7 +435,8 @@ absl::Status StepsBackward::TransitionBackward(const Walk& walk) const {
                                                 ds,
                                                 gradients.Get(transition_norm_.gamma),
                                                 gradients.Get(transition_norm_.beta),
-                                                /*accumulate=*/true},
+                                                /*accumulate=*/true,
+                                                walk.rows},
                                                execution));
   const TensorView into_second = by_place(scratch.into_second, s.inner);
   const TensorView into_first = by_place(scratch.into_first, s.width);
@@ -420,21 +446,25 @@ absl::Status StepsBackward::TransitionBackward(const Walk& walk) const {
       device_,
       {into_second, ds, gradients.Get("ff.w2"), gradients.Get("ff.b2"), /*accumulate=*/true},
       execution));
-  TFB_RETURN_IF_ERROR(MatMul(second_, {ds, {}, of_inner}, execution));
+  TFB_RETURN_IF_ERROR(Clear(walk, of_inner));
+  TFB_RETURN_IF_ERROR(MatMul(second_, {ds, {}, of_inner, Activation::kNone, walk.rows}, execution));
   if (options_.convolves()) {
     TFB_RETURN_IF_ERROR(ConvolveBackward(walk, Second(walk), scratch.inner_gradient,
                                          gradients.Get("ff.k2"), scratch.shown_inner,
                                          scratch.inner_gradient));
   }
-  TFB_RETURN_IF_ERROR(ForEachInRows(device_, walk.active, s.inner,
-                                    ReluGradient{scratch.inner, scratch.inner_gradient, s.inner},
-                                    execution));
+  TFB_RETURN_IF_ERROR(ForEachInListedRows(
+      device_, walk.active, s.inner, ReluGradient{scratch.inner, scratch.inner_gradient, s.inner},
+      walk.rows, execution));
   TFB_RETURN_IF_ERROR(MatMulGradient(
       device_,
       {into_first, of_inner, gradients.Get("ff.w1"), gradients.Get("ff.b1"), /*accumulate=*/true},
       execution));
-  if (!options_.convolves()) return MatMul(first_, {of_inner, ds, da}, execution);
-  TFB_RETURN_IF_ERROR(MatMul(first_, {of_inner, {}, da}, execution));
+  TFB_RETURN_IF_ERROR(Clear(walk, da));
+  if (!options_.convolves()) {
+    return MatMul(first_, {of_inner, ds, da, Activation::kNone, walk.rows}, execution);
+  }
+  TFB_RETURN_IF_ERROR(MatMul(first_, {of_inner, {}, da, Activation::kNone, walk.rows}, execution));
   TFB_RETURN_IF_ERROR(ConvolveBackward(walk, First(walk), scratch.of_attended,
                                        gradients.Get("ff.k1"), scratch.shown, scratch.of_attended));
   return AddTensor(device_, ds, da, execution);
@@ -445,8 +475,13 @@ absl::Status StepsBackward::FlashGradients(const Walk& walk, FlashBackwardCall c
   if (device_ != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     call.numbers = walk.scratch.numbers;
-    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, /*log_sum_exp_gradient=*/{},
-                                        /*marks=*/{}, /*counts=*/false, walk.execution));
+    ConstTensorView marks;
+    if (walk.is_listed()) {
+      marks =
+          ConstTensorView(walk.rows.is_listed, DType::kU8, {problem_.batch, problem_.query_tokens});
+    }
+    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, /*log_sum_exp_gradient=*/{}, marks,
+                                        /*counts=*/true, walk.execution));
     return engine_backward_.Run(problem_, call, walk.execution);
   }
   call.schedule = &by_keys_;
@@ -474,7 +509,8 @@ absl::Status StepsBackward::AttentionBackward(const Walk& walk) const {
                                                da,
                                                gradients.Get(attention_norm_.gamma),
                                                gradients.Get(attention_norm_.beta),
-                                               /*accumulate=*/true},
+                                               /*accumulate=*/true,
+                                               walk.rows},
                                               execution));
   const auto add = [&](const ConstTensorView& x, const ConstTensorView& dy, const char* matrix,
                        const char* bias) {
@@ -486,7 +522,8 @@ absl::Status StepsBackward::AttentionBackward(const Walk& walk) const {
                                 {walk.active, s.context_width});
   const TensorView of_context = ByPlace(walk, scratch.context_gradient, s.context_width);
   TFB_RETURN_IF_ERROR(add(context, da, "attention.w_o", "attention.b_o"));
-  TFB_RETURN_IF_ERROR(MatMul(output_, {da, {}, of_context}, execution));
+  TFB_RETURN_IF_ERROR(
+      MatMul(output_, {da, {}, of_context, Activation::kNone, walk.rows}, execution));
 
   const TensorView of_queries = ByPlace(walk, scratch.queries_gradient, s.query_width);
   const TensorView of_keys_values = ByRow(scratch.keys_values_gradient, s.keys_values());
@@ -514,7 +551,8 @@ absl::Status StepsBackward::AttentionBackward(const Walk& walk) const {
   TFB_RETURN_IF_ERROR(add(read, of_keys, "attention.w_k", "attention.b_k"));
   TFB_RETURN_IF_ERROR(add(read, of_values, "attention.w_v", "attention.b_v"));
   // dU, and what keys and values give.
-  TFB_RETURN_IF_ERROR(MatMul(queries_, {of_queries, da, da}, execution));
+  TFB_RETURN_IF_ERROR(
+      MatMul(queries_, {of_queries, da, da, Activation::kNone, walk.rows}, execution));
   return MatMul(keys_values_, {of_keys_values, {}, ByRow(scratch.of_keys, s.width)}, execution);
 }
 
@@ -556,7 +594,7 @@ absl::Status StepsBackward::Run(const Call& call, const Execution& execution) co
     TFB_RETURN_IF_ERROR(clear(scratch.shown_inner, s.inner));
   }
   for (walk.step = last - 1; walk.step >= 0; --walk.step) {
-    List(walk);
+    TFB_RETURN_IF_ERROR(List(walk));
     TFB_RETURN_IF_ERROR(RunAgain(walk));
     TFB_RETURN_IF_ERROR(TransitionBackward(walk));
     TFB_RETURN_IF_ERROR(AttentionBackward(walk));

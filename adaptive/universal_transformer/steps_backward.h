@@ -20,8 +20,10 @@
 // It, and whether the last step weighs the remainder, are what the Run decided, and stay on the device.
 //
 // On the CPU products have the rows of the tokens that took the step. On CUDA the host does not know how
-// many these are: products have the rows of all tokens, of which the others have gradients of 0, and all
-// steps are launched. So a backward pass there takes as long as that of a network that never halts.
+// many these are, and all steps are launched. The device lists the rows (core/cuda/row_list.h), and
+// blocks of queries, attention in fp32, products, norms and activations return at once beyond the list.
+// The others' gradients are 0. Keys and values, and sums over rows for the gradients of matrices, are of
+// all tokens, and in 16 bits attention skips tiles without any token of the list.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_STEPS_BACKWARD_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_STEPS_BACKWARD_H_
 
@@ -36,6 +38,7 @@
 #include "core/flash/flash_backward_cuda.h"
 #include "core/flash/flash_engine.h"
 #include "core/layers/layer_parameters.h"
+#include "core/layers/list_rows.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/transposed_schedule.h"
 #include "core/workspace.h"
@@ -97,6 +100,7 @@ class StepsBackward {
     float* shown_inner;
     int32_t* place_of_row;  // CPU: below 0 where the token did not take the step
     int32_t* row;           // CPU: by place
+    RowListMemory list;     // CUDA
   };
   struct Walk {
     const Call& call;
@@ -104,14 +108,17 @@ class StepsBackward {
     Execution execution;
     int64_t step = 0;    // n - 1
     int64_t active = 0;  // places
+    RowList rows = {};   // CUDA: those of the tokens that took the step, where these may not be all
     StepTokens tokens = {};
+
+    bool is_listed() const { return rows.rows != nullptr; }
   };
 
   Scratch LayOut(Workspace& workspace) const;
   int64_t LastStep(const Call& call) const;
   absl::Status PrepareHalting(Walk& walk, int64_t last) const;
   absl::Status Read(const Walk& walk) const;
-  void List(Walk& walk) const;
+  absl::Status List(Walk& walk) const;
   absl::Status RunAgain(const Walk& walk) const;
   absl::Status Attend(const Walk& walk) const;
   absl::Status TransitionBackward(const Walk& walk) const;
@@ -134,6 +141,8 @@ class StepsBackward {
                                 const TensorView& kernel_gradient, float* shown,
                                 float* gradient) const;
 
+  absl::Status Clear(const Walk& walk, const TensorView& rows) const;
+
   int64_t before(int64_t size) const { return problem_.causal ? size - 1 : (size - 1) / 2; }
 
   TensorView ByPlace(const Walk& walk, float* memory, int64_t channels) const {
@@ -147,6 +156,7 @@ class StepsBackward {
   Problem problem_;
   UniversalTransformerOptions options_;
   UniversalSizes sizes_;
+  Band band_;  // CUDA: of the keys that a query sees
   PackedMatrix queries_, keys_values_, output_, first_, second_;  // transposed
   BlockSchedule schedule_;
   TransposedSchedule by_keys_;

@@ -3,6 +3,7 @@
 #include "adaptive/universal_transformer/universal_transformer_functors.h"
 #include "core/cuda/for_each.cuh"
 #include "core/layers/layer_rows.cuh"
+#include "core/layers/listed_rows_functor.h"
 
 namespace tfb::universal_transformer {
 namespace {
@@ -169,9 +170,11 @@ TFB_FOR_EACH_IN_ROWS(KeepRowsOfTokens);
 TFB_FOR_EACH(HaltingProducts);
 TFB_FOR_EACH(HaltingGradients);
 TFB_FOR_EACH(LastStepCounts);
+TFB_FOR_EACH(TellsTaking);
 TFB_FOR_EACH_IN_ROWS(ReadAgain);
 TFB_FOR_EACH_IN_ROWS(MadeGradient);
 TFB_FOR_EACH_IN_ROWS(ReluGradient);
+TFB_FOR_EACH_IN_ROWS(ListedRows<ReluGradient>);
 TFB_FOR_EACH_IN_ROWS(InputGradient);
 TFB_FOR_EACH_IN_ROWS(ConvolveAgain);
 TFB_FOR_EACH_IN_ROWS(ConvolutionRowsGradient);

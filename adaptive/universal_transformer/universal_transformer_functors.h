@@ -147,6 +147,14 @@ struct StepTokens {
   }
 };
 
+// Writes 1 for the rows of tokens that took the step, and 0 for the others.
+struct TellsTaking {
+  StepTokens of;
+  uint8_t* takes;  // [rows]
+
+  TFB_HOST_DEVICE void operator()(int64_t r) const { takes[r] = of.Takes(r) ? 1 : 0; }
+};
+
 // U = H + PE + T, 0 for padding.
 struct ReadAgain {
   StepTokens of;

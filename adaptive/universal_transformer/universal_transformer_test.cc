@@ -377,6 +377,41 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
   }
 }
 
+// Likewise of a Run and its backward pass, less those of the Run alone. Where every second token halts
+// after the first of three steps, a third of the tokens of all steps have halted.
+TEST(UniversalTransformer, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatHalted) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
+  const Problem problem = Self(1, 2, 256, 32);
+  const Options options = {{"steps", "3"}};
+  NamedTensors inputs = Random(problem), parameters = Parameters(problem, options);
+  Fill(parameters["halting.w"].view(), 0);
+  *parameters["halting.w"].view().MutableAt<float>(0) = 1;
+  Fill(parameters["halting.b"].view(), -50);
+  NamedTensors of_outputs;
+  FillNormal(&(of_outputs["out"] = Tensor(DType::kF32, inputs.at("x").shape())), 7, "out");
+  RunRequest request{options, KernelDevice()};
+  request.parameters = &parameters;
+  const auto accesses_of = [](const auto& run) {
+    const int64_t before = cuda_simulator::TotalCounts().accesses;
+    const absl::Status status = run();
+    EXPECT_TRUE(status.ok()) << status;
+    return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
+  };
+  const auto work = [&](int64_t one_in) {
+    for (int64_t t = 0; t < 256; ++t) {
+      *inputs["x"].view().MutableAt<float>(0, t, 0) = t % one_in == 0 ? 0 : 100;
+    }
+    const UniversalTransformer technique;
+    const double of_both = accesses_of([&] {
+      return BackwardOfTechnique(technique, problem, ViewsOf(inputs), of_outputs, request).status();
+    });
+    const double of_run = accesses_of(
+        [&] { return RunTechnique(technique, problem, ViewsOf(inputs), request).status(); });
+    return of_both - of_run;
+  };
+  EXPECT_LE(work(2) / work(1), 0.745);
+}
+
 TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {
   // Token 0 halts after one step, the others never: without it their results are different.
   const Problem problem = Self(1, 2, 12, 8);

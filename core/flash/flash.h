@@ -168,7 +168,8 @@ struct FlashCall {
   // nor written. Where the rule is empty, or has only relative keys and q is f32, a tile takes the
   // next queries of the list, wherever they are, so that the work is proportional to the list's
   // length. In the other cases tiles are those of the schedule, and a tile none of whose queries is
-  // listed is skipped.
+  // listed is skipped. The backward pass does the same in problems of f32, with numbers of rows of
+  // which is_listed are the marks that count; it has tiles of the schedule for sums by offset.
   RowList asked;
   ScoreRule rule;
   double scale = 0;  // 0: 1 / sqrt(head_dim)

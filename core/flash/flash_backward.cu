@@ -59,9 +59,11 @@ __global__ void __launch_bounds__(kDeltaThreads) FlashDelta(const FlashDeltaArgu
   for (int64_t n = WarpOfGrid(); n < rows; n += warps) {
     const int64_t row = n % a.numbers.rows, h = n / a.numbers.rows % a.heads,
                   b = n / a.numbers.rows / a.heads;
+    const bool counts =
+        a.marks == nullptr || (a.marks[b * a.marks_stride + row] != 0) == a.counts_marked;
     double sum = 0;
     bool any = false;
-    for (int c = Lane(); c < a.value_dim; c += kWarp) {
+    for (int c = Lane(); counts && c < a.value_dim; c += kWarp) {
       const float g = Load(a.out_gradient, Offset(a.out_gradient, b, h, row, c));
       if (g == 0) continue;  // then the output is not read
       any = true;
@@ -70,12 +72,11 @@ __global__ void __launch_bounds__(kDeltaThreads) FlashDelta(const FlashDeltaArgu
       sum += g * y;
     }
     sum = SumOfWarp(sum);
-    const float delta = static_cast<float>(sum - LoadOr(a.log_sum_exp_gradient, b, h, row, 0));
+    const float delta =
+        counts ? static_cast<float>(sum - LoadOr(a.log_sum_exp_gradient, b, h, row, 0)) : 0;
     any = __any_sync(kAllLanes, any) || delta != 0;
     if (Lane() != 0) continue;
-    const bool counts =
-        a.marks == nullptr || (a.marks[b * a.marks_stride + row] != 0) == a.counts_marked;
-    const float shift = counts && any ? LoadOr(a.log_sum_exp, b, h, row, 0) : -INFINITY;
+    const float shift = any ? LoadOr(a.log_sum_exp, b, h, row, 0) : -INFINITY;
     a.numbers.shift[n] =
         shift == -INFINITY ? INFINITY : shift;  // without keys all weights are 0, too
     a.numbers.rest[n] = shift == -INFINITY ? 0 : LoadOr(a.rest, b, h, row, 0);
@@ -436,18 +437,14 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
       : Base(b, task, memory), key_tile_(key_tile) {}
 
   __device__ void Run() {
-    const TransposedView& schedule = b_.transposed;
     const int64_t group = a_.query_heads / a_.kv_heads;
     for (int64_t h = task_.kv_head * group; h < (task_.kv_head + 1) * group; ++h) {
       task_.head = h;
       if (threadIdx.x < kKeys) numbers_.columns[threadIdx.x] = 0;
-      const int64_t chunk = h % schedule.heads * schedule.chunks + key_tile_ / kChunkKeyTiles;
-      for (int64_t n = schedule.begin[chunk]; n < schedule.begin[chunk + 1]; ++n) {
-        const QueryRun& run = schedule.runs[n];
-        const KeyTile tile = {static_cast<int32_t>(key_tile_),
-                              run.masks[key_tile_ % kChunkKeyTiles]};
-        if (tile.mask == QueryRun::kNotSeen) continue;
-        for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) AddTile(tile, t);
+      if (a_.packs_asked) {
+        AddListed();
+      } else {
+        AddScheduled();
       }
       if (a_.rule.content_bias != nullptr) FinishContentBias();
     }
@@ -456,6 +453,33 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
 
  private:
   using Base::a_, Base::b_, Base::numbers_, Base::shared_, Base::task_, Base::tx_, Base::ty_;
+
+  // Adds the tiles of queries that the schedule shows the keys to.
+  __device__ void AddScheduled() {
+    const TransposedView& schedule = b_.transposed;
+    const int64_t chunk =
+        task_.head % schedule.heads * schedule.chunks + key_tile_ / kChunkKeyTiles;
+    for (int64_t n = schedule.begin[chunk]; n < schedule.begin[chunk + 1]; ++n) {
+      const QueryRun& run = schedule.runs[n];
+      const KeyTile tile = {static_cast<int32_t>(key_tile_), run.masks[key_tile_ % kChunkKeyTiles]};
+      if (tile.mask == QueryRun::kNotSeen) continue;
+      for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) AddTile(tile, t);
+    }
+  }
+
+  // Adds the tiles of listed queries that the band shows the keys to.
+  __device__ void AddListed() {
+    const Band& band = a_.schedule.band;
+    const int64_t first = key_tile_ * kKeys, queries = this->queries_;
+    for (int64_t t = 0; t * kQueries < queries; ++t) {
+      const int64_t first_row = QueryRow(a_, task_.batch, t * kQueries);
+      const int64_t last_row = QueryRow(a_, task_.batch, min((t + 1) * kQueries, queries) - 1);
+      if (first + kKeys <= max(first_row + band.low, band.first_key)) continue;
+      if (first > last_row + band.high) continue;
+      const bool whole = IsWholeInBand(band, key_tile_, first_row, last_row);
+      AddTile({static_cast<int32_t>(key_tile_), whole ? TileRun::kFull : KeyTile::kBand}, t);
+    }
+  }
 
   // Adds what the queries of a tile give.
   __device__ void AddTile(const KeyTile& tile, int64_t query_tile) {
@@ -641,6 +665,7 @@ class OffsetOwner : public GradientTile<kDim, true, kOffsetThreads> {
         this->LoadRows(whole, Base::kFirstRows, [&](int row) { return this->QueryRowReader(row); });
 #pragma unroll 1
     for (int i = 0; i < kQueries; ++i) {
+      if (!this->IsActive(i)) continue;  // all its score gradients are 0
       const uint64_t visible = finite ? ~uint64_t{0} : shared_.visible[i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -153,7 +153,10 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
                                     const Execution& execution) const {
   CudaRuntime* const runtime = flash_.runtime();
   FlashBackwardArguments b = {};
-  TFB_ASSIGN_OR_RETURN(b.forward, flash_.ArgumentsOf(p, *call.forward));
+  FlashCall by_schedule = *call.forward;
+  by_schedule.asked = {};
+  by_schedule.band = nullptr;
+  TFB_ASSIGN_OR_RETURN(b.forward, flash_.ArgumentsOf(p, by_schedule));
   b.transposed = transposed_;
   b.out_gradient = ToDeviceView(call.out_gradient);
   b.numbers = call.numbers;
@@ -183,12 +186,19 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
     if (IsThere(call.v_gradient)) b.v_gradient = by_place(parts.v_by_place, p.value_dim);
   }
 
+  // Tiles of queries are filled from a list, where there is one. The owners of offsets need tiles of
+  // neighbours.
+  FlashBackwardArguments of_asked = b;
+  if (call.forward->asked.rows != nullptr && p.dtype == DType::kF32) {
+    TFB_ASSIGN_OR_RETURN(const FlashArguments asked, flash_.ArgumentsOf(p, *call.forward));
+    if (asked.packs_asked) of_asked.forward = asked;
+  }
   const OwnerKernels kernels = KernelsOf(runtime->target(), p.dtype, b);
   if (IsThere(call.q_gradient) || b.labels != nullptr || b.span != nullptr) {
-    TFB_RETURN_IF_ERROR(ToStatus(kernels.queries(b, execution.stream)));
+    TFB_RETURN_IF_ERROR(ToStatus(kernels.queries(of_asked, execution.stream)));
   }
   if (IsThere(call.k_gradient) || IsThere(call.v_gradient) || b.content_bias != nullptr) {
-    TFB_RETURN_IF_ERROR(ToStatus(kernels.keys(b, execution.stream)));
+    TFB_RETURN_IF_ERROR(ToStatus(kernels.keys(of_asked, execution.stream)));
   }
   if (b.has_offset_sums()) {
     TFB_RETURN_IF_ERROR(

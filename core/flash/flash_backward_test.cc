@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -51,6 +52,11 @@ struct Setting {
   bool has_token_rule = false;          // TokenRuleShows and TokenTerm
   std::set<std::string> left_out = {};  // gradients that the call does not ask for
   int64_t overwritten_batch = -1;       // the batch row of `overwritten`; -1 for all
+  // Replaces `overwritten` and its batch row.
+  std::function<bool(int64_t b, int64_t row)> is_overwritten = nullptr;
+  // On CUDA: the calls ask for the rows that are not overwritten (FlashCall::asked), and what a query
+  // sees is this band.
+  std::optional<Band> asked_band = std::nullopt;
 
   bool Has(const std::string& term) const {
     return std::find(terms.begin(), terms.end(), term) != terms.end();
@@ -68,6 +74,7 @@ struct Setting {
     return query_order.empty() ? place : query_order[place];
   }
   bool IsOverwritten(int64_t b, int64_t row) const {
+    if (is_overwritten != nullptr) return is_overwritten(b, row);
     return (overwritten_batch < 0 || b == overwritten_batch) &&
            std::find(overwritten.begin(), overwritten.end(), row) != overwritten.end();
   }
@@ -292,6 +299,32 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
     *codes = static_cast<const int32_t*>(copy.data);
   }
 
+  std::vector<int32_t> asked_rows, asked_begins = {0};
+  std::vector<uint8_t> is_asked;
+  ConstTensorView asked_marks;
+  for (int64_t n = 0; s.asked_band.has_value() && n < problem.batch * problem.query_tokens; ++n) {
+    const int64_t b = n / problem.query_tokens;
+    is_asked.push_back(s.IsOverwritten(b, n % problem.query_tokens) ? 0 : 1);
+    if (is_asked.back() != 0) asked_rows.push_back(static_cast<int32_t>(n));
+    if ((n + 1) % problem.query_tokens == 0) {
+      asked_begins.push_back(static_cast<int32_t>(asked_rows.size()));
+    }
+  }
+  if (s.asked_band.has_value()) {
+    const auto copy = [&](const void* data, DType dtype, size_t count) {
+      return mirror.Copy({data, dtype, {static_cast<int64_t>(count)}});
+    };
+    TFB_ASSIGN_OR_RETURN(const auto rows, copy(asked_rows.data(), DType::kI32, asked_rows.size()));
+    TFB_ASSIGN_OR_RETURN(const auto begins,
+                         copy(asked_begins.data(), DType::kI32, asked_begins.size()));
+    TFB_ASSIGN_OR_RETURN(asked_marks, copy(is_asked.data(), DType::kU8, is_asked.size()));
+    asked_marks =
+        ConstTensorView(asked_marks.data, DType::kU8, {problem.batch, problem.query_tokens});
+    call.band = &*s.asked_band;
+    call.asked = {rows.At<int32_t>(0), begins.At<int32_t>(0), begins.At<int32_t>(problem.batch),
+                  asked_marks.At<uint8_t>(0)};
+  }
+
   FlashBackwardCall of_device = host.backward;
   of_device.forward = &call;
   TFB_ASSIGN_OR_RETURN(of_device.out_gradient, mirror.Copy(host.backward.out_gradient));
@@ -336,8 +369,9 @@ absl::Status RunOnCuda(const Setting& s, const Problem& problem, const ScoreRule
   execution.pool = &pool;
   execution.workspace = absl::MakeSpan(reinterpret_cast<std::byte*>(memory.mutable_data()), bytes);
   TFB_RETURN_IF_ERROR(engine.Run(call, execution));
+  const bool has_list = s.asked_band.has_value();
   TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, of_device, call.out, log_sum_exp_gradient,
-                                      overwritten, false, execution));
+                                      has_list ? asked_marks : overwritten, has_list, execution));
   TFB_RETURN_IF_ERROR(backward.Run(problem, of_device, execution));
   TFB_RETURN_IF_ERROR(runtime->Synchronize());
   return mirror.CopyBack();
@@ -1409,6 +1443,59 @@ TEST_F(FlashBackwardF32, OfALogSumExpAlone) {
 TEST_F(FlashBackwardF32, OfLogSumExpsThatRoundingChanges) {
   Case16 one = Make("equal scores", Sized(1, 70, 100, 64, 64));
   MakeScoresEqual(&one);
+  one.Expect();
+}
+
+// Returns a setting of a list of queries (FlashCall::asked): three of four in batch row 0, and few in
+// row 1, which fill one tile.
+Setting Listed(const std::string& name, int64_t dim, const Band& band) {
+  Setting s{name, Sized(2, 200, 270, dim, dim)};
+  s.problem.kv_heads = 1;
+  s.problem.batch = 2;
+  s.asked_band = band;
+  s.sees = [band](int64_t i, int64_t j) {
+    return j >= band.first_key && j - i >= band.low && j - i <= band.high;
+  };
+  s.is_overwritten = [](int64_t b, int64_t i) { return b == 0 ? i % 4 == 1 : i % 5 != 3; };
+  return s;
+}
+
+TEST_F(FlashBackwardF32, OfListedQueries) {
+  Band causal, window;
+  causal.high = 70;
+  window.first_key = 5;
+  window.low = -20;
+  window.high = 70;
+  for (const Band& band : {causal, window}) {
+    for (const int64_t dim : {16, 80}) {
+      Case16 one(Listed("a list", dim, band));  // what is not listed may hold anything
+      one.Query(1, 5)[3] = NAN;
+      one.OutGradient(2, 9)[3] = INFINITY;
+      one.Expect();
+    }
+  }
+  Setting relative = Listed("relative keys", 16, window);
+  relative.terms = {"u", "w", "r"};
+  relative.farthest = 40;
+  ExpectGradients(relative, KernelDevice());
+  Setting with_bias = Listed("not packed", 16, causal);
+  with_bias.terms = {"bias"};
+  ExpectGradients(with_bias, KernelDevice());
+  // So few queries are not packed.
+  Setting s = Listed("a short list", 16, causal);
+  s.problem.query_tokens = 3;
+  s.is_overwritten = [](int64_t, int64_t i) { return i == 1; };
+  Case16(s).Expect();
+}
+
+TEST_P(FlashBackward16, OfListedQueries) {
+  Band causal;
+  causal.high = 70;
+  Setting s = Listed("a list", 64, causal);
+  s.dtype = GetParam();
+  Case16 one(s);
+  one.Query(1, 5)[3] = NAN;
+  one.OutGradient(2, 9)[3] = INFINITY;
   one.Expect();
 }
 

@@ -280,6 +280,7 @@ absl::StatusOr<FlashArguments> FlashCuda::ArgumentsOf(const Problem& problem,
   a.multiprocessors = device.multiprocessors;
   a.compute_capability = device.compute_capability_major * 10 + device.compute_capability_minor;
   a.decode_queries = static_cast<int>(query_tile_);
+  a.packs_asked = PacksAsked(problem, a);
   return a;
 }
 
@@ -296,7 +297,6 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
     a.splits = std::min(a.splits, SplitsWithin(problem, execution.workspace.size()));
     if (a.splits > 1) a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
   }
-  a.packs_asked = PacksAsked(problem, a);
 
   const CudaTarget target = runtime_->target();
   TFB_RETURN_IF_ERROR(ToStatus(ForwardOf(target, problem, a)(a, execution.stream)));

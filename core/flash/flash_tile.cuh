@@ -85,6 +85,13 @@ __device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& t
   return Bits(max(band.first_key, i + band.low) - key, i + band.high + 1 - key);
 }
 
+// Tells whether every row from first_row to last_row sees every key of the tile in the band.
+__device__ inline bool IsWholeInBand(const Band& band, int64_t tile, int64_t first_row,
+                                     int64_t last_row) {
+  const int64_t first = tile * kKeys, last = first + kKeys - 1;
+  return first >= band.first_key && first - last_row >= band.low && last - first_row <= band.high;
+}
+
 // Returns the pattern of a head, without the division that takes longest where all heads have one.
 __device__ inline int PatternOf(const ScheduleView& schedule, int64_t head) {
   return schedule.heads == 1 ? 0
@@ -143,10 +150,7 @@ struct WalkState {
     if (left-- <= 0) return false;
     if (schedule.row_begin == nullptr) {
       ++tile;
-      const Band& band = schedule.band;
-      const int64_t first = static_cast<int64_t>(tile) * kKeys, last = first + kKeys - 1;
-      full =
-          first >= band.first_key && first - last_row >= band.low && last - first_row <= band.high;
+      full = IsWholeInBand(schedule.band, tile, first_row, last_row);
       return true;
     }
     if (++in_run >= schedule.runs[run].tiles) {

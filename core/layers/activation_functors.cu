@@ -7,10 +7,13 @@
 //                  measured. The division that finds a thread's row takes more instructions than a ReLU.
 #include "core/cuda/for_each.cuh"
 #include "core/layers/activation_functors.h"
+#include "core/layers/listed_rows_functor.h"
 
 namespace tfb {
 
 TFB_FOR_EACH_IN_ROWS(ActivatedRows);
 TFB_FOR_EACH_IN_ROWS(RowsTimesDerivative);
+TFB_FOR_EACH_IN_ROWS(ListedRows<ActivatedRows>);
+TFB_FOR_EACH_IN_ROWS(ListedRows<RowsTimesDerivative>);
 
 }  // namespace tfb

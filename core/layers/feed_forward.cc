@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/layers/activation_rows.h"
+#include "core/layers/copy_tensor.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/layers/rows_of.h"
 #include "core/status.h"
@@ -83,23 +84,33 @@ absl::Status FeedForward::Backward(const BackwardCall& call, const Execution& ex
   Execution rest = execution;
   rest.workspace = workspace.Rest();
 
+  // The sums over rows are over all of them, so that those beside the list are 0.
+  const auto clear = [&](const TensorView& buffer) {
+    return call.rows.rows == nullptr ? absl::OkStatus() : ClearTensor(device, buffer, rest);
+  };
   ConstTensorView du = call.dy;
   if (kept.u != nullptr) {
     const TensorView of_sum = WithChannels(call.dy, second_.out(), buffers.u);
-    TFB_RETURN_IF_ERROR(MultiplyByDerivative(
-        device, output_, WithChannels(call.dy, second_.out(), kept.u), call.dy, of_sum, rest));
+    TFB_RETURN_IF_ERROR(clear(of_sum));
+    TFB_RETURN_IF_ERROR(MultiplyByDerivative(device, output_,
+                                             WithChannels(call.dy, second_.out(), kept.u), call.dy,
+                                             of_sum, rest, call.rows));
     du = of_sum;
   }
   const TensorView z = WithChannels(call.x, first_.out(), kept.z);
   const TensorView inner = WithChannels(call.x, first_.out(), buffers.z);
-  if (!call.w2.empty()) TFB_RETURN_IF_ERROR(Activate(device, activation_, z, inner, rest));
+  TFB_RETURN_IF_ERROR(clear(inner));
+  if (!call.w2.empty())
+    TFB_RETURN_IF_ERROR(Activate(device, activation_, z, inner, rest, call.rows));
   TFB_RETURN_IF_ERROR(MatMulGradient(device, {inner, du, call.w2, call.b2, call.accumulate}, rest));
-  TFB_RETURN_IF_ERROR(MatMul(second_transposed_, {du, {}, inner}, rest));
-  TFB_RETURN_IF_ERROR(MultiplyByDerivative(device, activation_, z, inner, inner, rest));
+  TFB_RETURN_IF_ERROR(
+      MatMul(second_transposed_, {du, {}, inner, Activation::kNone, call.rows}, rest));
+  TFB_RETURN_IF_ERROR(MultiplyByDerivative(device, activation_, z, inner, inner, rest, call.rows));
   TFB_RETURN_IF_ERROR(
       MatMulGradient(device, {call.x, inner, call.w1, call.b1, call.accumulate}, rest));
   if (call.dx.empty()) return absl::OkStatus();
-  return MatMul(first_transposed_, {inner, call.added, call.dx}, rest);
+  return MatMul(first_transposed_, {inner, call.added, call.dx, Activation::kNone, call.rows},
+                rest);
 }
 
 }  // namespace tfb

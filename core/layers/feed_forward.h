@@ -63,9 +63,11 @@ class FeedForward {
     ConstTensorView x;          // as Run read it
     ConstTensorView dy;         // of y's shape, which is the residual's gradient too
     ConstTensorView added;      // of x's shape, or empty: a summand of dx
-    TensorView dx;              // of x's shape, or empty; may be the summand
+    TensorView dx;              // of x's shape, or empty; may be the summand, and dy
     TensorView w1, b1, w2, b2;  // the parameters' gradients, f32, or empty
     bool accumulate = false;    // adds to what those hold
+    // On CUDA: the rows that the Run had. Others of dy are 0, and those of dx are left as they are.
+    RowList rows = {};
   };
   // Computes the gradients from execution.kept as a Run on x filled it. It allocates nothing; on CUDA
   // it enqueues on the stream.

@@ -20,6 +20,10 @@ namespace {
 
 constexpr int64_t kRowsOfTask = 16;
 
+absl::Status ListedOnCpu() {
+  return absl::InternalError("layer norm of listed rows is on CUDA alone");
+}
+
 // Adds eight sums side by side, which is one vector of doubles and hides the latency of the
 // addition.
 template <class Term>
@@ -160,8 +164,7 @@ absl::Status LayerNorm::Run(const ConstTensorView& x, const TensorView& y,
                                             ShapeString(y.shape())));
   }
   if (device() != Device::kCpu) return RunCuda(x, y, execution, rows);
-  if (rows.rows != nullptr)
-    return absl::InternalError("layer norm of listed rows is on CUDA alone");
+  if (rows.rows != nullptr) return ListedOnCpu();
   return RunCpu(x, y, execution);
 }
 
@@ -209,6 +212,7 @@ absl::Status LayerNorm::Backward(const BackwardCall& call, const Execution& exec
                                             " and dy ", ShapeString(call.dy.shape())));
   }
   if (device() != Device::kCpu) return BackwardCuda(call, execution);
+  if (call.rows.rows != nullptr) return ListedOnCpu();
   BackwardCpu(call, execution);
   return absl::OkStatus();
 }
@@ -282,6 +286,7 @@ absl::Status LayerNorm::BackwardCuda(const BackwardCall& call, const Execution& 
   a.channels = gamma_.size();
   a.share = 1 / static_cast<double>(a.channels);
   a.epsilon = epsilon_;
+  a.list = call.rows;
   Workspace workspace(execution.workspace);
   const DeviceScratch scratch = LayOutOnDevice(a.rows, a.channels, workspace);
   a.statistics = scratch.statistics;
@@ -294,7 +299,8 @@ absl::Status LayerNorm::BackwardCuda(const BackwardCall& call, const Execution& 
                              scratch.sums,
                              a.rows,
                              groups.size,
-                             a.channels};
+                             a.channels,
+                             call.rows.is_listed};
     TFB_RETURN_IF_ERROR(ForEachInRows(device(), groups.count, a.channels, sums, execution));
     // dgamma is the one row of a matrix, and dbeta a bias.
     DeviceView gamma = ToDeviceView(call.gamma);

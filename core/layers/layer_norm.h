@@ -60,6 +60,7 @@ class LayerNorm {
     TensorView gamma;  // dgamma, f32 [channels], or empty
     TensorView beta;   // dbeta, f32 [channels], or empty
     bool accumulate = false;  // adds to what dgamma and dbeta hold
+    RowList rows = {};        // on CUDA; others are neither read nor written
   };
   // Returns the scratch of a Backward of up to `rows` rows: the sums of up to 64 groups of rows, and
   // on the CPU two rows for each thread, on CUDA the statistics of each row.

@@ -50,8 +50,8 @@ const char* LaunchNormalize(const LayerNormArguments& a, void* stream) {
 }
 
 __global__ void __launch_bounds__(kRowThreads) MeasureRows(LayerNormGradientArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const int64_t dy_offset = RowOffset(a.dy, row);
   bool any = false;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) any = any || Load(a.dy, dy_offset, c) != 0;
@@ -65,8 +65,8 @@ const char* LaunchMeasure(const LayerNormGradientArguments& a, void* stream) {
 }
 
 __global__ void __launch_bounds__(kRowThreads) DifferentiateRows(LayerNormGradientArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const RowIndices at = IndicesOf(a.x, row);
   const int64_t x_offset = RowOffset(a.x, at), dy_offset = RowOffset(a.dy, at);
   const int64_t dx_offset = RowOffset(a.dx, at), added_offset = RowOffset(a.added, at);

@@ -43,6 +43,7 @@ struct LayerNormGradientArguments {
   int64_t channels;
   double share;  // 1 / channels
   double epsilon;
+  RowList list;
 };
 
 // Adds up what the rows of one group add to dgamma and dbeta, in the order of the rows.
@@ -54,6 +55,7 @@ struct SumsOfNorm {
   int64_t rows;
   int64_t group_rows;
   int64_t channels;
+  const uint8_t* is_listed;  // [rows], or null: all are
 
   template <class Piece>
   TFB_HOST_DEVICE void operator()(int64_t group, const Piece& piece) const {
@@ -61,6 +63,7 @@ struct SumsOfNorm {
     float of_x[Piece::kMost], of_y[Piece::kMost];
     const int64_t last = (group + 1) * group_rows, end = last < rows ? last : rows;
     for (int64_t row = group * group_rows; row < end; ++row) {
+      if (is_listed != nullptr && is_listed[row] == 0) continue;
       const double mean = statistics[row].mean;
       const float scale = static_cast<float>(statistics[row].scale);
       if (scale < 0) continue;  // whatever x holds there

@@ -163,6 +163,79 @@ TEST_P(ListRowsOn, ListedRowsOfLayersHaveTheBitsThatTheyHaveAmongAll) {
   }
 }
 
+// Rows beside the list have no gradient. The norm's sums over rows do not read them; those of the
+// network read x, whatever it is.
+TEST_P(ListRowsOn, BackwardPassesOfListedRowsHaveTheBitsThatTheyHaveAmongAll) {
+  constexpr int64_t kRows = 150, kWidth = 90;
+  const Shape shape = {2, 75, kWidth};
+  const Tensor weights = Random({kWidth, kWidth}, 2), row = Random({kWidth}, 3);
+  const auto packed = [&] {
+    return PackedMatrix::Create(device(), weights.view(), row.view()).value();
+  };
+  FeedForward feed_forward(packed(), packed(), Activation::kRelu, Activation::kGelu);
+  ASSERT_OK(feed_forward.SetUpBackward(weights.view(), weights.view()));
+  const LayerNorm norm = LayerNorm::Create(device(), row.view(), row.view()).value();
+  const FeedForward::Sizes sizes = {kWidth, kWidth, kWidth};
+  const size_t bytes =
+      std::max({FeedForward::workspace_bytes(device(), kRows, sizes, 1),
+                FeedForward::backward_workspace_bytes(device(), kRows, sizes, 1, Activation::kGelu),
+                LayerNorm::backward_workspace_bytes(device(), kRows, kWidth, 1)});
+  const size_t kept_bytes = FeedForward::kept_bytes(kRows, sizes, Activation::kGelu);
+  CudaRuntime* const runtime = CudaRuntime::For(device()).value();
+
+  const Flags every(kRows, 1);
+  const Listed all_rows(device(), every, 2);
+  for (const Flags& flags : SomeFlags()) {
+    const Listed listed(device(), flags, 2);
+    Tensor x = Random({2, 75, kWidth}, 1), dy = Random({2, 75, kWidth}, 4);
+    for (int64_t n = 0; n < x.num_elements(); ++n) {
+      if (flags[n / kWidth] == 0) dy.span<float>()[n] = 0;
+    }
+    Tensor x_of_norm = x.Clone();
+    for (int64_t n = 0; n < x.num_elements(); ++n) {
+      if (flags[n / kWidth] == 0) x_of_norm.span<float>()[n] = kNan;
+    }
+    // dx of the network and of the norm, and the gradients of their parameters.
+    std::vector<Tensor> found, expected;
+    for (std::vector<Tensor>* results : {&found, &expected}) {
+      for (int n = 0; n < 2; ++n) Fill(results->emplace_back(DType::kF32, shape).view(), kNan);
+      for (int n = 0; n < 2; ++n) results->emplace_back(DType::kF32, Shape{kWidth, kWidth});
+      for (int n = 0; n < 4; ++n) results->emplace_back(DType::kF32, Shape{kWidth});
+    }
+    for (std::vector<Tensor>* results : {&found, &expected}) {
+      DeviceMirror mirror(runtime);
+      const ConstTensorView input = mirror.Copy(x.view()).value(),
+                            of_norm = mirror.Copy(x_of_norm.view()).value(),
+                            gradient = mirror.Copy(dy.view()).value();
+      std::vector<TensorView> to;
+      for (Tensor& tensor : *results) {
+        to.push_back(mirror.CopyForWriting(tensor.view()).value());
+      }
+      Tensor y(DType::kF32, shape);
+      const TensorView output = mirror.CopyForWriting(y.view()).value();
+      const DeviceBuffer memory = runtime->Allocate(bytes).value(),
+                         kept = runtime->Allocate(kept_bytes).value();
+      Execution execution;
+      execution.workspace = absl::MakeSpan(memory.As<std::byte>(), bytes);
+      execution.kept = absl::MakeSpan(kept.As<std::byte>(), kept_bytes);
+      const bool is_listed = results == &found;
+      const RowList& list = is_listed ? listed.list : all_rows.list;
+      ASSERT_OK(feed_forward.Run(input, {}, output, execution, list));
+      ASSERT_OK(feed_forward.Backward({input, gradient, input, to[0], to[2], to[4], to[3], to[5],
+                                       /*accumulate=*/false, list},
+                                      execution));
+      ASSERT_OK(norm.Backward({of_norm, gradient, input, to[1], to[6], to[7],
+                               /*accumulate=*/false, is_listed ? list : RowList()},
+                              execution));
+      ASSERT_OK(mirror.CopyBack());
+    }
+    for (int n = 0; n < 2; ++n) ExpectRows(flags, found[n], expected[n]);
+    for (int n = 2; n < 8; ++n) {
+      EXPECT_EQ(std::memcmp(found[n].raw(), expected[n].raw(), found[n].bytes()), 0) << n;
+    }
+  }
+}
+
 TEST_P(ListRowsOn, ColumnsOfAMatrixGiveTheirPartOfTheProduct) {
   const Tensor x = Random({70, 40}, 1), weights = Random({40, 100}, 2), bias = Random({100}, 3);
   const PackedMatrix matrix = PackedMatrix::Create(device(), weights.view(), bias.view()).value();
@@ -232,6 +305,8 @@ TEST(ListRows, OnTheCpuTheyAreAnError) {
   EXPECT_EQ(MatMul(matrix, {x.view(), {}, y.view(), Activation::kNone, list}, {}).code(),
             absl::StatusCode::kInternal);
   EXPECT_EQ(norm.Run(x.view(), z.view(), {}, list).code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(norm.Backward({x.view(), x.view(), {}, z.view(), {}, {}, false, list}, {}).code(),
+            absl::StatusCode::kInternal);
 }
 
 }  // namespace

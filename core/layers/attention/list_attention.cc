@@ -21,11 +21,11 @@ constexpr int64_t kRowsOfTask = 64;  // of copies
 
 void ListSchedules::Build() {
   for (auto& [sizes, list] : lists_) {
-    Band band;
-    band.high = most_ == kOfOthers ? list.keys : list.keys - list.tokens;
-    if (most_ > 0) band.low = band.high - (most_ - 1);
+    list.band = {};
+    list.band.high = most_ == kOfOthers ? list.keys : list.keys - list.tokens;
+    if (most_ > 0) list.band.low = list.band.high - (most_ - 1);
     BandSchedule schedules(list.tokens);
-    list.schedule = schedules.Build(list.tokens, list.keys, band);
+    list.schedule = schedules.Build(list.tokens, list.keys, list.band);
     list.by_keys = TransposedSchedule(list.schedule);
   }
 }
@@ -120,8 +120,13 @@ absl::Status ListEngine::Backward(const ListSchedules::List& list, FlashBackward
   if (device_ != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     call.numbers = rows.numbers;
-    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, log_sum_exp_gradient, /*marks=*/{},
-                                        /*counts=*/false, execution));
+    const uint8_t* const is_asked = call.forward->asked.is_listed;
+    ConstTensorView marks;
+    if (is_asked != nullptr) {
+      marks = ConstTensorView(is_asked, DType::kU8, {problem.batch, list.tokens});
+    }
+    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, log_sum_exp_gradient, marks,
+                                        /*counts=*/true, execution));
     return OnDevice(list).Run(problem, call, execution);
   }
   call.schedule = &list.by_keys;
@@ -248,6 +253,10 @@ FlashCall ListAttention::FlashOf(const Call& of, const Memory& memory) const {
     call.query_order.batch_stride = of.list.tokens;
   }
   call.schedule = &of.list.schedule;
+  if (of.rows.rows != nullptr) {
+    call.band = &of.list.band;
+    call.asked = of.rows;
+  }
   call.rule = rule_;
   call.rule.query_position = of.list.keys - of.list.tokens;
   return call;
@@ -268,15 +277,19 @@ absl::Status ListAttention::Attend(const Call& call, const Memory& memory,
   TFB_RETURN_IF_ERROR(read(call.x, call.computes_some() ? call.norm : nullptr, place));
   const TensorView own = Slice(memory.list, 1, place, call.list.tokens);
   const ConstTensorView queries = call.computes_some() ? call.some.x : ConstTensorView(own);
-  TFB_RETURN_IF_ERROR(MatMul(queries_, {queries, {}, memory.q}, execution));
+  if (call.rows.rows != nullptr) {  // sums over rows read those beside the list, too
+    TFB_RETURN_IF_ERROR(ClearTensor(device_, memory.context, execution));
+  }
+  TFB_RETURN_IF_ERROR(
+      MatMul(queries_, {queries, {}, memory.q, Activation::kNone, call.rows}, execution));
   TFB_RETURN_IF_ERROR(MatMul(keys_values_, {memory.list, {}, memory.keys_values}, execution));
   return engine_.Run(call.list, FlashOf(call, memory), execution);
 }
 
 absl::Status ListAttention::Project(const ConstTensorView& context, const ConstTensorView& residual,
                                     const TensorView& y, const Execution& execution,
-                                    Activation activation) const {
-  return MatMul(output_, {context, residual, y, activation}, execution);
+                                    Activation activation, const RowList& rows) const {
+  return MatMul(output_, {context, residual, y, activation, rows}, execution);
 }
 
 // ---- The backward pass ----
@@ -328,13 +341,13 @@ size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int t
 absl::Status ListAttention::ProjectBackward(const ConstTensorView& context,
                                             const ConstTensorView& dy,
                                             const TensorView& context_gradient,
-                                            const Gradients& gradients,
-                                            const Execution& execution) const {
+                                            const Gradients& gradients, const Execution& execution,
+                                            const RowList& rows) const {
   TFB_RETURN_IF_ERROR(MatMulGradient(
       device_,
       {context, dy, gradients.parameters.Get(gradients.names.w_o), {}, /*accumulate=*/true},
       execution));
-  return MatMul(output_transposed_, {dy, {}, context_gradient}, execution);
+  return MatMul(output_transposed_, {dy, {}, context_gradient, Activation::kNone, rows}, execution);
 }
 
 absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
@@ -372,16 +385,19 @@ absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
 absl::Status ListAttention::QueriesBackward(const Call& forward, const Memory& memory,
                                             const BackwardCall& call, const Scratch& scratch,
                                             const Execution& execution) const {
-  if (!forward.computes_some()) {
+  const bool is_listed = forward.rows.rows != nullptr;
+  if (!forward.computes_some() && !is_listed) {
     return MatMul(queries_transposed_, {scratch.q, call.added, call.dx}, execution);
+  }
+  if (call.added.data != call.dx.data) {  // an empty one stands for zeros
+    TFB_RETURN_IF_ERROR(CopyTensor(device_, call.added, call.dx, execution));
+  }
+  if (is_listed) {
+    return MatMul(queries_transposed_,
+                  {scratch.q, call.dx, call.dx, Activation::kNone, forward.rows}, execution);
   }
   const TensorView& of_rows = memory.q;  // whose memory is free now
   TFB_RETURN_IF_ERROR(MatMul(queries_transposed_, {scratch.q, {}, of_rows}, execution));
-  if (call.added.empty()) {
-    SetToZero(call.dx, execution.pool);
-  } else if (call.added.data != call.dx.data) {
-    TFB_RETURN_IF_ERROR(CopyAllRows(device_, call.added, call.dx, execution));
-  }
   const int64_t tokens = forward.list.tokens, width = problem_.model_dim();
   execution.pool->ParallelForRanges(
       problem_.batch * tokens, kRowsOfTask, [&](int64_t begin, int64_t end, int) {
@@ -404,7 +420,8 @@ absl::Status ListAttention::BackwardOfOutput(const Call& forward, const Memory& 
   const TensorView of_context = TakeQueries(forward.list.tokens, RowsOfSome(forward), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(ProjectBackward(memory.context, call.dy, of_context, gradients, rest));
+  TFB_RETURN_IF_ERROR(
+      ProjectBackward(memory.context, call.dy, of_context, gradients, rest, forward.rows));
   const BackwardCall inner = {of_context, {}, {}, call.added, call.dx};
   return Backward(forward, memory, inner, gradients, rest);
 }

@@ -18,7 +18,9 @@
 // with, which is a part of the layer. Sums over segments are fp32, in the order of the calls.
 //
 // Where some of the segment's tokens are computed, q, c, y and their gradients have the rows of these
-// alone. All tokens are keys and values, so that dx is of all of them. This is for the CPU.
+// alone on the CPU. On CUDA only the device knows which they are (core/cuda/row_list.h): tensors have
+// the rows of all tokens, of which the listed ones are read and written. All tokens are keys and
+// values, so that dx is of all of them.
 //
 // Arithmetic is fp32 on every device. On CUDA each list has a schedule of its own there, and the bits do
 // not depend on the order in which blocks run.
@@ -35,6 +37,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "core/cuda/row_list.h"
 #include "core/flash/flash_backward.h"
 #include "core/flash/flash_backward_cuda.h"
 #include "core/flash/score_rule.h"
@@ -61,6 +64,7 @@ class ListSchedules {
   struct List {
     int64_t tokens;
     int64_t keys;
+    Band band = {};
     BlockSchedule schedule = {};
     TransposedSchedule by_keys = {};
   };
@@ -189,6 +193,8 @@ class ListAttention {
     ConstTensorView x;
     // The tokens that are computed, normalised already; with a null pointer, they are those of x.
     RelativeAttention::SomeQueries some = {};
+    // On CUDA: the rows of x that are computed.
+    RowList rows = {};
 
     bool computes_some() const { return some.row_of_token != nullptr; }
   };
@@ -197,7 +203,7 @@ class ListAttention {
   // y = activation(context W_o) + residual
   absl::Status Project(const ConstTensorView& context, const ConstTensorView& residual,
                        const TensorView& y, const Execution& execution,
-                       Activation activation = Activation::kNone) const;
+                       Activation activation = Activation::kNone, const RowList& rows = {}) const;
 
   // ---- The backward pass ----
 
@@ -213,10 +219,10 @@ class ListAttention {
     absl::Span<std::byte> sums;
     bool is_last;  // whether no further segment follows: the sums are then added to the gradients
   };
-  // Adds dW_o, and computes dc, [batch, tokens, model_dim].
+  // Adds dW_o, and computes dc, [batch, tokens, model_dim]. Rows of dy beside a list are 0.
   absl::Status ProjectBackward(const ConstTensorView& context, const ConstTensorView& dy,
                                const TensorView& context_gradient, const Gradients& gradients,
-                               const Execution& execution) const;
+                               const Execution& execution, const RowList& rows = {}) const;
   struct BackwardCall {
     ConstTensorView context_gradient;      // dc
     ConstTensorView log_sum_exp_gradient;  // of Memory's shape, or empty

@@ -482,7 +482,7 @@ class ExitBlock : public Block {
     PastSegment of_block = segment;
     of_block.kept = OfBlock(segment.kept);
     if (layer_.device != Device::kCpu) {
-      return BackwardOfAllRows({of_block, call.gradient, {}}, RolesOf(segment), scratch, rest);
+      return BackwardOnCuda({of_block, call.gradient, {}}, RolesOf(segment), scratch, rest);
     }
     const Listed listed = ListTokens(segment, scratch);
     TFB_RETURN_IF_ERROR(BackwardOfLeaving(call, listed.leaving, scratch, rest));
@@ -513,7 +513,8 @@ class ExitBlock : public Block {
 
   // Tokens are numbered by their places, b * tokens + t.
   struct BackwardScratch {
-    float* gradients;  // [places, model_dim]
+    float* gradients;    // [places, model_dim]
+    RowListMemory list;  // CUDA: of the tokens that are there
     // CPU.
     int32_t* row_of_token;  // [places], below 0 for tokens that have left before the layer
     int32_t* there;         // the places of the others
@@ -524,7 +525,11 @@ class ExitBlock : public Block {
     const int64_t width = layer_.sizes.width();
     BackwardScratch scratch = {};
     scratch.gradients = workspace.Take<float>(places * width);
-    if (layer_.device != Device::kCpu) return scratch;
+    if (layer_.device != Device::kCpu) {
+      scratch.list = {workspace.Take<uint8_t>(places), workspace.Take<int32_t>(places),
+                      workspace.Take<int32_t>(layer_.batch + 1)};
+      return scratch;
+    }
     scratch.row_of_token = workspace.Take<int32_t>(places);
     scratch.there = workspace.Take<int32_t>(places);
     scratch.leaving = workspace.Take<int32_t>(places);
@@ -576,12 +581,25 @@ class ExitBlock : public Block {
         execution);
   }
 
-  // Differentiates the layer on CUDA, with the rows of all tokens.
-  absl::Status BackwardOfAllRows(const BackwardCall& call, const RolesOfSegment& roles,
-                                 const BackwardScratch& scratch, const Execution& execution) {
+  // Lists the tokens that were there in the layer, on CUDA, where these may not be all.
+  absl::StatusOr<RowList> ListThere(const PastSegment& segment, const RolesOfSegment& roles,
+                                    const RowListMemory& memory, const Execution& execution) const {
+    const bool may_have_left =
+        !segment.inputs.Get(kExits).empty() || !state_->rule().never_leaves();
+    if (layer_.n == 0 || !may_have_left) return RowList();
+    TFB_RETURN_IF_ERROR(ForEach(layer_.device, layer_.batch * segment.tokens,
+                                TellsThere{roles, memory.is_listed}, execution));
+    TFB_RETURN_IF_ERROR(ListRows(layer_.device, memory, layer_.batch, segment.tokens, execution));
+    return memory.list(layer_.batch);
+  }
+
+  // Differentiates the layer on CUDA, in tensors of all tokens.
+  absl::Status BackwardOnCuda(BackwardCall call, const RolesOfSegment& roles,
+                              const BackwardScratch& scratch, const Execution& execution) {
     const PastSegment& segment = call.segment;
     const int64_t places = layer_.batch * segment.tokens, width = layer_.sizes.width();
     const DeviceView gradient = ToDeviceView(call.gradient);
+    TFB_ASSIGN_OR_RETURN(call.some.rows, ListThere(segment, roles, scratch.list, execution));
     const ConstTensorView of_out = segment.output_gradients.Get("out");
     if (!of_out.empty()) {
       const ConstTensorView of_leaving(scratch.gradients, DType::kF32, call.gradient.shape());
@@ -590,11 +608,11 @@ class ExitBlock : public Block {
                         GradientsOfLeaving{roles, ToDeviceView(OfTokens(segment, of_out)),
                                            scratch.gradients, width},
                         execution));
-      TFB_RETURN_IF_ERROR(
-          norm_.Backward({OfTokens(segment, segment.next_states), of_leaving, call.gradient,
-                          call.gradient, segment.parameter_gradients.Get(names_.gamma),
-                          segment.parameter_gradients.Get(names_.beta), /*accumulate=*/true},
-                         execution));
+      TFB_RETURN_IF_ERROR(norm_.Backward(
+          {OfTokens(segment, segment.next_states), of_leaving, call.gradient, call.gradient,
+           segment.parameter_gradients.Get(names_.gamma),
+           segment.parameter_gradients.Get(names_.beta), /*accumulate=*/true, call.some.rows},
+          execution));
     }
     TFB_RETURN_IF_ERROR(ForEachInRows(layer_.device, places, width,
                                       HoldBackGone{roles, gradient, scratch.gradients, width},

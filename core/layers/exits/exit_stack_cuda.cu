@@ -39,6 +39,7 @@ const char* LaunchLeave(const LeaveArguments& arguments, void* stream) {
 
 TFB_KERNEL_TABLE(ExitStackKernels, {&LaunchLeave});
 TFB_FOR_EACH(WriteRoles);
+TFB_FOR_EACH(TellsThere);
 TFB_FOR_EACH_IN_ROWS(GradientsOfLeaving);
 TFB_FOR_EACH_IN_ROWS(HoldBackGone);
 TFB_FOR_EACH_IN_ROWS(LetGonePass);

@@ -44,6 +44,16 @@ struct WriteRoles {
   }
 };
 
+// Writes 1 for the places of tokens that are there in the layer, and 0 for the others.
+struct TellsThere {
+  RolesOfSegment of;
+  uint8_t* is_there;  // [places]
+
+  TFB_HOST_DEVICE void operator()(int64_t place) const {
+    is_there[place] = of.At(place) == Role::kGone ? 0 : 1;
+  }
+};
+
 // Writes the gradients of the outputs of tokens that leave after the layer, and 0 for the others.
 struct GradientsOfLeaving {
   RolesOfSegment of;

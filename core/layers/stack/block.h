@@ -132,7 +132,8 @@ class SegmentAttention {
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
 
   // Where row_of_token is not null, x, residual, y and dy are [rows, model_dim], of the tokens that the
-  // layer computes (SomeTokens). Gradients of its input are of all tokens.
+  // layer computes (SomeTokens). On CUDA these are rows of all tokens, which are listed, where `rows`
+  // is a list; others of dy are 0. Gradients of the layer's input are of all tokens.
   struct AgainCall {
     const PastSegment& segment;
     ConstTensorView x;  // this and what follows as in Call
@@ -140,6 +141,7 @@ class SegmentAttention {
     TensorView y;
     const LayerNorm* norm;
     const int32_t* row_of_token = nullptr;
+    RowList rows = {};
   };
   // Computes a segment of a Run again, whatever the stream holds now, and keeps again_bytes() for
   // Backward in execution.kept. It allocates nothing.
@@ -149,7 +151,7 @@ class SegmentAttention {
   struct BackwardCall {
     const PastSegment& segment;
     ConstTensorView x;      // as in RunAgain
-    ConstTensorView dy;     // the residual's gradient, too, which the caller adds
+    ConstTensorView dy;     // the residual's gradient, too, which the caller adds; may be dx
     ConstTensorView added;  // a summand of dx, or empty
     TensorView dx;  // of the attention's input, [batch, tokens, model_dim]; may be the summand
     const LayerNorm* norm;
@@ -158,6 +160,7 @@ class SegmentAttention {
     TensorView gamma = {};
     TensorView beta = {};
     const int32_t* row_of_token = nullptr;
+    RowList rows = {};
   };
   // Computes dx, and adds to gradients of parameters, in the order of all calls. It allocates
   // nothing.
@@ -212,17 +215,20 @@ class Block {
   virtual size_t backward_workspace_bytes(int /*threads*/) const { return 0; }
   // Returns the bytes of Call::kept, for all segments of a Run.
   virtual size_t kept_bytes() const { return 0; }
-  // The tokens that a layer computed, as rows [rows, model_dim]: see SomeTokens.
+  // The tokens that a layer computed, where these are not all: see SomeTokens.
   struct SomeRows {
+    // CPU: rows [rows, model_dim].
     ConstTensorView input = {};
     TensorView gradient = {};  // of the output; it is overwritten
     const int32_t* row_of_token = nullptr;
     const int32_t* tokens = nullptr;  // [rows]: b * tokens + t of each
+    RowList rows = {};                // CUDA: in the tensors of all tokens
   };
   struct BackwardCall {
     const PastSegment& segment;
     // The output's gradient, f32 [batch, tokens, model_dim], which becomes the input's. Where some
-    // tokens are computed, the others' gradients pass by, and the layer adds what they have as keys.
+    // tokens are computed, the others' gradients pass by, and the layer adds what they have as keys. On
+    // CUDA the others' are 0.
     TensorView gradient;
     ConstTensorView context_gradient;  // or empty
     SomeRows some = {};

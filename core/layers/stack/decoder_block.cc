@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/layers/copy_tensor.h"
 #include "core/layers/layer_parameters.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -133,7 +134,7 @@ absl::Status SublayerGradients::OfNorm(const LayerNorm& norm, const NormNames& n
                                        const Call& call, const Outputs& gradients,
                                        const Execution& execution) {
   return norm.Backward({call.x, call.dy, call.added, call.dx, gradients.Get(names.gamma),
-                        gradients.Get(names.beta), /*accumulate=*/true},
+                        gradients.Get(names.beta), /*accumulate=*/true, call.rows},
                        execution);
 }
 
@@ -143,7 +144,7 @@ absl::Status SublayerGradients::OfFeedForward(const Sublayers& parts, const Call
   const FeedForwardNames& names = feed_forward_;
   return parts.feed_forward.Backward(
       {call.x, call.dy, call.added, call.dx, gradients.Get(names.w1), gradients.Get(names.b1),
-       gradients.Get(names.w2), gradients.Get(names.b2), /*accumulate=*/true},
+       gradients.Get(names.w2), gradients.Get(names.b2), /*accumulate=*/true, call.rows},
       execution);
 }
 
@@ -203,14 +204,17 @@ absl::Status DecoderBlock::RunAgain(const BackwardCall& call, const BackwardScra
   attend.kept = scratch.attention;
   feed.kept = scratch.feed_forward;
   if (pre_norm_) TFB_RETURN_IF_ERROR(parts_.attention_norm.Run(input, scratch.x, execution));
+  const RowList& rows = call.some.rows;
   TFB_RETURN_IF_ERROR(
       attention_->RunAgain({call.segment, pre_norm_ ? ConstTensorView(scratch.x) : input, input,
-                            scratch.attended, norm(), call.some.row_of_token},
+                            scratch.attended, norm(), call.some.row_of_token, rows},
                            attend));
   const LayerNorm& norm = pre_norm_ ? parts_.feed_forward_norm : parts_.attention_norm;
-  TFB_RETURN_IF_ERROR(norm.Run(scratch.attended, scratch.g, execution));
+  // Sums over rows, of gradients that are 0 beside the list, read these, too.
+  if (rows.rows != nullptr) TFB_RETURN_IF_ERROR(ClearTensor(layer_.device, scratch.g, execution));
+  TFB_RETURN_IF_ERROR(norm.Run(scratch.attended, scratch.g, execution, rows));
   return parts_.feed_forward.Run(
-      scratch.g, pre_norm_ ? ConstTensorView() : ConstTensorView(scratch.g), scratch.y, feed);
+      scratch.g, pre_norm_ ? ConstTensorView() : ConstTensorView(scratch.g), scratch.y, feed, rows);
 }
 
 absl::Status DecoderBlock::PostNormBackward(const BackwardCall& call,
@@ -220,15 +224,19 @@ absl::Status DecoderBlock::PostNormBackward(const BackwardCall& call,
   Execution attend = execution, feed = execution;
   attend.kept = scratch.attention;
   feed.kept = scratch.feed_forward;
-  const TensorView dy = GradientOf(call), dg = scratch.gradient;
+  const RowList& rows = call.some.rows;
+  const TensorView dy = GradientOf(call);
+  // Rows beside a list stay 0.
+  const TensorView dg = rows.rows != nullptr ? dy : scratch.gradient;
   TFB_RETURN_IF_ERROR(
-      gradients_.OfFeedForwardNorm(parts_, {scratch.y, dy, {}, dy}, gradients, execution));
-  TFB_RETURN_IF_ERROR(gradients_.OfFeedForward(parts_, {scratch.g, dy, dy, dg}, gradients, feed));
+      gradients_.OfFeedForwardNorm(parts_, {scratch.y, dy, {}, dy, rows}, gradients, execution));
+  TFB_RETURN_IF_ERROR(
+      gradients_.OfFeedForward(parts_, {scratch.g, dy, dy, dg, rows}, gradients, feed));
   if (!call.context_gradient.empty()) {
     TFB_RETURN_IF_ERROR(Add(layer_.device, dg, call.context_gradient, dg, execution));
   }
-  TFB_RETURN_IF_ERROR(
-      gradients_.OfAttentionNorm(parts_, {scratch.attended, dg, {}, dg}, gradients, execution));
+  TFB_RETURN_IF_ERROR(gradients_.OfAttentionNorm(parts_, {scratch.attended, dg, {}, dg, rows},
+                                                 gradients, execution));
   if (HasSome(call)) PlaceRows(call, dg, execution.pool);
   return attention_->Backward({call.segment,
                                InputOf(call),
@@ -238,7 +246,8 @@ absl::Status DecoderBlock::PostNormBackward(const BackwardCall& call,
                                norm(),
                                {},
                                {},
-                               call.some.row_of_token},
+                               call.some.row_of_token,
+                               rows},
                               attend);
 }
 
@@ -248,13 +257,15 @@ absl::Status DecoderBlock::PreNormBackward(const BackwardCall& call, const Backw
   Execution attend = execution, feed = execution;
   attend.kept = scratch.attention;
   feed.kept = scratch.feed_forward;
+  const RowList& rows = call.some.rows;
   const TensorView dh = GradientOf(call), dx = scratch.gradient;
-  TFB_RETURN_IF_ERROR(gradients_.OfFeedForward(parts_, {scratch.g, dh, {}, dx}, gradients, feed));
+  TFB_RETURN_IF_ERROR(
+      gradients_.OfFeedForward(parts_, {scratch.g, dh, {}, dx, rows}, gradients, feed));
   if (!call.context_gradient.empty()) {
     TFB_RETURN_IF_ERROR(Add(layer_.device, dx, call.context_gradient, dx, execution));
   }
-  TFB_RETURN_IF_ERROR(
-      gradients_.OfFeedForwardNorm(parts_, {scratch.attended, dx, dh, dh}, gradients, execution));
+  TFB_RETURN_IF_ERROR(gradients_.OfFeedForwardNorm(parts_, {scratch.attended, dx, dh, dh, rows},
+                                                   gradients, execution));
   if (HasSome(call)) PlaceRows(call, dh, execution.pool);
   const TensorView& of_input = HasSome(call) ? scratch.of_tokens : dx;
   TFB_RETURN_IF_ERROR(attention_->Backward({call.segment,
@@ -265,7 +276,8 @@ absl::Status DecoderBlock::PreNormBackward(const BackwardCall& call, const Backw
                                             norm(),
                                             gradients_.gamma_of_attention(gradients),
                                             gradients_.beta_of_attention(gradients),
-                                            call.some.row_of_token},
+                                            call.some.row_of_token,
+                                            rows},
                                            attend));
   return gradients_.OfAttentionNorm(
       parts_, {call.segment.input(), of_input, call.gradient, call.gradient}, gradients, execution);

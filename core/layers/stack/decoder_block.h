@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/activation.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
@@ -83,6 +84,7 @@ class SublayerGradients {
     ConstTensorView dy;
     ConstTensorView added;
     TensorView dx;
+    RowList rows = {};
   };
   absl::Status OfAttentionNorm(const Sublayers& parts, const Call& call, const Outputs& gradients,
                                const Execution& execution) const {

@@ -238,9 +238,10 @@ size_t TransformerXlAttention::backward_workspace_bytes(int threads) const {
 ListAttention::Call TransformerXlAttention::ListOf(const PastSegment& segment,
                                                    const EarlierTokens& earlier,
                                                    const LayerNorm* norm, const ConstTensorView& x,
-                                                   const int32_t* row_of_token) const {
+                                                   const int32_t* row_of_token,
+                                                   const RowList& rows) const {
   const ListSchedules::List& list = state_->ListOf(segment);
-  if (row_of_token == nullptr) return {list, earlier, norm, x};
+  if (row_of_token == nullptr) return {list, earlier, norm, x, {}, rows};
   return {list, earlier, norm, segment.input(), {x, row_of_token}};
 }
 
@@ -264,16 +265,18 @@ absl::Status TransformerXlAttention::RunAgain(const AgainCall& call, const Execu
   const ListAttention::Memory memory =
       MemoryOf(call.segment, execution.kept, RowsOfSome(call.x, call.row_of_token));
   const EarlierTokens earlier = EarlierThan(call.segment);
-  TFB_RETURN_IF_ERROR(past_.Attend(
-      ListOf(call.segment, earlier, call.norm, call.x, call.row_of_token), memory, execution));
-  return past_.Project(memory.context, call.residual, call.y, execution);
+  TFB_RETURN_IF_ERROR(
+      past_.Attend(ListOf(call.segment, earlier, call.norm, call.x, call.row_of_token, call.rows),
+                   memory, execution));
+  return past_.Project(memory.context, call.residual, call.y, execution, Activation::kNone,
+                       call.rows);
 }
 
 absl::Status TransformerXlAttention::Backward(const BackwardCall& call,
                                               const Execution& execution) {
   const EarlierTokens earlier = EarlierThan(call.segment);
   return past_.BackwardOfOutput(
-      ListOf(call.segment, earlier, call.norm, call.x, call.row_of_token),
+      ListOf(call.segment, earlier, call.norm, call.x, call.row_of_token, call.rows),
       MemoryOf(call.segment, execution.kept, RowsOfSome(call.x, call.row_of_token)),
       {call.dy, call.added, call.dx}, GradientsOf(call), execution);
 }

@@ -177,10 +177,10 @@ class TransformerXlAttention : public SegmentAttention {
   ListAttention& past() { return past_; }
   const ListAttention& past() const { return past_; }
   EarlierTokens EarlierThan(const PastSegment& segment) const { return {*state_, n_, segment}; }
-  // `row_of_token`: see AgainCall.
+  // `row_of_token` and `rows`: see AgainCall.
   ListAttention::Call ListOf(const PastSegment& segment, const EarlierTokens& earlier,
                              const LayerNorm* norm, const ConstTensorView& x,
-                             const int32_t* row_of_token = nullptr) const;
+                             const int32_t* row_of_token = nullptr, const RowList& rows = {}) const;
   // `rows`: see ListAttention::LayOut.
   ListAttention::Memory MemoryOf(const PastSegment& segment, absl::Span<std::byte> again,
                                  std::optional<int64_t> rows = std::nullopt) const;
