@@ -133,7 +133,7 @@ class LinearRun : public Pass {
       const int64_t rows = std::min(kChunk, end - first);
       std::fill_n(scratch.factors.reference, kChunk, header.reference);
       std::fill_n(scratch.factors.key_maximum, kChunk, header.maximum);
-      LoadQueries(b, h, first, rows, sums, scratch);
+      LoadQueries(b, h, first, rows, sums, nullptr, scratch);
       ReadSums(rows, sums, scratch);
       Finish(b, h, first, rows, scratch);
     }
@@ -153,15 +153,19 @@ class LinearRun : public Pass {
     const int64_t first = std::max<int64_t>(first_key + begin - offset, 0);
     const int64_t rows = std::min(first_key + end - offset, problem_.query_tokens) - first;
     if (rows <= 0) return;
+    float tokens = static_cast<float>(sums.header().tokens), sees_token[kChunk];
+    int64_t next = begin;
     for (int64_t t = 0; t < kChunk; ++t) {
       // Rows beyond the last are computed in whole vectors and not stored.
       const int64_t last = std::min(first + t + offset - first_key, end - 1);
+      while (next <= last) tokens += keys.seen[next++];
+      sees_token[t] = tokens > 0 ? 1.0f : 0.0f;
       scratch.visible[t] = static_cast<int32_t>(last + 1 - begin);
       scratch.factors.reference[t] = keys.running_reference[last];
       scratch.factors.key_maximum[t] = keys.running_maximum[last];
       if (map_.gated) scratch.factors.decay[t] = keys.decay[last];
     }
-    LoadQueries(b, h, first, rows, sums, scratch);
+    LoadQueries(b, h, first, rows, sums, sees_token, scratch);
     ReadSums(rows, sums, scratch);
     AddPairs(rows, begin, keys, scratch);
     Finish(b, h, first, rows, scratch);
@@ -199,10 +203,10 @@ class LinearRun : public Pass {
 
  private:
   // Computes features of rows of queries, and the factors of the four terms against what the rows
-  // see.
+  // see. A row that sees no token is not read, where `sees_token` tells.
   void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
-                   Scratch& scratch) const {
-    const Rows inputs = LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
+                   const float* sees_token, Scratch& scratch) const {
+    const Rows inputs = LoadInputs(call_.q, b, h, first, rows, sees_token, scratch);
     MakeFeatures(inputs, rows, h / problem_.group(), sums.normaliser(), scratch.queries, scratch);
     ComputeCarry(rows, sums, scratch);
     const QueryFactors& factors = scratch.factors;

@@ -278,6 +278,7 @@ TEST(Linear, GivesZeroAndMinusInfinityWhereEveryKeyIsMasked) {
       LinearTensors tensors(c);
       Fill(tensors.key_mask.view(), 0);
       Fill(tensors.k.view(), std::nan(""));
+      tensors.q.span<float>()[5] = std::nanf("");
       const LinearResults results = RunEngine(c, tensors);
       for (const float y : results.out.span<float>()) EXPECT_EQ(y, 0);
       for (const float l : results.log_sum_exp.span<float>()) EXPECT_EQ(l, -kInfinity);
