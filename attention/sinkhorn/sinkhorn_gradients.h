@@ -98,17 +98,13 @@ struct AddPooledGradients {
       const double* from =
           pooled + ((b * sizes.heads + h) * (sizes.blocks + 1) + u) * sizes.width + first;
       for (int64_t g = 0; g < heads_summed; ++g) {
-        float* sums = static_cast<float*>(to.data) + Offset(to, b, h * heads_summed + g, j);
-        const int64_t stride = to.strides[3];
-        if (stride == 1) {  // a loop of its own, which the compiler vectorizes
-          for (int64_t c = piece.first(); c < piece.end(); ++c) {
-            sums[c] += static_cast<float>(from[c]);
-          }
-          continue;
+        const int64_t offset = Offset(to, b, h * heads_summed + g, j);
+        float sums[Piece::kMost];
+        piece.Load(to, offset, to.strides[3], sums);
+        for (int i = 0; i < piece.count(); ++i) {
+          sums[i] += static_cast<float>(from[piece.first() + i]);
         }
-        for (int64_t c = piece.first(); c < piece.end(); ++c) {
-          sums[c * stride] += static_cast<float>(from[c]);
-        }
+        piece.Store(sums, to, offset, to.strides[3]);
       }
     }
   }

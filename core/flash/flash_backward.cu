@@ -441,10 +441,8 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
     for (int64_t h = task_.kv_head * group; h < (task_.kv_head + 1) * group; ++h) {
       task_.head = h;
       if (threadIdx.x < kKeys) numbers_.columns[threadIdx.x] = 0;
-      if (a_.packs_asked) {
-        AddListed();
-      } else {
-        AddScheduled();
+      for (Walk walk = BeginWalk(); Next(&walk);) {
+        AddTile({static_cast<int32_t>(key_tile_), walk.mask}, walk.query_tile);
       }
       if (a_.rule.content_bias != nullptr) FinishContentBias();
     }
@@ -454,31 +452,49 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
  private:
   using Base::a_, Base::b_, Base::numbers_, Base::shared_, Base::task_, Base::tx_, Base::ty_;
 
-  // Adds the tiles of queries that the schedule shows the keys to.
-  __device__ void AddScheduled() {
+  // The tiles of queries that see the keys: of the schedule's runs, or of the listed queries.
+  struct Walk {
+    int run, end;  // of the schedule
+    int next;      // tile, of the run or of all listed queries
+    int query_tile;
+    int32_t mask;  // of a KeyTile
+  };
+  __device__ Walk BeginWalk() const {
+    Walk walk = {};
+    if (a_.packs_asked) return walk;
     const TransposedView& schedule = b_.transposed;
     const int64_t chunk =
         task_.head % schedule.heads * schedule.chunks + key_tile_ / kChunkKeyTiles;
-    for (int64_t n = schedule.begin[chunk]; n < schedule.begin[chunk + 1]; ++n) {
-      const QueryRun& run = schedule.runs[n];
-      const KeyTile tile = {static_cast<int32_t>(key_tile_), run.masks[key_tile_ % kChunkKeyTiles]};
-      if (tile.mask == QueryRun::kNotSeen) continue;
-      for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) AddTile(tile, t);
-    }
+    walk.run = static_cast<int>(schedule.begin[chunk]);
+    walk.end = static_cast<int>(schedule.begin[chunk + 1]);
+    return walk;
   }
-
-  // Adds the tiles of listed queries that the band shows the keys to.
-  __device__ void AddListed() {
+  __device__ bool Next(Walk* walk) const {
+    if (a_.packs_asked) return NextListed(walk);
+    for (; walk->run < walk->end; ++walk->run, walk->next = 0) {
+      const QueryRun& run = b_.transposed.runs[walk->run];
+      walk->mask = run.masks[key_tile_ % kChunkKeyTiles];
+      if (walk->mask == QueryRun::kNotSeen || walk->next >= run.tiles) continue;
+      walk->query_tile = run.first_tile + walk->next++;
+      return true;
+    }
+    return false;
+  }
+  __device__ bool NextListed(Walk* walk) const {
     const Band& band = a_.schedule.band;
     const int64_t first = key_tile_ * kKeys, queries = this->queries_;
-    for (int64_t t = 0; t * kQueries < queries; ++t) {
-      const int64_t first_row = QueryRow(a_, task_.batch, t * kQueries);
-      const int64_t last_row = QueryRow(a_, task_.batch, min((t + 1) * kQueries, queries) - 1);
+    while (int64_t{walk->next} * kQueries < queries) {
+      walk->query_tile = walk->next++;
+      const int64_t row = int64_t{walk->query_tile} * kQueries;
+      const int64_t first_row = QueryRow(a_, task_.batch, row);
+      const int64_t last_row = QueryRow(a_, task_.batch, min(row + kQueries, queries) - 1);
       if (first + kKeys <= max(first_row + band.low, band.first_key)) continue;
       if (first > last_row + band.high) continue;
       const bool whole = IsWholeInBand(band, key_tile_, first_row, last_row);
-      AddTile({static_cast<int32_t>(key_tile_), whole ? TileRun::kFull : KeyTile::kBand}, t);
+      walk->mask = whole ? TileRun::kFull : KeyTile::kBand;
+      return true;
     }
+    return false;
   }
 
   // Adds what the queries of a tile give.
