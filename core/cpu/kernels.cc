@@ -282,6 +282,81 @@ void Gemm(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t 
            c_row);
 }
 
+constexpr int64_t kTriangleColumns = 64;
+static_assert(kTileVectors == 2 || kTileVectors == 4, "TriangleTile has a loop for each");
+
+// Adds A B to vectors [kFrom, kTo) of a block of C in registers, for depths [begin, end).
+template <int kFrom, int kTo, int kRows>
+inline __attribute__((always_inline)) void MultiplyInto(Floats (&sum)[kRows][kTileVectors],
+                                                        int64_t begin, int64_t end, const float* a,
+                                                        int64_t a_row, int64_t a_depth,
+                                                        const float* b) {
+  for (int64_t k = begin; k < end; ++k) {
+    Floats column[kTileVectors];
+#pragma GCC unroll 8
+    for (int j = kFrom; j < kTo; ++j) column[j] = Load(b + k * kTriangleColumns + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const Floats value = Broadcast(a[i * a_row + k * a_depth]);
+#pragma GCC unroll 8
+      for (int j = kFrom; j < kTo; ++j) sum[i][j] += value * column[j];
+    }
+  }
+}
+
+// C += A B for one block of C. Vector j of B is zeros at depths below step[j] where kAbove, and else
+// from step[j + 1] on.
+template <int kRows, bool kAbove>
+void TriangleTile(const int64_t* step, const float* a, int64_t a_row, int64_t a_depth,
+                  const float* b, float* c) {
+  Floats sum[kRows][kTileVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kTileVectors; ++j) sum[i][j] = Load(c + i * kTriangleColumns + j * kLanes);
+  }
+  MultiplyInto<0, kAbove ? 1 : kTileVectors>(sum, step[0], step[1], a, a_row, a_depth, b);
+  MultiplyInto<kAbove ? 0 : 1, kAbove ? 2 : kTileVectors>(sum, step[1], step[2], a, a_row, a_depth,
+                                                          b);
+  if constexpr (kTileVectors == 4) {
+    MultiplyInto<kAbove ? 0 : 2, kAbove ? 3 : 4>(sum, step[2], step[3], a, a_row, a_depth, b);
+    MultiplyInto<kAbove ? 0 : 3, 4>(sum, step[3], step[4], a, a_row, a_depth, b);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kTileVectors; ++j) {
+      Store(c + i * kTriangleColumns + j * kLanes, sum[i][j]);
+    }
+  }
+}
+
+template <bool kAbove>
+void TriangleColumns(int64_t rows, const int64_t* step, const float* a, int64_t a_row,
+                     int64_t a_depth, const float* b, float* c) {
+  int64_t i = 0;
+  const auto next = [&](auto tile, int64_t tile_rows) {
+    tile(step, a + i * a_row, a_row, a_depth, b, c + i * kTriangleColumns);
+    i += tile_rows;
+  };
+  while (i + kTileRows <= rows) next(TriangleTile<kTileRows, kAbove>, kTileRows);
+  while (i + 2 <= rows) next(TriangleTile<2, kAbove>, 2);
+  if (i < rows) next(TriangleTile<1, kAbove>, 1);
+}
+
+void GemmTriangle(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
+                  const float* b, const Zeros& zeros, float* c) {
+  const auto within = [&](int64_t k) { return k < 0 ? 0 : k > depth ? depth : k; };
+  const int64_t place = zeros.above ? -zeros.place : zeros.place;
+  for (int64_t first = 0; first < kTriangleColumns; first += kTileVectors * kLanes) {
+    int64_t step[kTileVectors + 1];
+    for (int j = 0; j <= kTileVectors; ++j) step[j] = within(first + j * kLanes + place);
+    step[zeros.above ? kTileVectors : 0] = zeros.above ? depth : 0;
+    const auto multiply = zeros.above ? TriangleColumns<true> : TriangleColumns<false>;
+    multiply(rows, step, a, a_row, a_depth, b + first, c + first);
+  }
+}
+
 // The weights of a ramp at columns c, c + 1, ...; `lane` is {0, 1, 2, ...}.
 inline Floats RampWeight(float limit, float slope, int64_t c, Floats lane) {
   return (lane + (limit + static_cast<float>(c))) * slope;
@@ -662,10 +737,52 @@ bool AllFinite(const ConstRows& matrix, int64_t rows, int64_t columns) {
   return IsNone(found);
 }
 
+#if defined(__AVX512F__)
+// Exchanges, within 2 kStep x 2 kStep blocks of a 16 x 16 matrix, the kStep x kStep blocks beside
+// their diagonals. Steps of 1, 2, 4 and 8 transpose the matrix.
+template <int kStep>
+inline void ExchangeBlocks(Floats (&row)[kLanes]) {
+  Ints low, high;  // elements of 16 on are those of the second row
+#pragma GCC unroll 16
+  for (int e = 0; e < kLanes; ++e) {
+    low[e] = (e & kStep) == 0 ? e : e - kStep + kLanes;
+    high[e] = (e & kStep) == 0 ? e + kStep : e + kLanes;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kLanes; ++r) {
+    if ((r & kStep) != 0) continue;
+    const Floats first = row[r], second = row[r + kStep];
+    row[r] = __builtin_shuffle(first, second, low);
+    row[r + kStep] = __builtin_shuffle(first, second, high);
+  }
+}
+
+// Transposes 16 rows of whole vectors of columns.
+inline void TransposeVectors(const float* from, int64_t from_row, int64_t columns, float* to) {
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    Floats row[kLanes];
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) row[r] = Load(from + r * from_row + c);
+    ExchangeBlocks<1>(row);
+    ExchangeBlocks<2>(row);
+    ExchangeBlocks<4>(row);
+    ExchangeBlocks<8>(row);
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) Store(to + (c + r) * 64, row[r]);
+  }
+}
+constexpr bool kTransposesVectors = true;
+#else
+inline void TransposeVectors(const float*, int64_t, int64_t, float*) {}
+constexpr bool kTransposesVectors = false;
+#endif
+
 // A block of 16 rows after the other, in the order of memory.
 void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
+  const int64_t whole = kTransposesVectors ? columns - columns % 16 : 0;
   for (int64_t first = 0; first < 64; first += 16) {
-    for (int64_t c = 0; c < columns; c += 4) {
+    TransposeVectors(from + first * from_row, from_row, whole, to + first);
+    for (int64_t c = whole; c < columns; c += 4) {
       for (int64_t r = first; r < first + 16; r += 4) {
         Four block[4];
         for (int i = 0; i < 4; ++i) {
@@ -1108,6 +1225,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                kLanes,
                                                                Gemm,
                                                                GemmPlus,
+                                                               GemmTriangle,
                                                                Softmax,
                                                                SoftmaxBackward,
                                                                AddDiagonals,

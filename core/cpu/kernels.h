@@ -145,6 +145,13 @@ struct IndexedRows {
   int64_t columns;
 };
 
+// The zeros of a matrix B beside a diagonal: with `above`, B[k][c] is 0 where c > k + place; without,
+// where c < k - place.
+struct Zeros {
+  bool above;
+  int64_t place;
+};
+
 struct CpuKernels {
   const char* name;  // "avx512", "avx2", "generic"
   int lanes;         // floats in a vector
@@ -158,6 +165,10 @@ struct CpuKernels {
   void (*gemm_plus)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                     int64_t a_depth, const float* b, int64_t b_row, const float* d, int64_t d_row,
                     float* c, int64_t c_row);
+  // C += A B without the products with vectors of zeros; B and C are [..][64], and B is not read
+  // where all of a vector is zeros.
+  void (*gemm_triangle)(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
+                        const float* b, const Zeros& zeros, float* c);
 
   // Replaces scores by softmax numerators in place, as SoftmaxState says. With a ramp, the weights
   // multiply the numerators and enter the sum.

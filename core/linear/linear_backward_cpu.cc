@@ -12,7 +12,7 @@
 //   project queries and keys            2 head_dim r / m
 //   sums over keys, over queries        2 value_dim
 //   dphi, dE, dv from the sums          3 value_dim
-//   pairs: F . E, and to dphi, dE       3 x 48, since a quarter of the 64 x 64 pairs is left out
+//   pairs: F . E, and to dphi, dE       48 and 2 x 40 of 64, without blocks right of the diagonal
 //   dx of queries and keys              2 head_dim r / m
 //   dW                                  2 head_dim r / m
 //

@@ -418,19 +418,20 @@ void LinearGradient::SumPairGradients(const Keys& keys, const QueryChunk& querie
 
 void LinearGradient::AddPairsToKeys(const Keys& keys, const QueryChunk& queries,
                                     BackwardScratch& scratch) const {
-  float* pairs = scratch.pair_gradients;
-  ForEachKeyBlock(keys, queries, [&](int64_t j, int64_t count, int64_t first_row) {
-    const int64_t rows = queries.count - first_row;
-    const int64_t lanes = RoundUp(count, kColumnQuantum);
+  ForEachRowBlock(keys, queries, [&](int64_t t, int64_t rows, int64_t columns) {
+    float* pairs = scratch.pair_gradients + t * kChunk;
     if (epsilon_ != 0) {
-      kernels_.gemm(1, lanes, rows, queries.factors.query_epsilon + first_row, 0, 1,
-                    pairs + first_row * kChunk + j, kChunk, scratch.offset + j, kChunk, true);
-      kernels_.scale_rows({pairs + first_row * kChunk + j, kChunk, rows, lanes},
-                          queries.factors.query + first_row);
+      kernels_.gemm(1, columns, rows, queries.factors.query_epsilon + t, 0, 1, pairs, kChunk,
+                    scratch.offset, kChunk, true);
+      kernels_.scale_rows({pairs, kChunk, rows, columns}, queries.factors.query + t);
     }
-    kernels_.gemm(sizes_.features, lanes, rows, queries.tokens.features + first_row, kChunk, 1,
-                  pairs + first_row * kChunk + j, kChunk, scratch.key_gradients + j, kChunk, true);
+  });
+  kernels_.gemm_triangle(sizes_.features, queries.count, queries.tokens.features, kChunk, 1,
+                         scratch.pair_gradients, {true, PlaceOf(keys, queries)},
+                         scratch.key_gradients);
+  ForEachKeyBlock(keys, queries, [&](int64_t j, int64_t count, int64_t first_row) {
     if (call_.v_gradient.empty()) return;
+    const int64_t rows = queries.count - first_row;
     ForEachPanel([&](int64_t panel, int64_t width) {
       kernels_.gemm(count, width, rows, scratch.weights + first_row * kChunk + j, 1, kChunk,
                     queries.rows + panel * kChunk + first_row * width, width,
@@ -454,7 +455,6 @@ void LinearGradient::DifferentiateQueries(QueryChunk& queries, const Sums& sums,
     scale[t] = queries.factors.query[t];
     offset[t] = sums_of_pairs[t] + queries.sum[t] * static_cast<float>(header.tokens);
   }
-  float* gradients = scratch.query_gradients;
   ForEachPanel([&](int64_t panel, int64_t width) {
     const float* gradient_rows = queries.rows + panel * kChunk;
     float* columns = scratch.row_columns + panel * kChunk;
@@ -464,8 +464,6 @@ void LinearGradient::DifferentiateQueries(QueryChunk& queries, const Sums& sums,
         columns[c * kChunk + t] *= coefficient[t];
       }
     }
-    kernels_.gemm(sizes_.features, lanes, width, sums.products() + panel * sizes_.features, width,
-                  1, columns, kChunk, gradients, kChunk, panel > 0);
     if (epsilon_ != 0) {
       kernels_.matrix_vector(rows, width, gradient_rows, width, sums.values() + panel, offset, 1,
                              true);
@@ -478,13 +476,18 @@ void LinearGradient::DifferentiateQueries(QueryChunk& queries, const Sums& sums,
     queries.maximum_gradient[t] =
         has_maximum_gradient_ ? queries.valid[t] * FeatureSum(queries, t) * offset[t] : 0;
   }
-  if (keys != nullptr) {
-    ForEachRowBlock(*keys, queries, [&](int64_t t, int64_t count, int64_t columns) {
-      kernels_.gemm(sizes_.features, RoundUp(count, kColumnQuantum), std::min(columns, keys->count),
-                    keys->tokens.features, kChunk, 1, scratch.pair_columns + t, kChunk,
-                    gradients + t, kChunk, true);
+  float* gradients = scratch.query_gradients;
+  ForEachFeatureBlock([&](int64_t first, int64_t count) {
+    float* block = gradients + first * kChunk;
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      kernels_.gemm(count, lanes, width, sums.products() + panel * sizes_.features + first * width,
+                    width, 1, scratch.row_columns + panel * kChunk, kChunk, block, kChunk,
+                    panel > 0);
     });
-  }
+    if (keys == nullptr) return;
+    kernels_.gemm_triangle(count, keys->count, keys->tokens.features + first * kChunk, kChunk, 1,
+                           scratch.pair_columns, {false, PlaceOf(*keys, queries)}, block);
+  });
   int32_t maximum_row[kChunk];
   const bool has_epsilon = has_maximum_gradient_ && epsilon_ != 0;
   if (has_epsilon) FindMaximumRows(queries.tokens, lanes, maximum_row);

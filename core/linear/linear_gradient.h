@@ -60,7 +60,8 @@
 
 namespace tfb::linear_cpu {
 
-constexpr int64_t kPairBlock = 32;  // rows or keys of a triangle of pairs at a time
+constexpr int64_t kPairBlock = 32;     // rows or keys of a triangle of pairs at a time
+constexpr int64_t kFeatureBlock = 24;  // rows of products that stay in an L1 between two of them
 // The reference of sums over no queries.
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -235,6 +236,13 @@ class LinearGradient : public Pass {
   // the values.
   void ReadQuerySums(const Keys& keys, const Sums& sums, BackwardScratch& scratch) const;
 
+  // Calls body(first feature, features) for blocks of features.
+  template <class Body>
+  void ForEachFeatureBlock(Body body) const {
+    for (int64_t first = 0; first < sizes_.features; first += kFeatureBlock) {
+      body(first, std::min(kFeatureBlock, sizes_.features - first));
+    }
+  }
   // Calls body(first row, rows, keys) for blocks of rows and the keys that they see, which are
   // rounded up to whole blocks.
   template <class Body>
