@@ -152,6 +152,24 @@ struct Zeros {
   int64_t place;
 };
 
+// Rows of memory that will be read or written soon, in the order in which they are named. A product
+// asks for some of their cache lines between its blocks, while nothing else does: asked for at once, they
+// would wait for the memory as their first reads do.
+struct AheadRows {
+  const char* first;
+  int64_t stride;  // bytes from a row to the next
+  int64_t bytes;   // of a row
+  int64_t rows;
+};
+struct Ahead {
+  AheadRows tensors[8];
+  int64_t count;  // of tensors
+  // The next line.
+  int64_t tensor;
+  int64_t row;
+  int64_t byte;
+};
+
 struct CpuKernels {
   const char* name;  // "avx512", "avx2", "generic"
   int lanes;         // floats in a vector
@@ -161,10 +179,11 @@ struct CpuKernels {
                int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row,
                bool accumulate);
   // C = A B + D, in the time of C = A B, since D is added in registers. The rows of D may overlap,
-  // as those of a table of distances do (d_row = -1); D is 0 where d is null.
+  // as those of a table of distances do (d_row = -1); D is 0 where d is null. Asks for what is `ahead`,
+  // where that is not null.
   void (*gemm_plus)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                     int64_t a_depth, const float* b, int64_t b_row, const float* d, int64_t d_row,
-                    float* c, int64_t c_row);
+                    float* c, int64_t c_row, Ahead* ahead);
   // C += A B without the products with vectors of zeros; B and C are [..][64], and B is not read
   // where all of a vector is zeros.
   void (*gemm_triangle)(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,

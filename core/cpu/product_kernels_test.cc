@@ -1,5 +1,6 @@
 // Tests the products and transposes of every instruction set that this machine runs against loops
 // in double.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -78,11 +79,36 @@ TEST_P(ProductKernels, ProductsOfAllNumbersOfRowsAndColumns) {
         expect(c, [&](int64_t r, int64_t n) { return before[r * kColumns + n]; });
         c = before;
         kernels_->gemm_plus(rows, columns, kDepth, a.data(), a_row, a_depth, b.data(), kColumns,
-                            d.data() + kRows, -1, c.data(), kColumns);
+                            d.data() + kRows, -1, c.data(), kColumns, nullptr);
         expect(c, [&](int64_t r, int64_t n) { return d[kRows + n - r]; });
       }
     }
   }
+}
+
+TEST_P(ProductKernels, BlocksOfProductsAskForEightLinesEach) {
+  constexpr int64_t kDepth = 5, kRows = 3, kColumns = 48;
+  const std::vector<float> a = Normal(kRows * kDepth, "a"), b = Normal(kDepth * kColumns, "b");
+  const std::vector<char> memory(2000);
+  std::vector<float> c(kRows * kColumns), with_ahead(kRows * kColumns);
+  // Three rows of 2 lines, then one of 16.
+  Ahead ahead = {{{memory.data(), 256, 100, 3}, {memory.data() + 1000, 0, 1000, 1}}, 2, 0, 0, 0};
+  const auto multiply = [&](int64_t columns, float* to, Ahead* rows) {
+    kernels_->gemm_plus(1, columns, kDepth, a.data(), kDepth, 1, b.data(), kColumns, nullptr, 0, to,
+                        kColumns, rows);
+  };
+  // Generic vectors have blocks of 8 columns, and avx2's of 16.
+  const int blocks_of_16 = kernels_->lanes == 4 ? 2 : 1;
+  for (int asked = 0; asked < 32;) {
+    multiply(16, with_ahead.data(), &ahead);
+    asked += 8 * blocks_of_16;
+    const int lines = std::min(asked, 22);
+    EXPECT_EQ(ahead.tensor, lines < 6 ? 0 : lines < 22 ? 1 : 2);
+    EXPECT_EQ(ahead.row, lines < 6 ? lines / 2 : 0);
+    EXPECT_EQ(ahead.byte, 64 * (lines < 6 ? lines % 2 : lines < 22 ? lines - 6 : 0));
+  }
+  multiply(16, c.data(), nullptr);
+  EXPECT_EQ(c, with_ahead);
 }
 
 TEST_P(ProductKernels, ProductsWithTrianglesReadNoVectorOfZeros) {

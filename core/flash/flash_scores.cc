@@ -339,7 +339,7 @@ void FlashScores::ComputeScores(const Task& task, Tiles chunk,
       kernels_.gemm_plus(rows, extent.end - extent.begin, key_depth_,
                          scratch.content_query + row * query_row_, query_row_, 1,
                          keys + extent.begin, kTile, term.At(row, column), term.row,
-                         scratch.scores + row * kScoreRow + column, kScoreRow);
+                         scratch.scores + row * kScoreRow + column, kScoreRow, nullptr);
     });
   }
   if (adds_positions) AddPositions(task, chunk, first, scratch);

@@ -123,6 +123,11 @@ class Backward {
       for (int64_t g = 0; g < problem_.group(); ++g) {
         const int64_t h = HeadOf(slot) * problem_.group() + g;
         run_.LoadChunkQueries(BatchOf(slot), h, first, rows, queries, scratch);
+        run_.ExpectNothing(scratch);
+        run_.ExpectQueryGradients(BatchOf(slot), h, first, scratch);
+        const bool is_last = g + 1 == problem_.group();
+        run_.ExpectQueries(BatchOf(slot), is_last ? h + 1 - problem_.group() : h + 1,
+                           is_last ? first + kChunk : first, scratch);
         run_.SetVisible(keys.header(), queries);
         run_.ComputeRowFactors(queries);
         run_.AdvanceQueryHeader(sums.header(), &queries, 1);
@@ -142,6 +147,9 @@ class Backward {
     const int64_t maximum_key = KeySums(slot).header().maximum_key;
     ForEachChunk(task, problem_.kv_tokens, [&](int64_t first, int64_t count) {
       run_.LoadChunkKeys(first_ + slot, first, chunk, scratch);
+      run_.ExpectNothing(scratch);
+      run_.ExpectKeyGradients(BatchOf(slot), HeadOf(slot), first, scratch);
+      run_.ExpectKeys(BatchOf(slot), HeadOf(slot), first + kChunk, scratch);
       run_.DifferentiateKeys(BatchOf(slot), HeadOf(slot), QuerySums(merged), chunk, scratch);
       if (run_.has_maximum_gradient() && maximum_key >= first && maximum_key < first + count) {
         run_.AddMaximumGradient(memory_.maximum_gradients[merged], maximum_key - first, chunk);
@@ -190,6 +198,12 @@ class Backward {
     Sums::Header header = run_.StateAt(chunks[0].before).header();
     for (int64_t n = 0; n < count; ++n) {
       run_.LoadChunkKeys(first_ + slot, FirstKey(block, n), chunks[n], scratch);
+      run_.ExpectNothing(scratch);
+      if (n + 1 < count) {
+        run_.ExpectKeys(BatchOf(slot), HeadOf(slot), FirstKey(block, n + 1), scratch);
+      } else {
+        ExpectQueries(slot, FirstKey(block, n), scratch);
+      }
       run_.AdvanceKeyHeader(first_ + slot, header, chunks[n]);
       if (n + 1 == count) return;
       chunks[n + 1].before = chunks[n + 1].own_before;
@@ -205,6 +219,15 @@ class Backward {
                           Chunk& chunk, BackwardScratch& scratch) const {
     for (int64_t g = 0; g < problem_.group(); ++g) {
       LoadChunkQueries(slot, g, first_key, chunk, scratch);
+    }
+    run_.ExpectNothing(scratch);
+    run_.ExpectQueryGradients(BatchOf(slot), HeadOf(slot) * problem_.group(), FirstQuery(first_key),
+                              scratch);
+    run_.ExpectKeyGradients(BatchOf(slot), HeadOf(slot), first_key, scratch);
+    if (first_key % (kKeptChunks * kChunk) != 0) {
+      ExpectQueries(slot, first_key - kChunk, scratch);
+    } else if (first_key > 0) {
+      run_.ExpectKeys(BatchOf(slot), HeadOf(slot), first_key - kKeptChunks * kChunk, scratch);
     }
     run_.AdvanceChunkHeader(header, chunk);
     run_.AddChunkQueries(chunk, next, 0, sizes_.features, scratch);
@@ -254,11 +277,19 @@ class Backward {
   float* KeptBefore(int64_t slot, int64_t block) const {
     return kept_.states + ((first_ + slot) * KeptBlocks(problem_) + block) * sizes_.state;
   }
+  // Returns the first query at the places of a chunk's keys.
+  int64_t FirstQuery(int64_t first_key) const {
+    return std::max<int64_t>(first_key - problem_.causal_offset(), 0);
+  }
+  void ExpectQueries(int64_t slot, int64_t first_key, BackwardScratch& scratch) const {
+    run_.ExpectQueries(BatchOf(slot), HeadOf(slot) * problem_.group(), FirstQuery(first_key),
+                       scratch);
+  }
   // Loads the queries of head g of the group that are at the places of a chunk's keys.
   void LoadChunkQueries(int64_t slot, int64_t g, int64_t first_key, Chunk& chunk,
                         BackwardScratch& scratch) const {
     const int64_t end = std::min(first_key + kChunk, problem_.kv_tokens);
-    const int64_t first = std::max<int64_t>(first_key - problem_.causal_offset(), 0);
+    const int64_t first = FirstQuery(first_key);
     const int64_t rows = std::max<int64_t>(end - problem_.causal_offset() - first, 0);
     run_.LoadChunkQueries(BatchOf(slot), HeadOf(slot) * problem_.group() + g, first, rows,
                           chunk.queries[g], scratch);

@@ -17,7 +17,9 @@
 // a time costs 5% more than 64 for the sums that are read and written twice, the pairs of 64 cost 40%
 // more than those of two 32.
 //
-// What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2.
+// What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2. Inputs and outputs do not: between
+// their blocks the products ask for the rows of this chunk's outputs and of the next one's inputs, which
+// takes some 9% off a forward pass and 6% off a backward pass of 4,096 tokens (an Intel Xeon).
 //
 // Tasks. Not causal: the sums of each key-value head, in groups of keys where there are few heads,
 // then one task per 256 queries. Causal: one task per key-value head walks its chunks; where threads
@@ -82,8 +84,16 @@ class LinearRun : public Pass {
                Scratch& scratch) const {
     for (int64_t first = begin; first < end; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
+      ExpectNothing(scratch);
+      ExpectKeys(kv_head, first + kChunk, scratch);
       Add(scratch.keys, 0, scratch.keys.count, sums, scratch);
     }
+  }
+
+  void ExpectKeys(int64_t kv_head, int64_t first, Scratch& scratch) const {
+    const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
+    Expect(call_.k, b, h, first, scratch);
+    Expect(call_.v, b, h, first, scratch);
   }
 
   // Adds keys [begin, end) of the chunk to the sums.
@@ -133,6 +143,9 @@ class LinearRun : public Pass {
       const int64_t rows = std::min(kChunk, end - first);
       std::fill_n(scratch.factors.reference, kChunk, header.reference);
       std::fill_n(scratch.factors.key_maximum, kChunk, header.maximum);
+      ExpectNothing(scratch);
+      Expect(call_.out, b, h, first, scratch);
+      Expect(call_.q, b, h, first + kChunk, scratch);
       LoadQueries(b, h, first, rows, sums, nullptr, scratch);
       ReadSums(rows, sums, scratch);
       Finish(b, h, first, rows, scratch);
@@ -178,6 +191,11 @@ class LinearRun : public Pass {
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
       if (Keeps(first / kChunk)) KeptSums(kv_head, first / kChunk).Copy(sums);
       LoadKeys(kv_head, first, scratch.keys, scratch);
+      ExpectNothing(scratch);
+      const int64_t first_query = std::max<int64_t>(first - problem_.causal_offset(), 0);
+      Expect(call_.out, b, h * problem_.group(), first_query, scratch);
+      ExpectKeys(kv_head, first + kChunk, scratch);
+      Expect(call_.q, b, h * problem_.group(), first_query + kChunk, scratch);
       RunMaximaOf(kv_head, sums, scratch.keys);
       for (int64_t begin = 0; begin < scratch.keys.count; begin += kPart) {
         for (int64_t g = 0; g < problem_.group(); ++g) {
@@ -245,9 +263,9 @@ class LinearRun : public Pass {
       float* output = scratch.output + panel * kChunk;
       const float* products = sums.products() + panel * sizes_.features;
       for (int64_t r = 0; r < sizes_.features; r += kDepthBlock) {
-        kernels_.gemm(rows, width, std::min(kDepthBlock, sizes_.features - r),
-                      scratch.queries.features + r * kChunk, 1, kChunk, products + r * width, width,
-                      output, width, r > 0);
+        Multiply(rows, width, std::min(kDepthBlock, sizes_.features - r),
+                 scratch.queries.features + r * kChunk, 1, kChunk, products + r * width, width,
+                 output, width, r > 0, scratch);
       }
       for (int64_t t = 0; t < rows; ++t) {
         const float product = scratch.carry[t] * scratch.product[t];

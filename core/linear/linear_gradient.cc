@@ -345,8 +345,8 @@ void LinearGradient::ReadQuerySums(const Keys& keys, const Sums& sums,
         scaled[c * kChunk + j] = scale[j] * columns[c * kChunk + j];
     }
     const float* products = sums.products() + panel * sizes_.features;
-    kernels_.gemm(sizes_.features, lanes, width, products, width, 1, scaled, kChunk,
-                  scratch.key_gradients, kChunk, panel > 0);
+    Multiply(sizes_.features, lanes, width, products, width, 1, scaled, kChunk,
+             scratch.key_gradients, kChunk, panel > 0, scratch);
     if (epsilon_ != 0) {
       kernels_.gemm(1, lanes, width, sums.scaled_values() + panel, 0, 1, scaled, kChunk,
                     scratch.offset, kChunk, true);
@@ -354,9 +354,9 @@ void LinearGradient::ReadQuerySums(const Keys& keys, const Sums& sums,
     if (call_.v_gradient.empty()) return;
     float* output = scratch.output + panel * kChunk;
     for (int64_t r = 0; r < sizes_.features; r += kDepthBlock) {
-      kernels_.gemm(keys.count, width, std::min(kDepthBlock, sizes_.features - r),
-                    keys.tokens.features + r * kChunk, 1, kChunk, products + r * width, width,
-                    output, width, r > 0);
+      Multiply(keys.count, width, std::min(kDepthBlock, sizes_.features - r),
+               keys.tokens.features + r * kChunk, 1, kChunk, products + r * width, width, output,
+               width, r > 0, scratch);
     }
     kernels_.scale_rows({output, width, keys.count, width}, scale);
     for (int64_t j = 0; epsilon_ != 0 && j < keys.count; ++j) {
@@ -480,9 +480,9 @@ void LinearGradient::DifferentiateQueries(QueryChunk& queries, const Sums& sums,
   ForEachFeatureBlock([&](int64_t first, int64_t count) {
     float* block = gradients + first * kChunk;
     ForEachPanel([&](int64_t panel, int64_t width) {
-      kernels_.gemm(count, lanes, width, sums.products() + panel * sizes_.features + first * width,
-                    width, 1, scratch.row_columns + panel * kChunk, kChunk, block, kChunk,
-                    panel > 0);
+      Multiply(count, lanes, width, sums.products() + panel * sizes_.features + first * width,
+               width, 1, scratch.row_columns + panel * kChunk, kChunk, block, kChunk, panel > 0,
+               scratch);
     });
     if (keys == nullptr) return;
     kernels_.gemm_triangle(count, keys->count, keys->tokens.features + first * kChunk, kChunk, 1,
@@ -537,9 +537,9 @@ void LinearGradient::MultiplyByW(int64_t kv_head, const Tokens& tokens, int64_t 
                                  BackwardScratch& scratch) const {
   const float* w = MatrixOf(kv_head);
   for (int64_t r = 0; r < sizes_.projections; r += kDepthBlock) {
-    kernels_.gemm(count, sizes_.input_row, std::min(kDepthBlock, sizes_.projections - r),
-                  tokens.features + r * kChunk, 1, kChunk, w + r * sizes_.input_row,
-                  sizes_.input_row, scratch.inputs, sizes_.input_row, r > 0);
+    Multiply(count, sizes_.input_row, std::min(kDepthBlock, sizes_.projections - r),
+             tokens.features + r * kChunk, 1, kChunk, w + r * sizes_.input_row, sizes_.input_row,
+             scratch.inputs, sizes_.input_row, r > 0, scratch);
   }
 }
 

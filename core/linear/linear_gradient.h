@@ -90,6 +90,24 @@ class LinearGradient : public Pass {
   void LoadChunkQueries(int64_t b, int64_t h, int64_t first, int64_t rows, QueryChunk& queries,
                         BackwardScratch& scratch) const;
 
+  // Let the products from now on ask for a chunk that is loaded next, or for the gradients of this one.
+  void ExpectQueries(int64_t b, int64_t h, int64_t first, BackwardScratch& scratch) const {
+    Expect(inputs_.q, b, h, first, scratch);
+    Expect(call_.out, b, h, first, scratch);
+    Expect(call_.out_gradient, b, h, first, scratch);
+  }
+  void ExpectKeys(int64_t b, int64_t h, int64_t first, BackwardScratch& scratch) const {
+    Expect(inputs_.k, b, h, first, scratch);
+    Expect(inputs_.v, b, h, first, scratch);
+  }
+  void ExpectQueryGradients(int64_t b, int64_t h, int64_t first, BackwardScratch& scratch) const {
+    Expect(call_.q_gradient, b, h, first, scratch);
+  }
+  void ExpectKeyGradients(int64_t b, int64_t h, int64_t first, BackwardScratch& scratch) const {
+    Expect(call_.v_gradient, b, h, first, scratch);
+    Expect(call_.k_gradient, b, h, first, scratch);
+  }
+
   // ---- What rows see, and sums over queries ----
 
   // Sets what the rows of a chunk see of the chunk's keys.

@@ -30,6 +30,7 @@ void LayOutLoadScratch(const Sizes& sizes, Workspace& workspace, LoadScratch* sc
   scratch->columns = columns;
   scratch->token_features = token_features;
   scratch->scaled_values = scaled_values;
+  scratch->ahead = {};
 }
 
 Kept LayOutKept(const Problem& p, const Sizes& sizes, Workspace& workspace) {

@@ -138,6 +138,7 @@ struct LoadScratch {
   float* columns;         // [depth][64]
   float* token_features;  // [features], of one token
   float* scaled_values;   // [64][value_row] in panels
+  Ahead ahead;            // what the task's products ask for
 };
 
 // The scratch of one thread for one task.

@@ -104,11 +104,11 @@ void Pass::AddToSlice(const Addend& tokens, const Sums& from, const Sums& to, in
     float* products = to.products() + offset;
     kernels_.gemm_plus(last - first, width, tokens.count, features, kChunk, 1, scaled, width,
                        rescaled(from.products() + offset, products, (last - first) * width), width,
-                       products, width);
+                       products, width, &scratch.ahead);
     if (epsilon_ == 0 || first > 0) return;
     const auto add = [&](const float* factors, const float* sums, float* into) {
       kernels_.gemm_plus(1, width, tokens.count, factors, 0, 1, rows, width, sums, width, into,
-                         width);
+                         width, nullptr);
     };
     add(tokens.constant, from.values() + panel, to.values() + panel);
     float* scaled_values = to.scaled_values() + panel;
@@ -118,6 +118,19 @@ void Pass::AddToSlice(const Addend& tokens, const Sums& from, const Sums& to, in
   for (int64_t r = 0; r < last - first; ++r) normaliser[r] = rescale * from.normaliser()[first + r];
   kernels_.matrix_vector(last - first, tokens.count, features, kChunk, tokens.normaliser,
                          normaliser, 1, true);
+}
+
+void Pass::Expect(const ConstTensorView& view, int64_t b, int64_t h, int64_t first,
+                  LoadScratch& scratch) {
+  Ahead& ahead = scratch.ahead;
+  if (view.empty() || view.stride(3) != 1 || first >= view.dim(2)) return;
+  if (ahead.count == static_cast<int64_t>(std::size(ahead.tensors))) return;
+  const auto element = static_cast<int64_t>(SizeOf(view.dtype));
+  AheadRows rows = {static_cast<const char*>(view.data) + view.Offset(b, h, first) * element,
+                    view.stride(2) * element, view.dim(3) * element,
+                    std::min(kChunk, view.dim(2) - first)};
+  if (rows.stride == rows.bytes) rows = {rows.first, 0, rows.bytes * rows.rows, 1};
+  ahead.tensors[ahead.count++] = rows;
 }
 
 void Pass::Merge(const Sums& into, const Sums& from) const {
@@ -235,8 +248,8 @@ void Pass::MakeFeatures(const Rows& rows, int64_t count, int64_t kv_head, const 
   for (int64_t t = 0; tokens.inputs != nullptr && t < count; ++t) {
     KeepInput(rows.data + t * rows.stride, tokens.factor[t], tokens.inputs + t * sizes_.input_row);
   }
-  kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
-                tokens.features, kChunk, false);
+  Multiply(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
+           tokens.features, kChunk, false, scratch);
   kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
                     {tokens.max, tokens.total, normaliser, tokens.dot});
 }

@@ -58,6 +58,14 @@ class Pass {
   void AddToSlice(const Addend& tokens, const Sums& from, const Sums& to, int64_t first,
                   int64_t last, LoadScratch& scratch) const;
 
+  // Forgets what is expected; a chunk begins with it.
+  static void ExpectNothing(LoadScratch& scratch) {
+    scratch.ahead.count = scratch.ahead.tensor = scratch.ahead.row = scratch.ahead.byte = 0;
+  }
+  // Lets the products from now on ask for up to 64 tokens of a head, from `first` on.
+  static void Expect(const ConstTensorView& view, int64_t b, int64_t h, int64_t first,
+                     LoadScratch& scratch);
+
   // Adds `from` to `into`.
   void Merge(const Sums& into, const Sums& from) const;
 
@@ -141,6 +149,14 @@ class Pass {
     const float key = KeyScale(factors, t);
     const float largest = epsilon_ == 0 ? key : std::max(key, log_epsilon_);
     return map_.denominator_epsilon / map_.constant * std::exp(-largest);
+  }
+
+  // Does kernels_.gemm, and asks for what is expected.
+  void Multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
+                int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row,
+                bool accumulate, LoadScratch& scratch) const {
+    kernels_.gemm_plus(rows, columns, depth, a, a_row, a_depth, b, b_row, accumulate ? c : nullptr,
+                       c_row, c, c_row, &scratch.ahead);
   }
 
   const Problem& problem_;
