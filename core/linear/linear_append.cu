@@ -193,7 +193,7 @@ class AppendBlock {
     float* header = state_ + tile * a_.sums.tile + (kTile + 1) * a_.sums.row;
     const float before = header[0] + log_gate_, largest = header[1];
     const float log_scale = IsExponential(a_) ? maximum - s_.half_square[0] : log_input_gate_;
-    const float reference = is_seen_ ? fmaxf(before, log_scale) : before;
+    const float reference = is_seen_ ? fmaxf(before, AsReference(log_scale)) : before;
     const float scale = is_seen_ ? ExpOf(log_scale - Shift(reference)) : 0;
     s_.scaled_key[OpaqueLane()] = scale * low;
     s_.scaled_key[OpaqueLane() + 32] = scale * high;

@@ -910,6 +910,51 @@ TEST_P(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
   }
 }
 
+TEST_P(LinearBackward, GradientsOfAllThatARowOfNaNKeysAloneSeesAreNaN) {
+  ForEachNaNKeys([](const NaNKeys& keys) {
+    const Problem& p = keys.c.problem;
+    if (GetParam() != Device::kCpu && (p.kv_tokens > 130 || keys.c.map.projections > 40)) return;
+    const LinearResults expected = DefineLinear(keys.c, keys.tensors);
+    BackwardCase of = Case(keys.c);
+    if (keys.c.masked) of.tensors.key_mask = keys.clean.key_mask.Clone();
+    const Gradients clean = RunBackward(of);
+    CopyElements(keys.tensors.k.view(), of.tensors.k.view());
+    const Gradients gradients = RunBackward(of, 2);
+    const auto expect = [&](const char* name, const ConstTensorView& found,
+                            const ConstTensorView& other, bool is_nan) {
+      ForEachOffset(found, other, [&](int64_t at, int64_t of_other) {
+        const double x = found.Get(at);
+        ASSERT_TRUE(is_nan ? std::isnan(x) : x == other.Get(of_other))
+            << Describe(keys.c) << ", " << name << ", element " << at << ": " << x;
+      });
+    };
+    const auto expect_of_token = [&](const char* name, int64_t head, int64_t token, bool is_nan) {
+      const auto of_token = [&](const Gradients& all) {
+        return Slice(Slice(all.at(name).view(), 1, head, 1), 2, token, 1);
+      };
+      expect(name, of_token(gradients), of_token(clean), is_nan);
+    };
+    for (int64_t h = 0; h < p.query_heads; ++h) {
+      for (int64_t i = 0; i < p.query_tokens; ++i) {
+        expect_of_token("q", h, i, std::isnan(*expected.log_sum_exp.view().At<double>(0, h, i)));
+      }
+      // The last row is NaN, and sees all keys.
+      for (int64_t j = 0; j < p.kv_tokens; ++j) {
+        const bool is_seen = !keys.c.masked || of.tensors.key_mask.span<uint8_t>()[j];
+        expect_of_token("k", h, j, is_seen && h == 0);
+        expect_of_token("v", h, j, is_seen && h == 0);
+      }
+      if (keys.c.map.gated) {
+        expect("gate", Slice(gradients.gate.view(), 0, h, 1), Slice(clean.gate.view(), 0, h, 1),
+               h == 0);
+      }
+    }
+    // A row of W whose features are 0 has no gradient.
+    if (keys.c.map.feature == Feature::kRelu) return;
+    expect("w", gradients.w.view(), clean.w.view(), true);
+  });
+}
+
 TEST_P(LinearBackward, ReadsAndWritesViewsOfAnyStride) {
   for (const bool causal : {false, true}) {
     LinearCase c{LinearProblem(100, 100, causal, 3, 12), LinearMap(Feature::kExp, 16, 12, 1e-4)};

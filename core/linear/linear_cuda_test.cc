@@ -406,6 +406,12 @@ TEST(LinearCuda, LetsANaNInASeenKeyOrValueReachExactlyTheRowsThatSeeIt) {
   }
 }
 
+TEST(LinearCuda, ARowThatSeesOnlyKeysOfNaNIsNaN) {
+  ForEachNaNKeys([](const NaNKeys& keys) {
+    ExpectNaNOfFormula(keys, RunEngine(keys.c, keys.tensors), RunEngine(keys.c, keys.clean));
+  });
+}
+
 TEST(LinearCuda, LetsANaNInANonCausalKeyValueOrQueryReachTheOutput) {
   for (const char which : {'q', 'k', 'v'}) {
     LinearCase c{LinearProblem(100, 100, false), LinearMap(Feature::kExp, 16, 16, 1e-4)};
@@ -536,6 +542,20 @@ TEST(LinearCuda, AppendingInAnySplitEqualsTheWholeSequence) {
       }
     }
   }
+}
+
+TEST(LinearCuda, AnAppendedRowThatSeesOnlyKeysOfNaNIsNaN) {
+  ForEachNaNKeys([](const NaNKeys& keys) {
+    const Problem& p = keys.c.problem;
+    if (!p.causal || p.query_tokens != p.kv_tokens ||
+        keys.c.map.stabiliser == KeyStabiliser::kSequence) {
+      return;
+    }
+    const std::vector<int64_t> segments =
+        p.kv_tokens < 64 ? std::vector<int64_t>{1} : std::vector<int64_t>{1, 64, 2};
+    ExpectNaNOfFormula(keys, AppendAll(keys.c, keys.tensors, segments),
+                       AppendAll(keys.c, keys.clean, segments));
+  });
 }
 
 TEST(LinearCuda, AppendingDirectionsToExponentialsEqualsTheWholeSequence) {

@@ -198,7 +198,8 @@ class SumBlock {
       if (IsExponential(a_)) largest = MaxOf(features->at[i], 8);
       if (seen_[row] == 0) continue;
       reference = fmaxf(
-          reference, IsExponential(a_) ? largest - HalfSquareOf(a_, half_square_[row]) : gates[i]);
+          reference, AsReference(IsExponential(a_) ? largest - HalfSquareOf(a_, half_square_[row])
+                                                   : gates[i]));
       maximum = fmaxf(maximum, largest);
     }
     reference = MaxOfWarp(reference);
@@ -458,7 +459,7 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
 // ---- Gates ----
 
 // A gate below e^-18, a quarter of a rounding of 1, is a complete reset; the bound keeps sums of
-// logarithms small.
+// logarithms small. A gate of NaN counts as one, since its key's rho_j is NaN.
 constexpr float kLeastLogGate = -18;
 
 // Returns log(1 / (1 + exp(-x))).
@@ -483,7 +484,7 @@ __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a)
       const int64_t key = first + half + OpaqueLane();
       const bool is_seen = key < a.kv_tokens && IsToken(a, head / a.kv_heads, key);
       const float log_gate = LogSigmoid(logit);
-      const float kept = !is_seen ? 0 : log_gate < kLeastLogGate ? kLeastLogGate : log_gate;
+      const float kept = is_seen ? fmaxf(log_gate, kLeastLogGate) : 0;
       const float decay = before + RunningSum(kept);
       before = __shfl_sync(~0u, decay, 31);
       if (key >= a.kv_tokens) continue;

@@ -310,6 +310,15 @@ TEST(Linear, LetsANaNInASeenKeyOrValueReachExactlyTheRowsThatSeeIt) {
   }
 }
 
+TEST(Linear, ARowThatSeesOnlyKeysOfNaNIsNaN) {
+  ForEachNaNKeys([](const NaNKeys& keys) {
+    for (const int threads : {1, 3}) {
+      ExpectNaNOfFormula(keys, RunEngine(keys.c, keys.tensors, threads),
+                         RunEngine(keys.c, keys.clean, threads));
+    }
+  });
+}
+
 TEST(Linear, LetsANaNInANonCausalKeyValueOrQueryReachTheOutput) {
   for (const char which : {'q', 'k', 'v'}) {
     LinearCase c{LinearProblem(100, 100, false), LinearMap(Feature::kExp, 16, 16, 1e-4)};
@@ -457,6 +466,20 @@ TEST(Linear, AppendingUnderGatesEqualsTheWholeSequence) {
       ExpectClose(c, AppendAll(c, tensors, segments, 2), expected);
     }
   }
+}
+
+TEST(Linear, AnAppendedRowThatSeesOnlyKeysOfNaNIsNaN) {
+  ForEachNaNKeys([](const NaNKeys& keys) {
+    const Problem& p = keys.c.problem;
+    if (!p.causal || p.query_tokens != p.kv_tokens ||
+        keys.c.map.stabiliser == KeyStabiliser::kSequence) {
+      return;
+    }
+    const std::vector<int64_t> segments =
+        p.kv_tokens < 64 ? std::vector<int64_t>{1} : std::vector<int64_t>{1, 64, 2};
+    ExpectNaNOfFormula(keys, AppendAll(keys.c, keys.tensors, segments, 2),
+                       AppendAll(keys.c, keys.clean, segments, 2));
+  });
 }
 
 TEST(Linear, MapsThatNoEngineHasAreRefused) {

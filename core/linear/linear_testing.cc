@@ -214,6 +214,84 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
   return results;
 }
 
+namespace {
+
+std::vector<FeatureMap> MapsOfEachKind(bool causal) {
+  std::vector<FeatureMap> maps = {LinearMap(Feature::kRelu, 12, 8, 1e-4)};
+  for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
+    maps.push_back(LinearMap(feature, 70, 8));
+    for (const KeyStabiliser stabiliser : {KeyStabiliser::kSequence, KeyStabiliser::kNone}) {
+      maps.push_back(LinearMap(feature, 12, 8, 1e-4));
+      maps.back().stabiliser = stabiliser;
+    }
+    maps.push_back(LinearMap(feature, 12, 8, 1e-2));
+    maps.back().unit = true;
+    maps.back().denominator_epsilon = 1e-3;
+  }
+  for (const Feature feature : {Feature::kSinCos, Feature::kRelu}) {
+    for (const bool gated : {false, true}) {
+      if (causal || !gated) maps.push_back(DirectionMap(feature, 12, gated));
+    }
+  }
+  return maps;
+}
+
+}  // namespace
+
+void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body) {
+  // Keys [first, last) are NaN; all others before `finite` are masked.
+  struct Shape {
+    bool causal;
+    int64_t queries, keys, first, last, finite;
+  };
+  const Shape kShapes[] = {
+      {true, 70, 70, 0, 1, 0},        // each row sees it
+      {true, 20, 10, 0, 1, 0},        // the first 10 rows see no key
+      {true, 20, 20, 2, 3, 12},       // masked keys around it
+      {true, 150, 150, 40, 41, 130},  // behind it a chunk without keys
+      {true, 20, 140, 0, 70, 128},    // the rows begin behind a chunk of NaN
+      {true, 20, 520, 3, 4, 510},     // the rows are in a later group
+      {false, 5, 70, 0, 70, 0},       // all keys
+      {false, 5, 130, 70, 71, 130},   // the only key
+      {false, 5, 520, 70, 71, 270},   // the only key of a group
+  };
+  for (const Shape& shape : kShapes) {
+    for (const FeatureMap& map : MapsOfEachKind(shape.causal)) {
+      // The keys of the second head have no NaN.
+      LinearCase c{LinearProblem(shape.queries, shape.keys, shape.causal, 2, 8), map};
+      c.masked = shape.finite > 0;
+      NaNKeys keys{c, LinearTensors(c), LinearTensors(c)};
+      for (LinearTensors* tensors : {&keys.tensors, &keys.clean}) {
+        for (int64_t j = 0; j < shape.keys && c.masked; ++j) {
+          tensors->key_mask.span<uint8_t>()[j] =
+              j >= shape.finite || (j >= shape.first && j < shape.last);
+        }
+      }
+      for (int64_t j = shape.first; j < shape.last; ++j) {
+        keys.tensors.k.span<float>()[j * 8 + 3] = std::nanf("");
+      }
+      body(keys);
+    }
+  }
+}
+
+void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
+                        const LinearResults& clean) {
+  const LinearResults expected = DefineLinear(keys.c, keys.tensors);
+  const auto expect = [&](const Tensor& e, const Tensor& y, const Tensor& of_clean) {
+    for (int64_t n = 0; n < e.num_elements(); ++n) {
+      const float found = y.span<float>()[n];
+      if (std::isnan(e.view().Get(n))) {
+        ASSERT_TRUE(std::isnan(found)) << Describe(keys.c) << ", element " << n << ": " << found;
+      } else {
+        ASSERT_EQ(found, of_clean.span<float>()[n]) << Describe(keys.c) << ", element " << n;
+      }
+    }
+  };
+  expect(expected.out, results.out, clean.out);
+  expect(expected.log_sum_exp, results.log_sum_exp, clean.log_sum_exp);
+}
+
 LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens) {
   call.q = Slice(call.q, 2, begin, tokens);
   call.k = Slice(call.k, 2, begin, tokens);

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <string>
 
@@ -66,6 +67,18 @@ struct LinearResults {
 LinearResults EmptyResults(const Problem& problem);
 // Evaluates the formula, with every feature of every pair as the header defines it.
 LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors);
+
+// A call in which keys of NaN, which some rows see, are the first of all keys or the only ones, and
+// the same call with other numbers in these keys.
+struct NaNKeys {
+  LinearCase c;
+  LinearTensors tensors, clean;
+};
+// Calls body(NaNKeys) for causal calls and others, with each map of features.
+void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body);
+// Expects NaN where the formula has it, and the bits of `clean` elsewhere.
+void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
+                        const LinearResults& clean);
 
 // Returns the call for tokens begin to begin + tokens, with their places in the results.
 LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens);
