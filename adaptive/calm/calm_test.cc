@@ -210,8 +210,8 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
 
 // Loads and stores of a Run and its backward pass, less those of the Run alone. With one token of two
 // that stays behind the first of three layers, a third of the tokens of all layers have left. What does
-// not fall with them are the gradients of keys and values, and in part those of distances, and sums over
-// rows for the gradients of matrices.
+// not fall with them are the gradients of keys and values and of their matrices, and in part those of
+// distances.
 TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Problem problem = CausalProblem(1, 2, 256, 32);
@@ -224,7 +224,7 @@ TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
     EXPECT_TRUE(status.ok()) << status;
     return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
   };
-  for (const char* pre_norm : {"false", "true"}) {
+  for (const auto& [pre_norm, most] : {std::pair("false", 0.7904), std::pair("true", 0.7943)}) {
     const RunRequest request = {{{"layers", "3"},
                                  {"segment", "128"},
                                  {"memory", "128"},
@@ -242,7 +242,7 @@ TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
           [&] { return RunTechnique(Calm(), problem, ViewsOf(inputs), request).status(); });
       return of_both - of_run;
     };
-    EXPECT_LE(work(2) / work(1), 0.819) << pre_norm;
+    EXPECT_LE(work(2) / work(1), most) << pre_norm;
   }
 }
 

@@ -217,7 +217,7 @@ absl::Status StepsBackward::PrepareHalting(Walk& walk, int64_t last) const {
       walk.execution);
 }
 
-// Adds dz, which is 0 for tokens that did not take the step, to the gradients of w and b.
+// Adds dz of the step's tokens to the gradients of w and b.
 absl::Status StepsBackward::AddHalting(const Walk& walk) const {
   const int64_t rows = sizes_.rows, width = sizes_.width;
   const TensorView of_weight = walk.call.parameters.Get("halting.w");
@@ -232,7 +232,7 @@ absl::Status StepsBackward::AddHalting(const Walk& walk) const {
       device_,
       {ConstTensorView(states, DType::kF32, {rows, width}),
        ConstTensorView(walk.scratch.of_logits + walk.step * rows, DType::kF32, {rows, 1}), column,
-       walk.call.parameters.Get("halting.b"), /*accumulate=*/true},
+       walk.call.parameters.Get("halting.b"), /*accumulate=*/true, walk.rows},
       walk.execution);
 }
 
@@ -261,11 +261,6 @@ absl::Status StepsBackward::List(Walk& walk) const {
     if (takes_it) scratch.row[walk.active++] = static_cast<int32_t>(r);
   }
   return absl::OkStatus();
-}
-
-// Sets rows to 0 that are written where they are listed and read elsewhere, too.
-absl::Status StepsBackward::Clear(const Walk& walk, const TensorView& rows) const {
-  return walk.is_listed() ? ClearTensor(device_, rows, walk.execution) : absl::OkStatus();
 }
 
 FlashCall StepsBackward::FlashOf(const Walk& walk) const {
@@ -327,7 +322,6 @@ absl::Status StepsBackward::RunAgain(const Walk& walk) const {
   const TensorView context(scratch.context.mutable_data(), problem_.dtype,
                            {walk.active, s.context_width});
   const RowList& rows = walk.rows;
-  TFB_RETURN_IF_ERROR(Clear(walk, context));
   TFB_RETURN_IF_ERROR(MatMul(block.queries, {u, {}, queries, Activation::kNone, rows}, execution));
   TFB_RETURN_IF_ERROR(MatMul(block.keys_values,
                              {ByRow(scratch.read, s.width), {}, scratch.keys_values}, execution));
@@ -336,13 +330,11 @@ absl::Status StepsBackward::RunAgain(const Walk& walk) const {
   const TensorView a = by_place(scratch.normalized, s.width);
   TFB_RETURN_IF_ERROR(
       MatMul(block.output, {context, u, attended, Activation::kNone, rows}, execution));
-  TFB_RETURN_IF_ERROR(Clear(walk, a));
   TFB_RETURN_IF_ERROR(block.attention_norm.Run(attended, a, execution, rows));
   if (options_.convolves()) {
     TFB_RETURN_IF_ERROR(Convolve(walk, First(walk), scratch.into_first));
   }
   const TensorView inner = by_place(scratch.inner, s.inner);
-  TFB_RETURN_IF_ERROR(Clear(walk, inner));
   TFB_RETURN_IF_ERROR(MatMul(
       block.first, {by_place(scratch.into_first, s.width), {}, inner, Activation::kRelu, rows},
       execution));
@@ -442,11 +434,10 @@ absl::Status StepsBackward::TransitionBackward(const Walk& walk) const {
   const TensorView into_first = by_place(scratch.into_first, s.width);
   const TensorView of_inner = by_place(scratch.inner_gradient, s.inner);
   const TensorView da = by_place(scratch.of_attended, s.width);
-  TFB_RETURN_IF_ERROR(MatMulGradient(
-      device_,
-      {into_second, ds, gradients.Get("ff.w2"), gradients.Get("ff.b2"), /*accumulate=*/true},
-      execution));
-  TFB_RETURN_IF_ERROR(Clear(walk, of_inner));
+  TFB_RETURN_IF_ERROR(MatMulGradient(device_,
+                                     {into_second, ds, gradients.Get("ff.w2"),
+                                      gradients.Get("ff.b2"), /*accumulate=*/true, walk.rows},
+                                     execution));
   TFB_RETURN_IF_ERROR(MatMul(second_, {ds, {}, of_inner, Activation::kNone, walk.rows}, execution));
   if (options_.convolves()) {
     TFB_RETURN_IF_ERROR(ConvolveBackward(walk, Second(walk), scratch.inner_gradient,
@@ -456,11 +447,10 @@ absl::Status StepsBackward::TransitionBackward(const Walk& walk) const {
   TFB_RETURN_IF_ERROR(ForEachInListedRows(
       device_, walk.active, s.inner, ReluGradient{scratch.inner, scratch.inner_gradient, s.inner},
       walk.rows, execution));
-  TFB_RETURN_IF_ERROR(MatMulGradient(
-      device_,
-      {into_first, of_inner, gradients.Get("ff.w1"), gradients.Get("ff.b1"), /*accumulate=*/true},
-      execution));
-  TFB_RETURN_IF_ERROR(Clear(walk, da));
+  TFB_RETURN_IF_ERROR(MatMulGradient(device_,
+                                     {into_first, of_inner, gradients.Get("ff.w1"),
+                                      gradients.Get("ff.b1"), /*accumulate=*/true, walk.rows},
+                                     execution));
   if (!options_.convolves()) {
     return MatMul(first_, {of_inner, ds, da, Activation::kNone, walk.rows}, execution);
   }
@@ -513,15 +503,15 @@ absl::Status StepsBackward::AttentionBackward(const Walk& walk) const {
                                                walk.rows},
                                               execution));
   const auto add = [&](const ConstTensorView& x, const ConstTensorView& dy, const char* matrix,
-                       const char* bias) {
-    return MatMulGradient(device_,
-                          {x, dy, gradients.Get(matrix), gradients.Get(bias), /*accumulate=*/true},
-                          execution);
+                       const char* bias, const RowList& rows = {}) {
+    return MatMulGradient(
+        device_, {x, dy, gradients.Get(matrix), gradients.Get(bias), /*accumulate=*/true, rows},
+        execution);
   };
   const ConstTensorView context(scratch.context.data, problem_.dtype,
                                 {walk.active, s.context_width});
   const TensorView of_context = ByPlace(walk, scratch.context_gradient, s.context_width);
-  TFB_RETURN_IF_ERROR(add(context, da, "attention.w_o", "attention.b_o"));
+  TFB_RETURN_IF_ERROR(add(context, da, "attention.w_o", "attention.b_o", walk.rows));
   TFB_RETURN_IF_ERROR(
       MatMul(output_, {da, {}, of_context, Activation::kNone, walk.rows}, execution));
 
@@ -546,8 +536,8 @@ absl::Status StepsBackward::AttentionBackward(const Walk& walk) const {
   TFB_RETURN_IF_ERROR(FlashGradients(walk, backward));
 
   const ConstTensorView read = ByRow(scratch.read, s.width);
-  TFB_RETURN_IF_ERROR(
-      add(ByPlace(walk, scratch.placed, s.width), of_queries, "attention.w_q", "attention.b_q"));
+  TFB_RETURN_IF_ERROR(add(ByPlace(walk, scratch.placed, s.width), of_queries, "attention.w_q",
+                          "attention.b_q", walk.rows));
   TFB_RETURN_IF_ERROR(add(read, of_keys, "attention.w_k", "attention.b_k"));
   TFB_RETURN_IF_ERROR(add(read, of_values, "attention.w_v", "attention.b_v"));
   // dU, and what keys and values give.

@@ -21,8 +21,8 @@
 //
 // On the CPU products have the rows of the tokens that took the step. On CUDA the host does not know how
 // many these are, and all steps are launched. The device lists the rows (core/cuda/row_list.h), and
-// blocks of queries, attention in fp32, products, norms and activations return at once beyond the list.
-// The others' gradients are 0. Keys and values, and sums over rows for the gradients of matrices, are of
+// blocks of queries, attention in fp32, products, norms and activations return at once beyond the list,
+// whose tokens alone the gradients of matrices are sums over. Keys and values, with their matrices, are of
 // all tokens, and in 16 bits attention skips tiles without any token of the list.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_STEPS_BACKWARD_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_STEPS_BACKWARD_H_
@@ -140,8 +140,6 @@ class StepsBackward {
   absl::Status ConvolveBackward(const Walk& walk, const Convolution& convolution, const float* dy,
                                 const TensorView& kernel_gradient, float* shown,
                                 float* gradient) const;
-
-  absl::Status Clear(const Walk& walk, const TensorView& rows) const;
 
   int64_t before(int64_t size) const { return problem_.causal ? size - 1 : (size - 1) / 2; }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/layers/activation_rows.h"
-#include "core/layers/copy_tensor.h"
 #include "core/layers/matmul_gradient.h"
 #include "core/layers/rows_of.h"
 #include "core/status.h"
@@ -84,14 +83,9 @@ absl::Status FeedForward::Backward(const BackwardCall& call, const Execution& ex
   Execution rest = execution;
   rest.workspace = workspace.Rest();
 
-  // The sums over rows are over all of them, so that those beside the list are 0.
-  const auto clear = [&](const TensorView& buffer) {
-    return call.rows.rows == nullptr ? absl::OkStatus() : ClearTensor(device, buffer, rest);
-  };
   ConstTensorView du = call.dy;
   if (kept.u != nullptr) {
     const TensorView of_sum = WithChannels(call.dy, second_.out(), buffers.u);
-    TFB_RETURN_IF_ERROR(clear(of_sum));
     TFB_RETURN_IF_ERROR(MultiplyByDerivative(device, output_,
                                              WithChannels(call.dy, second_.out(), kept.u), call.dy,
                                              of_sum, rest, call.rows));
@@ -99,15 +93,15 @@ absl::Status FeedForward::Backward(const BackwardCall& call, const Execution& ex
   }
   const TensorView z = WithChannels(call.x, first_.out(), kept.z);
   const TensorView inner = WithChannels(call.x, first_.out(), buffers.z);
-  TFB_RETURN_IF_ERROR(clear(inner));
   if (!call.w2.empty())
     TFB_RETURN_IF_ERROR(Activate(device, activation_, z, inner, rest, call.rows));
-  TFB_RETURN_IF_ERROR(MatMulGradient(device, {inner, du, call.w2, call.b2, call.accumulate}, rest));
+  TFB_RETURN_IF_ERROR(
+      MatMulGradient(device, {inner, du, call.w2, call.b2, call.accumulate, call.rows}, rest));
   TFB_RETURN_IF_ERROR(
       MatMul(second_transposed_, {du, {}, inner, Activation::kNone, call.rows}, rest));
   TFB_RETURN_IF_ERROR(MultiplyByDerivative(device, activation_, z, inner, inner, rest, call.rows));
   TFB_RETURN_IF_ERROR(
-      MatMulGradient(device, {call.x, inner, call.w1, call.b1, call.accumulate}, rest));
+      MatMulGradient(device, {call.x, inner, call.w1, call.b1, call.accumulate, call.rows}, rest));
   if (call.dx.empty()) return absl::OkStatus();
   return MatMul(first_transposed_, {inner, call.added, call.dx, Activation::kNone, call.rows},
                 rest);

@@ -66,7 +66,7 @@ class FeedForward {
     TensorView dx;              // of x's shape, or empty; may be the summand, and dy
     TensorView w1, b1, w2, b2;  // the parameters' gradients, f32, or empty
     bool accumulate = false;    // adds to what those hold
-    // On CUDA: the rows that the Run had. Others of dy are 0, and those of dx are left as they are.
+    // On CUDA: the rows that the Run had. Others are not read, and those of dx are left as they are.
     RowList rows = {};
   };
   // Computes the gradients from execution.kept as a Run on x filled it. It allocates nothing; on CUDA

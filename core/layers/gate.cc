@@ -350,7 +350,8 @@ absl::Status Gate::ParametersBackward(const BackwardCall& call, const TensorView
   const auto add = [&](const ConstTensorView& x, int64_t part, const TensorView& matrix,
                        const TensorView& bias, float sign = 1) {
     return MatMulGradient(first_.device(),
-                          {x, PartOf(sums, first_.in(), part), matrix, bias, call.accumulate, sign},
+                          {x, PartOf(sums, first_.in(), part), matrix, bias, call.accumulate,
+                           /*rows=*/{}, sign},
                           execution);
   };
   switch (kind_) {

@@ -363,7 +363,7 @@ TEST(MatMulGradient, AccumulatesIntoStridedViewsWithTheSignOfTheBias) {
     const TensorView to_bias(bias.raw(), DType::kF32, Shape{30}, Shape{2});
     const Machine machine(Device::kCpu, 2, MatMulGradientWorkspaceBytes(rows, 20, 30, 2));
     for (int n = 0; n < 2; ++n) {
-      ASSERT_OK(MatMulGradient({x.view(), dy.view(), to, to_bias, /*accumulate=*/true, -1},
+      ASSERT_OK(MatMulGradient({x.view(), dy.view(), to, to_bias, /*accumulate=*/true, {}, -1},
                                machine.execution()));
     }
     for (int64_t c = 0; c < 30; ++c) {

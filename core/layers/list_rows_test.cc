@@ -5,16 +5,18 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
-#include "core/cuda/device_array.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/runtime.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/layers_cuda.h"
+#include "core/layers/listed_testing.h"
 #include "core/layers/matmul.h"
+#include "core/layers/matmul_gradient.h"
 #include "core/random.h"
 #include "core/tensor.h"
 #include "core/tested_devices.h"
@@ -32,27 +34,6 @@ Tensor Random(std::initializer_list<int64_t> shape, uint64_t seed) {
   FillNormal(&tensor, seed, "test");
   return tensor;
 }
-
-using Flags = std::vector<uint8_t>;
-
-// A list on a device, made from flags in host memory.
-struct Listed {
-  Listed(Device device, const Flags& flags, int64_t batch)
-      : is_listed(DeviceArray<uint8_t>::Create(device, flags).value()),
-        rows(DeviceArray<int32_t>::Allocate(device, static_cast<int64_t>(flags.size())).value()),
-        begins(DeviceArray<int32_t>::Allocate(device, batch + 1).value()) {
-    memory = {is_listed.mutable_data(), rows.mutable_data(), begins.mutable_data()};
-    EXPECT_EQ(ListRows(device, memory, batch, static_cast<int64_t>(flags.size()) / batch, {}),
-              absl::OkStatus());
-    list = memory.list(batch);
-  }
-
-  DeviceArray<uint8_t> is_listed;
-  DeviceArray<int32_t> rows;
-  DeviceArray<int32_t> begins;
-  RowListMemory memory;
-  RowList list;
-};
 
 class ListRowsOn : public ::testing::TestWithParam<Device> {
  protected:
@@ -163,8 +144,27 @@ TEST_P(ListRowsOn, ListedRowsOfLayersHaveTheBitsThatTheyHaveAmongAll) {
   }
 }
 
-// Rows beside the list have no gradient. The norm's sums over rows do not read them; those of the
-// network read x, whatever it is.
+// Returns the rows with the listed ones first.
+std::vector<int64_t> ListedFirst(const Flags& flags) {
+  std::vector<int64_t> rows(flags.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  std::stable_partition(rows.begin(), rows.end(), [&](int64_t row) { return flags[row] != 0; });
+  return rows;
+}
+
+// Copies row n to row to[n].
+Tensor MoveRows(const Tensor& from, const std::vector<int64_t>& to) {
+  Tensor moved(DType::kF32, from.shape());
+  const int64_t channels = from.shape().back();
+  for (size_t n = 0; n < to.size(); ++n) {
+    std::copy_n(from.span<float>().data() + n * channels, channels,
+                moved.span<float>().data() + to[n] * channels);
+  }
+  return moved;
+}
+
+// Compares them with all rows, where those beside the list have no gradient. The sums over rows of the
+// network's products are in steps of listed rows, so that all rows have the listed ones first there.
 TEST_P(ListRowsOn, BackwardPassesOfListedRowsHaveTheBitsThatTheyHaveAmongAll) {
   constexpr int64_t kRows = 150, kWidth = 90;
   const Shape shape = {2, 75, kWidth};
@@ -187,14 +187,19 @@ TEST_P(ListRowsOn, BackwardPassesOfListedRowsHaveTheBitsThatTheyHaveAmongAll) {
   const Listed all_rows(device(), every, 2);
   for (const Flags& flags : SomeFlags()) {
     const Listed listed(device(), flags, 2);
-    Tensor x = Random({2, 75, kWidth}, 1), dy = Random({2, 75, kWidth}, 4);
-    for (int64_t n = 0; n < x.num_elements(); ++n) {
-      if (flags[n / kWidth] == 0) dy.span<float>()[n] = 0;
-    }
-    Tensor x_of_norm = x.Clone();
-    for (int64_t n = 0; n < x.num_elements(); ++n) {
-      if (flags[n / kWidth] == 0) x_of_norm.span<float>()[n] = kNan;
-    }
+    const std::vector<int64_t> first = ListedFirst(flags);
+    std::vector<int64_t> place(kRows);
+    for (int64_t n = 0; n < kRows; ++n) place[first[n]] = n;
+    // Returns x or dy, with `beside` in the rows beside the list.
+    const auto with_beside = [&](uint64_t seed, double beside) {
+      Tensor rows = Random({2, 75, kWidth}, seed);
+      for (int64_t n = 0; n < rows.num_elements(); ++n) {
+        if (flags[n / kWidth] == 0) rows.span<float>()[n] = static_cast<float>(beside);
+      }
+      return rows;
+    };
+    const Tensor x = with_beside(1, kNan), dy = with_beside(4, kNan);
+    const Tensor finite_x = with_beside(1, 5), dy_or_0 = with_beside(4, 0);
     // dx of the network and of the norm, and the gradients of their parameters.
     std::vector<Tensor> found, expected;
     for (std::vector<Tensor>* results : {&found, &expected}) {
@@ -203,10 +208,17 @@ TEST_P(ListRowsOn, BackwardPassesOfListedRowsHaveTheBitsThatTheyHaveAmongAll) {
       for (int n = 0; n < 4; ++n) results->emplace_back(DType::kF32, Shape{kWidth});
     }
     for (std::vector<Tensor>* results : {&found, &expected}) {
+      const bool is_listed = results == &found;
+      const auto of_network = [&](const Tensor& rows) {
+        return is_listed ? rows.Clone() : MoveRows(rows, place);
+      };
+      const Tensor network_x = of_network(is_listed ? x : finite_x),
+                   network_dy = of_network(is_listed ? dy : dy_or_0);
       DeviceMirror mirror(runtime);
-      const ConstTensorView input = mirror.Copy(x.view()).value(),
-                            of_norm = mirror.Copy(x_of_norm.view()).value(),
-                            gradient = mirror.Copy(dy.view()).value();
+      const ConstTensorView input = mirror.Copy(network_x.view()).value(),
+                            gradient = mirror.Copy(network_dy.view()).value(),
+                            of_norm = mirror.Copy(x.view()).value(),
+                            norm_dy = mirror.Copy((is_listed ? dy : dy_or_0).view()).value();
       std::vector<TensorView> to;
       for (Tensor& tensor : *results) {
         to.push_back(mirror.CopyForWriting(tensor.view()).value());
@@ -218,17 +230,17 @@ TEST_P(ListRowsOn, BackwardPassesOfListedRowsHaveTheBitsThatTheyHaveAmongAll) {
       Execution execution;
       execution.workspace = absl::MakeSpan(memory.As<std::byte>(), bytes);
       execution.kept = absl::MakeSpan(kept.As<std::byte>(), kept_bytes);
-      const bool is_listed = results == &found;
       const RowList& list = is_listed ? listed.list : all_rows.list;
       ASSERT_OK(feed_forward.Run(input, {}, output, execution, list));
       ASSERT_OK(feed_forward.Backward({input, gradient, input, to[0], to[2], to[4], to[3], to[5],
                                        /*accumulate=*/false, list},
                                       execution));
-      ASSERT_OK(norm.Backward({of_norm, gradient, input, to[1], to[6], to[7],
+      ASSERT_OK(norm.Backward({of_norm, norm_dy, of_norm, to[1], to[6], to[7],
                                /*accumulate=*/false, is_listed ? list : RowList()},
                               execution));
       ASSERT_OK(mirror.CopyBack());
     }
+    expected[0] = MoveRows(expected[0], first);
     for (int n = 0; n < 2; ++n) ExpectRows(flags, found[n], expected[n]);
     for (int n = 2; n < 8; ++n) {
       EXPECT_EQ(std::memcmp(found[n].raw(), expected[n].raw(), found[n].bytes()), 0) << n;
@@ -298,11 +310,13 @@ TEST(ListRows, OnTheCpuTheyAreAnError) {
   const Tensor x = Random({4, 5}, 1), weights = Random({5, 3}, 2), row = Random({5}, 3);
   const PackedMatrix matrix = PackedMatrix::Create(Device::kCpu, weights.view()).value();
   const LayerNorm norm = LayerNorm::Create(Device::kCpu, row.view(), row.view()).value();
-  Tensor y(DType::kF32, {4, 3}), z(DType::kF32, {4, 5});
+  Tensor y(DType::kF32, {4, 3}), z(DType::kF32, {4, 5}), of_weights(DType::kF32, {5, 3});
   const int32_t rows[4] = {};
   RowList list;
   list.rows = rows;
   EXPECT_EQ(MatMul(matrix, {x.view(), {}, y.view(), Activation::kNone, list}, {}).code(),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(MatMulGradient({x.view(), y.view(), of_weights.view(), {}, false, list}, {}).code(),
             absl::StatusCode::kInternal);
   EXPECT_EQ(norm.Run(x.view(), z.view(), {}, list).code(), absl::StatusCode::kInternal);
   EXPECT_EQ(norm.Backward({x.view(), x.view(), {}, z.view(), {}, {}, false, list}, {}).code(),

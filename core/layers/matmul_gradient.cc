@@ -263,6 +263,9 @@ size_t MatMulGradientWorkspaceBytes(int64_t rows, int64_t in, int64_t out, int t
 
 absl::Status MatMulGradient(const MatMulGradientCall& call, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckShapes(call));
+  if (call.rows.rows != nullptr) {
+    return absl::InternalError("the gradients of a product of listed rows are on CUDA alone");
+  }
   if (call.weights.empty() && call.bias.empty()) return absl::OkStatus();
   const RowsOf<ConstTensorView> x(call.x), dy(call.dy);
   const Cut cut(x.rows(), x.channels(), dy.channels());
@@ -290,23 +293,17 @@ namespace {
 
 // ---- CUDA ----
 
-// How the rows are cut.
-struct ChunksOnCuda {
-  // Chunks are as many as give a GPU some 256 tiles of dW, where they have that many rows, and have no
-  // more than kMostRowsOnCuda. Their number does not fall with the number of rows, and nor does the
-  // workspace.
-  ChunksOnCuda(int64_t all_rows, int64_t in, int64_t out) {
-    constexpr int64_t kTile = 128, kTiles = 256, kDepthOnCuda = 32;
-    constexpr int64_t kLeastRowsOnCuda = 256, kMostRowsOnCuda = 2048;
-    const int64_t tiles = std::max<int64_t>(CeilDiv(in, kTile), 1) * CeilDiv(out, kTile);
-    const int64_t wanted = CeilDiv(kTiles, std::max<int64_t>(tiles, 1));
-    count = std::max<int64_t>({CeilDiv(all_rows, kMostRowsOnCuda),
-                               std::min(CeilDiv(all_rows, kLeastRowsOnCuda), wanted), 1});
-    rows = CeilDiv(CeilDiv(all_rows, count), kDepthOnCuda) * kDepthOnCuda;
-  }
-  int64_t count;
-  int64_t rows;  // of a chunk
-};
+// Returns the number of chunks that the rows are cut into: as many as give a GPU some 256 tiles of dW,
+// where they have that many rows, and have no more than kMostRowsOnCuda. It does not fall with the number
+// of rows, and nor does the workspace.
+int64_t ChunksOnCuda(int64_t rows, int64_t in, int64_t out) {
+  constexpr int64_t kTile = 128, kTiles = 256;
+  constexpr int64_t kLeastRowsOnCuda = 256, kMostRowsOnCuda = 2048;
+  const int64_t tiles = std::max<int64_t>(CeilDiv(in, kTile), 1) * CeilDiv(out, kTile);
+  const int64_t wanted = CeilDiv(kTiles, std::max<int64_t>(tiles, 1));
+  return std::max<int64_t>(
+      {CeilDiv(rows, kMostRowsOnCuda), std::min(CeilDiv(rows, kLeastRowsOnCuda), wanted), 1});
+}
 
 }  // namespace
 
@@ -314,7 +311,7 @@ size_t MatMulGradientWorkspaceBytes(Device device, int64_t rows, int64_t in, int
                                     int threads) {
   if (device == Device::kCpu) return MatMulGradientWorkspaceBytes(rows, in, out, threads);
   return Workspace::Measure([&](Workspace& workspace) {
-    workspace.Take<float>(ChunksOnCuda(rows, in, out).count * (in + 1) * out);
+    workspace.Take<float>(ChunksOnCuda(rows, in, out) * (in + 1) * out);
   });
 }
 
@@ -332,9 +329,8 @@ absl::Status MatMulGradient(Device device, const MatMulGradientCall& call,
   a.dy = ToDeviceRows(call.dy);
   a.rows = x.rows();
   a.out = dy.channels();
-  const ChunksOnCuda chunks(a.rows, a.in, a.out);
-  a.chunks = chunks.count;
-  a.chunk_rows = chunks.rows;
+  a.chunks = ChunksOnCuda(a.rows, a.in, a.out);
+  if (a.rows > 0) a.list = call.rows;  // else it has no count: ListRows launches nothing
   a.wants_bias = !call.bias.empty();
   Workspace workspace(execution.workspace);
   a.sums = workspace.Take<float>(a.chunks * (a.in + 1) * a.out);

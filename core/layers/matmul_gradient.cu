@@ -26,8 +26,8 @@
 //   a step           32 rows                        16 rows
 //   on their way     two steps, by cp.async         one step, in 24 registers of a thread
 //   shared memory    3 stages of 16 KiB, 49.5 KiB   2 stages of 18 KiB, 36.5 KiB with where rows begin
-//   registers        246 of sm_90a, 250 of sm_80    204, without spills
-//                    and sm_89, without spills
+//   registers        250 of sm_90a, 252 of sm_80    201 of sm_90a, 200 of sm_80 and sm_89,
+//                    and sm_89, without spills      without spills
 //   blocks of an SM  2; 1 of sm_89                  2
 //   multiply-adds    403 cycles a step, of 1,300    605 cycles of f32 with f32, 303 of bf16 with f32
 //                    that mma.sync does in one
@@ -45,7 +45,9 @@
 // that is not finite, it puts zeros in the place of the rows of its operand to which this applies.
 //
 // All sums are in the order of the rows, and chunks are added in theirs (SumOfChunks), so that the bits
-// are the same in every run.
+// are the same in every run. Which rows a chunk has depends on their number alone. That of a list is in
+// device memory, and each block reads it; a thread has the next step's index on its way in a register
+// while it multiplies.
 #include "core/cuda/for_each.cuh"
 #include "core/cuda/sixteen.cuh"
 #include "core/layers/layer_rows.cuh"
@@ -104,6 +106,19 @@ bool IsInVectors(const DeviceRows& rows, int64_t channels, int count) {
   const int bytes = count * (rows.element == Element::kF32 ? 4 : 2);
   return rows.channel_stride == 1 && channels % count == 0 && rows.token_stride % count == 0 &&
          rows.batch_stride % count == 0 && reinterpret_cast<uintptr_t>(rows.data) % bytes == 0;
+}
+
+// The rows of a chunk: the begin-th to the (end - 1)-th of all or of the list.
+struct Chunk {
+  int64_t begin;
+  int64_t end;
+};
+// Chunks have equally many rows, in whole steps of either kind of operands, as far as there are rows.
+__device__ inline Chunk ChunkOf(const MatMulGradientArguments& a, int64_t index) {
+  constexpr int64_t kSteps = 32;
+  const int64_t count = RowsOfList(a.list, a.rows);
+  const int64_t rows = CeilDiv(CeilDiv(count, a.chunks), kSteps) * kSteps;
+  return {min(index * rows, count), min((index + 1) * rows, count)};
 }
 
 // A thread's part of a tile of kRows rows and kColumns columns: kCount columns side by side of several
@@ -235,13 +250,16 @@ class Product {
     chunk_ = index / tiles;
     first_in_ = index % tiles / across * kIn;
     first_out_ = index % across * kTileOut;
-    end_ = min(a.rows, (chunk_ + 1) * a.chunk_rows);
-    const int64_t begin = chunk_ * a.chunk_rows;
-    steps_ = begin < end_ ? static_cast<int>(CeilDiv(end_ - begin, kDepth)) : 0;
+    rows_ = ChunkOf(a, chunk_);
+    steps_ = static_cast<int>(CeilDiv(rows_.end - rows_.begin, kDepth));
   }
 
   __device__ void Run() {
-    for (int n = 0; n < kStages - 1; ++n) FindRows(n);
+    for (int n = 0; n < kStages - 1; ++n) {
+      NameRow(n);
+      FindRows(n);
+    }
+    NameRow(kStages - 1);
     __syncthreads();
     for (int n = 0; n < kStages - 1; ++n) Start(n);
 #pragma unroll 1
@@ -249,6 +267,7 @@ class Product {
       Finish(n);
       FindRows(n + kStages - 1);
       __syncthreads();  // the step has arrived; the one before has been read
+      NameRow(n + kStages);
       Start(n + kStages - 1);
       if (has_work()) Multiply(shared_.stages[n % kStages]);
     }
@@ -263,13 +282,19 @@ class Product {
     return first_in_ + warp_in() < a_.in && first_out_ + warp_out() < a_.out;
   }
 
+  // Loads which row the thread finds of step n, or kNoRow.
+  __device__ void NameRow(int n) {
+    const int64_t place = rows_.begin + int64_t{n} * kDepth + threadIdx.x % kDepth;
+    row_ = kNoRow;
+    if (threadIdx.x < 2 * kDepth && place < rows_.end) row_ = RowOfList(a_.list, place);
+  }
+  // Finds where the rows of step n begin, which NameRow has named.
   __device__ void FindRows(int n) const {
     const int r = static_cast<int>(threadIdx.x) % kDepth;
-    const int64_t row = chunk_ * a_.chunk_rows + int64_t{n} * kDepth + r;
     if (threadIdx.x < kDepth) {
-      shared_.x_rows[n % kStages][r] = row < end_ ? RowOffset(a_.x, row) : kNoRow;
+      shared_.x_rows[n % kStages][r] = row_ == kNoRow ? kNoRow : RowOffset(a_.x, row_);
     } else if (threadIdx.x < 2 * kDepth) {
-      shared_.dy_rows[n % kStages][r] = row < end_ ? RowOffset(a_.dy, row) : kNoRow;
+      shared_.dy_rows[n % kStages][r] = row_ == kNoRow ? kNoRow : RowOffset(a_.dy, row_);
     }
   }
 
@@ -440,8 +465,9 @@ class Product {
   int64_t chunk_;
   int64_t first_in_;
   int64_t first_out_;
-  int64_t end_;  // of the chunk's rows
+  Chunk rows_;
   int steps_;
+  int64_t row_;  // the one that the thread finds next
   float sums_[kRowTiles][kColumnTiles][4] = {};
   // The rows of the step that is on its way, where operands are split.
   RowsToSplit<kDepth, kIn> x_;
@@ -453,30 +479,27 @@ class Product {
 constexpr int kWarps = kThreads / kWarp;
 
 // Adds up 32 columns of dy over a chunk: a warp every fourth row, eight at a time, and then the sums of
-// warps.
+// warps. Each lane finds one of the warp's next 32 rows.
 __device__ inline void SumColumns(const MatMulGradientArguments& a, int64_t index,
                                   float (&of_warps)[kWarps][kWarp]) {
   constexpr int kAtOnce = 8;
   const int64_t across = CeilDiv(a.out, kWarp), chunk = index / across;
   const int64_t column = index % across * kWarp + Lane();
-  const int64_t end = min(a.rows, (chunk + 1) * a.chunk_rows);
-  int64_t row = chunk * a.chunk_rows + Warp();
-  RowIndices at = IndicesOf(a.dy, row);
+  const Chunk rows = ChunkOf(a, chunk);
   float sum = 0;
-  while (row < end) {
-    float dy[kAtOnce];
+  for (int64_t first = rows.begin + Warp(); first < rows.end; first += kWarp * kWarps) {
+    const int64_t own = first + Lane() * kWarps;
+    const int64_t begins = own < rows.end ? RowOffset(a.dy, RowOfList(a.list, own)) : kNoRow;
+    for (int m = 0; m < kWarp && first + m * kWarps < rows.end; m += kAtOnce) {
+      float dy[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      dy[n] = row < end && column < a.out ? Load(a.dy, RowOffset(a.dy, at), column) : 0;
-      row += kWarps;
-      at.token += kWarps;
-      while (at.token >= a.dy.tokens) {
-        at.token -= a.dy.tokens;
-        ++at.batch;
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int64_t row = __shfl_sync(kAllLanes, begins, m + n);
+        dy[n] = row != kNoRow && column < a.out ? Load(a.dy, row, column) : 0;
       }
-    }
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) sum += dy[n];
+      for (int n = 0; n < kAtOnce; ++n) sum += dy[n];
+    }
   }
   of_warps[Warp()][Lane()] = sum;
   __syncthreads();

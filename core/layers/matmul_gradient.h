@@ -13,7 +13,9 @@
 //
 // On CUDA tensor cores multiply, operands of fp32 as several of 16 bits that lose nothing which fp32
 // sums could hold (matmul_gradient.cu). Chunks have up to 2048 rows, and the sums of 16 or 32 rows are
-// added in their order. An infinity in x or dy may give NaN there.
+// added in their order. An infinity in x or dy may give NaN there. The rows of a list are cut into as
+// many chunks as all rows are, by their number, which the device knows: the result depends on the listed
+// rows and on the number of all.
 //
 // A row of dy that is 0 adds nothing, whatever x holds there, so that NaN of padding does not reach dW.
 #ifndef TFB_CORE_LAYERS_MATMUL_GRADIENT_H_
@@ -23,6 +25,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "core/cuda/row_list.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -37,6 +40,7 @@ struct MatMulGradientCall {
   TensorView bias;     // db, f32 [out], or empty
   // Adds to what dW and db hold, for parameters that are used several times.
   bool accumulate = false;
+  RowList rows = {};    // CUDA alone: the sums are over these rows, and no others are read
   float bias_sign = 1;  // -1 for a bias that the product subtracts: db is then - sum_r dy_rc
 };
 

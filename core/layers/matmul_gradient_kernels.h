@@ -6,11 +6,11 @@
 
 #include "core/cuda/device_view.h"
 #include "core/cuda/functor.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/layer_kernels.h"
 
 namespace tfb {
 
-// Chunk n has rows n chunk_rows to (n + 1) chunk_rows - 1, as far as they exist.
 struct MatMulGradientArguments {
   DeviceRows x;   // [rows, in]; or none, where db alone is wanted: `in` is 0
   DeviceRows dy;  // [rows, out]
@@ -19,7 +19,7 @@ struct MatMulGradientArguments {
   int64_t in;
   int64_t out;
   int64_t chunks;
-  int64_t chunk_rows;
+  RowList list;
   bool wants_bias;  // else its sums are not written
 };
 

@@ -6,13 +6,17 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/layers/listed_testing.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "core/testing.h"
@@ -132,7 +136,15 @@ absl::StatusOr<ConstTensorView> CopyAsAligned(const ConstTensorView& host, Devic
   return copy;
 }
 
-absl::Status RunOnCuda(MatMulGradientCall call) {
+// Returns flags of each n-th of the rows.
+Flags EveryNth(int64_t rows, int64_t n) {
+  Flags flags(rows, 0);
+  for (int64_t row = n - 1; row < rows; row += n) flags[row] = 1;
+  return flags;
+}
+
+// Runs a call of all rows, or of those that the flags list.
+absl::Status RunOnCuda(MatMulGradientCall call, const Flags& flags = {}) {
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(KernelDevice()));
   DeviceMirror mirror(runtime);
   const int64_t in = call.x.dim(call.x.rank - 1), out = call.dy.dim(call.dy.rank - 1);
@@ -143,6 +155,11 @@ absl::Status RunOnCuda(MatMulGradientCall call) {
   TFB_ASSIGN_OR_RETURN(call.bias, mirror.CopyForWriting(call.bias));
   const auto bytes =
       static_cast<int64_t>(MatMulGradientWorkspaceBytes(KernelDevice(), rows, in, out, 1));
+  std::optional<Listed> listed;
+  if (!flags.empty()) {
+    listed.emplace(KernelDevice(), flags, call.x.rank == 2 ? 1 : call.x.dim(0));
+    call.rows = listed->list;
+  }
   TFB_ASSIGN_OR_RETURN(const DeviceArray<char> memory,
                        DeviceArray<char>::Allocate(KernelDevice(), bytes));
   Execution execution;
@@ -250,6 +267,15 @@ TEST(MatMulGradientOnCuda, WithoutRowsIsZero) {
   }
 }
 
+TEST(MatMulGradientOnCuda, WithoutRowsReadsNoList) {
+  const auto unwritten = DeviceArray<int32_t>::Allocate(KernelDevice(), 2).value();
+  Tensors tensors({0, 5, 8, 16});
+  MatMulGradientCall call = tensors.call();
+  call.rows.rows = unwritten.data();
+  call.rows.count = unwritten.data() + 1;
+  ExpectTheFormula(call, 0);
+}
+
 TEST(MatMulGradientOnCuda, OfWeightsOrBiasAlone) {
   for (const DType dtype : kDTypes) {
     for (const bool of_weights : {false, true}) {
@@ -345,17 +371,147 @@ TEST(MatMulGradientOnCuda, NumbersThatAreNotFiniteReachTheirChannelAlone) {
   }
 }
 
+void ExpectTheSameBits(const Tensors& first, const Tensors& second) {
+  EXPECT_EQ(std::memcmp(first.weights.raw(), second.weights.raw(), first.weights.bytes()), 0);
+  EXPECT_EQ(std::memcmp(first.bias.raw(), second.bias.raw(), first.bias.bytes()), 0);
+}
+
 TEST(MatMulGradientOnCuda, ItsBitsAreTheSameInEveryRun) {
   for (const DType dtype : kDTypes) {
-    const Sizes s = {2, 300, 136, 136, dtype, dtype};
-    Tensors first(s), second(s);
-    ASSERT_EQ(RunOnCuda(first.call()), absl::OkStatus());
-    cuda_simulator::Settings settings;
-    settings.seed = 77;  // blocks and threads run in another order
-    const SimulatorAs shuffling(settings);
-    ASSERT_EQ(RunOnCuda(second.call()), absl::OkStatus());
-    EXPECT_EQ(std::memcmp(first.weights.raw(), second.weights.raw(), 136 * 136 * 4), 0);
-    EXPECT_EQ(std::memcmp(first.bias.raw(), second.bias.raw(), 136 * 4), 0);
+    for (const bool is_listed : {false, true}) {
+      const Sizes s = {2, 300, 136, 136, dtype, dtype};
+      const Flags flags = is_listed ? EveryNth(600, 2) : Flags();
+      Tensors first(s), second(s);
+      ASSERT_EQ(RunOnCuda(first.call(), flags), absl::OkStatus());
+      cuda_simulator::Settings settings;
+      settings.seed = 77;  // blocks and threads run in another order
+      const SimulatorAs shuffling(settings);
+      ASSERT_EQ(RunOnCuda(second.call(), flags), absl::OkStatus());
+      ExpectTheSameBits(first, second);
+    }
+  }
+}
+
+// ---- Listed rows ----
+
+// Makes rows beside a list NaN, which nothing may read.
+void FillBeside(const Sizes& s, const Flags& flags, Tensors* tensors) {
+  for (int64_t row = 0; row < s.batch * s.tokens; ++row) {
+    if (flags[row] != 0) continue;
+    for (const TensorView& view : {tensors->x, tensors->dy}) {
+      Fill(Slice(Slice(view, 0, row / s.tokens, 1), 1, row % s.tokens, 1), kNan);
+    }
+  }
+}
+
+// Returns a call on copies of the listed rows, [rows, in] and [rows, out], in their order, whose memory
+// has `rows` rows; rows beyond the listed ones are 0.
+struct Gathered {
+  Gathered(const Sizes& s, const Flags& flags, int64_t rows, Tensors* from)
+      : x(s.x, {rows, s.in}), dy(s.dy, {rows, s.out}), call(from->call()) {
+    for (size_t row = 0; row < flags.size(); ++row) {
+      if (flags[row] == 0) continue;
+      const int64_t b = static_cast<int64_t>(row) / s.tokens,
+                    t = static_cast<int64_t>(row) % s.tokens;
+      for (const auto& [view, to] : {std::pair(from->x, &x), std::pair(from->dy, &dy)}) {
+        const int64_t channels = view.dim(2);
+        CopyElements(ConstTensorView(Slice(Slice(view, 0, b, 1), 1, t, 1)),
+                     TensorView(Slice(to->view(), 0, count, 1).mutable_data(), view.dtype,
+                                {1, 1, channels}));
+      }
+      ++count;
+    }
+    call.x = x.view();
+    call.dy = dy.view();
+  }
+  Tensor x, dy;
+  int64_t count = 0;
+  MatMulGradientCall call;
+};
+
+int64_t CountOf(const Flags& flags) {
+  return std::accumulate(flags.begin(), flags.end(), int64_t{0});
+}
+
+// Up to 256 rows are one chunk, and have the bits of the same rows side by side.
+TEST(MatMulGradientOnCuda, ListedRowsHaveTheBitsOfAProductOfThemAlone) {
+  for (Sizes s : {Sizes{2, 100, 24, 40}, Sizes{3, 27, 136, 136}, Sizes{2, 49, 7, 130}}) {
+    const int64_t rows = s.batch * s.tokens;
+    std::vector<Flags> lists = {Flags(rows, 0), Flags(rows, 1), EveryNth(rows, 2),
+                                EveryNth(rows, 3)};
+    for (const int64_t count : {1, 15, 16, 17, 31, 32, 33}) {
+      Flags flags(rows, 0);
+      for (int64_t n = 0; n < count; ++n) flags[rows - 1 - n * rows / count] = 1;
+      lists.push_back(flags);
+    }
+    for (const DType x : kDTypes) {
+      for (const DType dy : kDTypes) {
+        s.x = x;
+        s.dy = dy;
+        for (const Flags& flags : lists) {
+          SCOPED_TRACE(absl::StrCat(s.text(), ", ", CountOf(flags), " listed"));
+          Tensors listed(s), alone(s);
+          FillBeside(s, flags, &listed);
+          MatMulGradientCall call = listed.call();
+          Gathered gathered(s, flags, CountOf(flags), &alone);
+          for (MatMulGradientCall* each : {&call, &gathered.call}) {
+            each->accumulate = x == dy;
+            each->bias_sign = x == dy ? -1 : 1;
+          }
+          ASSERT_EQ(RunOnCuda(call, flags), absl::OkStatus());
+          ASSERT_EQ(RunOnCuda(gathered.call), absl::OkStatus());
+          ExpectTheSameBits(listed, alone);
+        }
+      }
+    }
+  }
+}
+
+TEST(MatMulGradientOnCuda, ListedRowsAreCutIntoChunksByTheirNumber) {
+  const Sizes s = {3, 1025, 5, 3};  // 13 chunks
+  const int64_t rows = s.batch * s.tokens;
+  for (const Flags& flags :
+       {Flags(rows, 1), EveryNth(rows, 2), EveryNth(rows, 50), EveryNth(rows, rows)}) {
+    SCOPED_TRACE(CountOf(flags));
+    Tensors listed(s), first(s), defined(s);
+    FillBeside(s, flags, &listed);
+    ASSERT_EQ(RunOnCuda(listed.call(), flags), absl::OkStatus());
+    // It does not matter where the rows lie.
+    const Gathered gathered(s, flags, rows, &first);
+    Flags first_ones(rows, 0);
+    std::fill_n(first_ones.begin(), gathered.count, 1);
+    ASSERT_EQ(RunOnCuda(gathered.call, first_ones), absl::OkStatus());
+    ExpectTheSameBits(listed, first);
+    const Gradients expected = Define(Gathered(s, flags, gathered.count, &defined).call);
+    EXPECT_LE(LargestDifference(listed.call().weights, expected.weights), Bound(gathered.count));
+  }
+}
+
+TEST(MatMulGradientOnCuda, AListOfAllRowsHasTheBitsOfNone) {
+  for (const DType dtype : kDTypes) {
+    const Sizes s = {2, 300, 24, 40, dtype, dtype};  // 3 chunks
+    Tensors listed(s), all(s);
+    ASSERT_EQ(RunOnCuda(listed.call(), Flags(600, 1)), absl::OkStatus());
+    ASSERT_EQ(RunOnCuda(all.call()), absl::OkStatus());
+    ExpectTheSameBits(listed, all);
+  }
+}
+
+// Beside the rows' loads and stores there are those of dW and db.
+TEST(MatMulGradientOnCuda, AccessesFallWithTheRowsThatAreListed) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
+  for (const DType dtype : kDTypes) {
+    const Sizes s = {1, 2048, 64, 64, dtype, dtype};
+    const auto accesses = [&](const Flags& flags) {
+      Tensors tensors(s);
+      const int64_t before = cuda_simulator::TotalCounts().accesses;
+      EXPECT_EQ(RunOnCuda(tensors.call(), flags), absl::OkStatus());
+      return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
+    };
+    const double of_none = accesses(Flags(2048, 0)), of_all = accesses(Flags(2048, 1)) - of_none;
+    EXPECT_LE(of_none / of_all, 0.22);
+    EXPECT_NEAR((accesses(EveryNth(2048, 2)) - of_none) / of_all, 1.0 / 2, 0.01);
+    EXPECT_NEAR((accesses(EveryNth(2048, 8)) - of_none) / of_all, 1.0 / 8, 0.01);
   }
 }
 

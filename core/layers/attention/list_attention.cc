@@ -277,9 +277,6 @@ absl::Status ListAttention::Attend(const Call& call, const Memory& memory,
   TFB_RETURN_IF_ERROR(read(call.x, call.computes_some() ? call.norm : nullptr, place));
   const TensorView own = Slice(memory.list, 1, place, call.list.tokens);
   const ConstTensorView queries = call.computes_some() ? call.some.x : ConstTensorView(own);
-  if (call.rows.rows != nullptr) {  // sums over rows read those beside the list, too
-    TFB_RETURN_IF_ERROR(ClearTensor(device_, memory.context, execution));
-  }
   TFB_RETURN_IF_ERROR(
       MatMul(queries_, {queries, {}, memory.q, Activation::kNone, call.rows}, execution));
   TFB_RETURN_IF_ERROR(MatMul(keys_values_, {memory.list, {}, memory.keys_values}, execution));
@@ -345,7 +342,7 @@ absl::Status ListAttention::ProjectBackward(const ConstTensorView& context,
                                             const RowList& rows) const {
   TFB_RETURN_IF_ERROR(MatMulGradient(
       device_,
-      {context, dy, gradients.parameters.Get(gradients.names.w_o), {}, /*accumulate=*/true},
+      {context, dy, gradients.parameters.Get(gradients.names.w_o), {}, /*accumulate=*/true, rows},
       execution));
   return MatMul(output_transposed_, {dy, {}, context_gradient, Activation::kNone, rows}, execution);
 }
@@ -361,17 +358,17 @@ absl::Status ListAttention::Backward(const Call& forward, const Memory& memory,
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(AttentionBackward(forward, memory, call, scratch, sums, rest));
 
-  const auto add_product = [&](const ConstTensorView& rows, const ConstTensorView& of_rows,
-                               const std::string& name) {
+  const auto add_product = [&](const ConstTensorView& x, const ConstTensorView& dy,
+                               const std::string& name, const RowList& rows = {}) {
     return MatMulGradient(
-        device_, {rows, of_rows, gradients.parameters.Get(name), {}, /*accumulate=*/true}, rest);
+        device_, {x, dy, gradients.parameters.Get(name), {}, /*accumulate=*/true, rows}, rest);
   };
   const Names& names = gradients.names;
   const TensorView& of_list = scratch.keys_values;
   const ConstTensorView queries = forward.computes_some()
                                       ? forward.some.x
                                       : ConstTensorView(Slice(memory.list, 1, earlier, tokens));
-  TFB_RETURN_IF_ERROR(add_product(queries, scratch.q, names.w_q));
+  TFB_RETURN_IF_ERROR(add_product(queries, scratch.q, names.w_q, forward.rows));
   TFB_RETURN_IF_ERROR(add_product(memory.list, Slice(of_list, 2, 0, kv_width()), names.w_k));
   TFB_RETURN_IF_ERROR(
       add_product(memory.list, Slice(of_list, 2, kv_width(), kv_width()), names.w_v));

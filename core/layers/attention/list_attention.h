@@ -219,7 +219,7 @@ class ListAttention {
     absl::Span<std::byte> sums;
     bool is_last;  // whether no further segment follows: the sums are then added to the gradients
   };
-  // Adds dW_o, and computes dc, [batch, tokens, model_dim]. Rows of dy beside a list are 0.
+  // Adds dW_o, and computes dc, [batch, tokens, model_dim]. Rows of dy beside a list are not read.
   absl::Status ProjectBackward(const ConstTensorView& context, const ConstTensorView& dy,
                                const TensorView& context_gradient, const Gradients& gradients,
                                const Execution& execution, const RowList& rows = {}) const;

@@ -27,8 +27,8 @@
 // products have the rows of the tokens that were there, as in the forward pass. On CUDA these are listed
 // as in the forward pass, in tensors of all tokens. The gradients of those that had left are held back
 // while the layer is differentiated, 0 standing in their place, and are added again behind it. What does
-// not fall with them are the gradients of keys and values, sums over rows for the gradients of matrices,
-// and half of the work on distances, since a block owns the pairs of one distance.
+// not fall with them are the gradients of keys and values and of their matrices, and half of the work on
+// distances, since a block owns the pairs of one distance.
 //
 // CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
 // as there are such tokens; reading a text segment by segment and decoding a batch token by token are
@@ -52,7 +52,7 @@
 // The simulator counts that the work falls: fp32's loads and stores fall by 0.87 of the share of
 // the FLOPs that exits save where every second token left after the first of 4 layers, and by 0.92
 // where three of four did (calm_test.cc: 256 tokens of 64 channels in segments of 128). Those of a
-// backward pass fall to 0.79 and 0.69 of what they are where no token leaves. Time on a GPU has not been
+// backward pass fall to 0.76 and 0.65 of what they are where no token leaves. Time on a GPU has not been
 // measured.
 #ifndef TFB_CORE_LAYERS_EXITS_EXIT_STACK_H_
 #define TFB_CORE_LAYERS_EXITS_EXIT_STACK_H_

@@ -133,7 +133,7 @@ class SegmentAttention {
 
   // Where row_of_token is not null, x, residual, y and dy are [rows, model_dim], of the tokens that the
   // layer computes (SomeTokens). On CUDA these are rows of all tokens, which are listed, where `rows`
-  // is a list; others of dy are 0. Gradients of the layer's input are of all tokens.
+  // is a list; others of dy are not read. Gradients of the layer's input are of all tokens.
   struct AgainCall {
     const PastSegment& segment;
     ConstTensorView x;  // this and what follows as in Call

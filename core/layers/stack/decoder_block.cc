@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <string>
 
-#include "core/layers/copy_tensor.h"
 #include "core/layers/layer_parameters.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -210,8 +209,6 @@ absl::Status DecoderBlock::RunAgain(const BackwardCall& call, const BackwardScra
                             scratch.attended, norm(), call.some.row_of_token, rows},
                            attend));
   const LayerNorm& norm = pre_norm_ ? parts_.feed_forward_norm : parts_.attention_norm;
-  // Sums over rows, of gradients that are 0 beside the list, read these, too.
-  if (rows.rows != nullptr) TFB_RETURN_IF_ERROR(ClearTensor(layer_.device, scratch.g, execution));
   TFB_RETURN_IF_ERROR(norm.Run(scratch.attended, scratch.g, execution, rows));
   return parts_.feed_forward.Run(
       scratch.g, pre_norm_ ? ConstTensorView() : ConstTensorView(scratch.g), scratch.y, feed, rows);
