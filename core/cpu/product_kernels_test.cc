@@ -92,7 +92,7 @@ TEST_P(ProductKernels, BlocksOfProductsAskForEightLinesEach) {
   const std::vector<char> memory(2000);
   std::vector<float> c(kRows * kColumns), with_ahead(kRows * kColumns);
   // Three rows of 2 lines, then one of 16.
-  Ahead ahead = {{{memory.data(), 256, 100, 3}, {memory.data() + 1000, 0, 1000, 1}}, 2, 0, 0, 0};
+  Ahead ahead = {{{memory.data(), 256, 128, 3}, {memory.data() + 1000, 0, 1000, 1}}, 2, 0, 0, 0};
   const auto multiply = [&](int64_t columns, float* to, Ahead* rows) {
     kernels_->gemm_plus(1, columns, kDepth, a.data(), kDepth, 1, b.data(), kColumns, nullptr, 0, to,
                         kColumns, rows);
