@@ -17,9 +17,9 @@
 // a time costs 5% more than 64 for the sums that are read and written twice, the pairs of 64 cost 40%
 // more than those of two 32.
 //
-// What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2. Inputs and outputs do not: between
-// their blocks the products ask for the rows of this chunk's outputs and of the next one's inputs, which
-// takes some 9% off a forward pass and 6% off a backward pass of 4,096 tokens (an Intel Xeon).
+// W, E, F and A, of 64 KiB each, stay in a 1 MiB L2. Inputs and outputs do not: between their blocks
+// the products ask for the rows of this chunk's outputs and of the next one's inputs, which takes up to
+// 9% off a forward pass and 6% off a backward pass of 4,096 tokens (an Intel Xeon).
 //
 // Tasks. Not causal: the sums of each key-value head, in groups of keys where there are few heads,
 // then one task per 256 queries. Causal: one task per key-value head walks its chunks; where threads

@@ -469,14 +469,7 @@ TEST(Linear, AppendingUnderGatesEqualsTheWholeSequence) {
 }
 
 TEST(Linear, AnAppendedRowThatSeesOnlyKeysOfNaNIsNaN) {
-  ForEachNaNKeys([](const NaNKeys& keys) {
-    const Problem& p = keys.c.problem;
-    if (!p.causal || p.query_tokens != p.kv_tokens ||
-        keys.c.map.stabiliser == KeyStabiliser::kSequence) {
-      return;
-    }
-    const std::vector<int64_t> segments =
-        p.kv_tokens < 64 ? std::vector<int64_t>{1} : std::vector<int64_t>{1, 64, 2};
+  ForEachAppendedNaNKeys([](const NaNKeys& keys, const std::vector<int64_t>& segments) {
     ExpectNaNOfFormula(keys, AppendAll(keys.c, keys.tensors, segments, 2),
                        AppendAll(keys.c, keys.clean, segments, 2));
   });

@@ -275,6 +275,18 @@ void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body) {
   }
 }
 
+void ForEachAppendedNaNKeys(
+    const std::function<void(const NaNKeys&, const std::vector<int64_t>& segments)>& body) {
+  ForEachNaNKeys([&](const NaNKeys& keys) {
+    const Problem& p = keys.c.problem;
+    if (!p.causal || p.query_tokens != p.kv_tokens ||
+        keys.c.map.stabiliser == KeyStabiliser::kSequence) {
+      return;
+    }
+    body(keys, p.kv_tokens < 64 ? std::vector<int64_t>{1} : std::vector<int64_t>{1, 64, 2});
+  });
+}
+
 void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
                         const LinearResults& clean) {
   const LinearResults expected = DefineLinear(keys.c, keys.tensors);

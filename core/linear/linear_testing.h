@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "absl/types/span.h"
 #include "core/linear/linear.h"
@@ -76,6 +77,9 @@ struct NaNKeys {
 };
 // Calls body(NaNKeys) for causal calls and others, with each map of features.
 void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body);
+// Does the same with the lengths of segments, for the calls whose keys can be appended.
+void ForEachAppendedNaNKeys(
+    const std::function<void(const NaNKeys&, const std::vector<int64_t>& segments)>& body);
 // Expects NaN where the formula has it, and the bits of `clean` elsewhere.
 void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
                         const LinearResults& clean);
