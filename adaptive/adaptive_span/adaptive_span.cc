@@ -13,6 +13,7 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/flash/flash_technique.h"
 #include "core/layers/matmul.h"
 #include "core/random.h"
@@ -115,6 +116,10 @@ class DynamicSpans : public FlashStep {
   // x, db = sum da, and dx = sum over heads of da w. 1 - z / max_span would have lost what z rounds
   // where a gate is all but open.
   absl::Status CheckBackward(Device) const override { return absl::OkStatus(); }
+  size_t backward_workspace_bytes(Device, int) const override {
+    return std::max(SumInRunsBytes<AddToWeight>(ShapeOfSums(problem_.model_dim())),
+                    SumInRunsBytes<AddToBias>(ShapeOfSums(1)));
+  }
   absl::Status Backward(const Inputs& tensors, const Outputs& gradients,
                         const ParameterGradients& parameters, const Execution& execution) override {
     const Problem& p = problem_;
@@ -125,9 +130,9 @@ class DynamicSpans : public FlashStep {
     };
     const AddToWeight to_weight = {of, ToDeviceView(tensors.Get("x")), p.model_dim(),
                                    sums_of("span_weight")};
-    TFB_RETURN_IF_ERROR(ForEachInRows(device_, p.query_heads, p.model_dim(), to_weight, execution));
+    TFB_RETURN_IF_ERROR(SumInRuns(device_, ShapeOfSums(p.model_dim()), to_weight, execution));
     TFB_RETURN_IF_ERROR(
-        ForEach(device_, p.query_heads, AddToBias{of, sums_of("span_bias")}, execution));
+        SumInRuns(device_, ShapeOfSums(1), AddToBias{of, sums_of("span_bias")}, execution));
     const TensorView of_x = gradients.Get("x");
     if (of_x.empty()) return absl::OkStatus();
     const AddToHidden to_hidden = {of, gate_weight_.data(), p.model_dim(), ToDeviceView(of_x)};
@@ -158,6 +163,10 @@ class DynamicSpans : public FlashStep {
   }
 
  private:
+  // Returns the shape of sums over all tokens, for each head.
+  SumShape ShapeOfSums(int64_t columns) const {
+    return {problem_.query_heads, columns, problem_.batch * problem_.query_tokens};
+  }
   absl::Status SetUpGate() {
     const Problem& p = problem_;
     const ConstTensorView weight = parameters_.at("span_weight").view();

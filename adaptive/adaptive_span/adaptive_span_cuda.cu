@@ -1,5 +1,6 @@
 #include "adaptive/adaptive_span/adaptive_span_cuda.h"
 #include "core/cuda/for_each.cuh"
+#include "core/cuda/sum_in_runs.cuh"
 
 namespace tfb::adaptive_span {
 namespace {
@@ -61,8 +62,8 @@ const char* LaunchGate(const GateArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(AdaptiveSpanKernels, {&LaunchGate});
 
-TFB_FOR_EACH_IN_ROWS(AddToWeight);
-TFB_FOR_EACH(AddToBias);
+TFB_SUM_IN_RUNS(AddToWeight);
+TFB_SUM_IN_RUNS(AddToBias);
 TFB_FOR_EACH_IN_ROWS(AddToHidden);
 
 }  // namespace tfb::adaptive_span

@@ -7,6 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/functor.h"
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/run_sums.h"
 
 namespace tfb::adaptive_span {
 
@@ -38,39 +39,52 @@ struct GateGradients {
   }
 };
 
-// Adds sum da x to the gradient of the weight of head `row`.
+// The sums (core/cuda/run_sums.h) of da x over the tokens of all batch rows, for each head a row, which
+// are added to the gradient of its weight.
 struct AddToWeight {
+  using Number = double;
+  static constexpr int kSums = 1;
   GateGradients gradients;
   DeviceView x;  // [batch, tokens, channels]
   int64_t channels;
   double* weight;  // [heads][channels]
 
   template <class Piece>
-  TFB_HOST_DEVICE void operator()(int64_t h, const Piece& piece) const {
-    double sums[Piece::kMost] = {};
+  TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece& piece,
+                                double (&sums)[kSums][Piece::kMost]) const {
     float row[Piece::kMost];
-    for (int64_t b = 0; b < gradients.batch; ++b) {
-      for (int64_t i = 0; i < gradients.tokens; ++i) {
-        const double da = gradients.Of(b, h, i);
-        piece.Load(x, Offset(x, b, i, 0), x.strides[2], row);
-        for (int c = 0; c < piece.count(); ++c) sums[c] += da * row[c];
-      }
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t b = n / gradients.tokens, i = n % gradients.tokens;
+      const double da = gradients.Of(b, h, i);
+      piece.Load(x, Offset(x, b, i, 0), x.strides[2], row);
+      for (int c = 0; c < piece.count(); ++c) sums[0][c] += da * row[c];
     }
-    for (int c = 0; c < piece.count(); ++c) weight[h * channels + piece.first() + c] += sums[c];
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t h, const Piece& piece,
+                            const double (&sums)[kSums][Piece::kMost]) const {
+    for (int c = 0; c < piece.count(); ++c) weight[h * channels + piece.first() + c] += sums[0][c];
   }
 };
 
-// Adds sum da to the gradient of the bias of head h.
+// The sums of da, for each head a row of one column, which are added to the gradient of its bias.
 struct AddToBias {
+  using Number = double;
+  static constexpr int kSums = 1;
   GateGradients gradients;
   double* bias;  // [heads]
 
-  TFB_HOST_DEVICE void operator()(int64_t h) const {
-    double sum = 0;
-    for (int64_t b = 0; b < gradients.batch; ++b) {
-      for (int64_t i = 0; i < gradients.tokens; ++i) sum += gradients.Of(b, h, i);
+  template <class Piece>
+  TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece&,
+                                double (&sums)[kSums][Piece::kMost]) const {
+    for (int64_t n = begin; n < end; ++n) {
+      sums[0][0] += gradients.Of(n / gradients.tokens, h, n % gradients.tokens);
     }
-    bias[h] += sum;
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t h, const Piece&,
+                            const double (&sums)[kSums][Piece::kMost]) const {
+    bias[h] += sums[0][0];
   }
 };
 

@@ -12,6 +12,7 @@
 #include "core/cpu/kernels.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -242,7 +243,16 @@ ClassifierRule::Memory ClassifierRule::LayOut(Workspace& workspace) const {
 
 size_t ClassifierRule::probability_memory_bytes() const {
   if (!has_probabilities()) return 0;
-  return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
+  return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); }) +
+         std::max(SumInRunsBytes<ClassifierWeightGradient>(ShapeOfWeights()),
+                  SumInRunsBytes<ClassifierBiasGradient>(ShapeOfBiases()));
+}
+
+SumShape ClassifierRule::ShapeOfWeights() const {
+  return {classes(), problem_.model_dim(), problem_.batch * problem_.query_tokens};
+}
+SumShape ClassifierRule::ShapeOfBiases() const {
+  return {1, classes(), problem_.batch * problem_.query_tokens};
 }
 
 absl::Status ClassifierRule::DifferentiateLogits(const ConstTensorView& of_probabilities,
@@ -283,6 +293,8 @@ absl::Status ClassifierRule::DifferentiateProbabilities(const ProbabilityGradien
               execution));
   TFB_RETURN_IF_ERROR(DifferentiateLogits(gradients.of_probabilities, memory, execution));
 
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
   const TensorView w = gradients.parameters.Get(names_.w);
   if (!w.empty()) {
     const int class_axis = Is(Classifier::kGeometric) ? 0 : 1;
@@ -291,15 +303,14 @@ absl::Status ClassifierRule::DifferentiateProbabilities(const ProbabilityGradien
                                                  static_cast<float*>(w.mutable_data()),
                                                  w.stride(class_axis),
                                                  w.stride(1 - class_axis),
-                                                 rows,
                                                  classes()};
-    TFB_RETURN_IF_ERROR(ForEachInRows(device_, classes(), width, of_weights, execution));
+    TFB_RETURN_IF_ERROR(SumInRuns(device_, ShapeOfWeights(), of_weights, rest));
   }
   const TensorView b = gradients.parameters.Get(names_.b);
   if (b.empty()) return absl::OkStatus();
   const ClassifierBiasGradient of_bias = {memory.of_logits, static_cast<float*>(b.mutable_data()),
-                                          b.stride(0), rows, classes()};
-  return ForEach(device_, classes(), of_bias, execution);
+                                          b.stride(0), classes()};
+  return SumInRuns(device_, ShapeOfBiases(), of_bias, rest);
 }
 
 // A sequence's classifier reads the segment before, where gradients stop.

@@ -80,6 +80,9 @@ class ClassifierRule : public layers::ExitRule {
     float* means;      // sequence: [batch, segments, model_dim], what they are of
   };
   Memory LayOut(Workspace& workspace) const;
+  // Return the shapes of the sums that are the gradients of weights and biases.
+  SumShape ShapeOfWeights() const;
+  SumShape ShapeOfBiases() const;
   absl::Status DifferentiateLogits(const ConstTensorView& of_probabilities, const Memory& memory,
                                    const Execution& execution) const;
 

@@ -1,5 +1,6 @@
 #include "adaptive/depth_adaptive/depth_adaptive_cuda.h"
 #include "core/cuda/for_each.cuh"
+#include "core/cuda/sum_in_runs.cuh"
 #include "core/layers/layer_rows.cuh"
 
 namespace tfb::depth_adaptive {
@@ -79,8 +80,8 @@ TFB_FOR_EACH_IN_ROWS(MeansOfSegments);
 TFB_FOR_EACH(ClassifierLogits);
 TFB_FOR_EACH(GeometricGradient);
 TFB_FOR_EACH(SoftmaxGradient);
-TFB_FOR_EACH_IN_ROWS(ClassifierWeightGradient);
-TFB_FOR_EACH(ClassifierBiasGradient);
+TFB_SUM_IN_RUNS(ClassifierWeightGradient);
+TFB_SUM_IN_RUNS(ClassifierBiasGradient);
 TFB_FOR_EACH_IN_ROWS(ClassifierStateGradient);
 
 }  // namespace tfb::depth_adaptive

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "core/cuda/functor.h"
+#include "core/cuda/run_sums.h"
 
 namespace tfb::depth_adaptive {
 
@@ -161,42 +162,56 @@ struct SoftmaxGradient {
   }
 };
 
-// dw_n += sum over tokens, in their order, of dz_n row: row n is of class n.
+// The sums (core/cuda/run_sums.h) over tokens of dz_n row, of which row n is of class n: dw_n.
 struct ClassifierWeightGradient {
+  using Number = float;
+  static constexpr int kSums = 1;
   ClassifierRows of;
-  const float* of_logits;  // [count, classes]
+  const float* of_logits;  // [tokens of the batch, classes]
   float* gradient;         // of class n and channel c, at n class_stride + c channel_stride
   int64_t class_stride;
   int64_t channel_stride;
-  int64_t count;
   int64_t classes;
 
   template <class Piece>
-  TFB_HOST_DEVICE void operator()(int64_t n, const Piece& piece) const {
-    float sum[Piece::kMost];
-    for (int i = 0; i < piece.count(); ++i) sum[i] = 0;
-    for (int64_t r = 0; r < count; ++r) {
+  TFB_HOST_DEVICE void AddTerms(int64_t n, int64_t begin, int64_t end, const Piece& piece,
+                                float (&sums)[kSums][Piece::kMost]) const {
+    for (int64_t r = begin; r < end; ++r) {
       const float dz = of_logits[r * classes + n];
       const float* const row = of.Of(r, n) + piece.first();
-      for (int i = 0; i < piece.count(); ++i) sum[i] += dz * row[i];
+      for (int i = 0; i < piece.count(); ++i) sums[0][i] += dz * row[i];
     }
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t n, const Piece& piece,
+                            const float (&sums)[kSums][Piece::kMost]) const {
     float* const to = gradient + n * class_stride + piece.first() * channel_stride;
-    for (int i = 0; i < piece.count(); ++i) to[i * channel_stride] += sum[i];
+    for (int i = 0; i < piece.count(); ++i) to[i * channel_stride] += sums[0][i];
   }
 };
 
-// db_n += sum over tokens, in their order, of dz_n.
+// The sums over tokens of dz_n, of which column n of the only row is of class n: db_n.
 struct ClassifierBiasGradient {
-  const float* of_logits;  // [count, classes]
+  using Number = float;
+  static constexpr int kSums = 1;
+  const float* of_logits;  // [tokens of the batch, classes]
   float* gradient;         // of class n, at n stride
   int64_t stride;
-  int64_t count;
   int64_t classes;
 
-  TFB_HOST_DEVICE void operator()(int64_t n) const {
-    float sum = 0;
-    for (int64_t r = 0; r < count; ++r) sum += of_logits[r * classes + n];
-    gradient[n * stride] += sum;
+  template <class Piece>
+  TFB_HOST_DEVICE void AddTerms(int64_t, int64_t begin, int64_t end, const Piece& piece,
+                                float (&sums)[kSums][Piece::kMost]) const {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* const dz = of_logits + r * classes + piece.first();
+      for (int i = 0; i < piece.count(); ++i) sums[0][i] += dz[i];
+    }
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t, const Piece& piece,
+                            const float (&sums)[kSums][Piece::kMost]) const {
+    float* const to = gradient + piece.first() * stride;
+    for (int i = 0; i < piece.count(); ++i) to[i * stride] += sums[0][i];
   }
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/cuda/for_each.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/layers/copy_tensor.h"
 #include "core/layers/for_each_listed.h"
 #include "core/layers/heads.h"
@@ -133,8 +134,12 @@ size_t StepsBackward::workspace_bytes(int threads) const {
           : std::max(FlashEngine::StreamWorkspaceBytes(device_, problem_, /*relative_keys=*/false,
                                                        threads),
                      FlashBackwardCuda::WorkspaceBytes(problem_, /*sums=*/{}));
+  const auto kernel = [&](int64_t size, int64_t channels) {
+    const SumShape shape = {size, channels, s.rows};
+    return options_.convolves() ? SumInRunsBytes<ConvolutionKernelGradient>(shape) : 0;
+  };
   return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); }) +
-         std::max({attention,
+         std::max({attention, kernel(kFirstKernel, s.width), kernel(kSecondKernel, s.inner),
                    LayerNorm::backward_workspace_bytes(device_, s.rows, s.width, threads),
                    LayerNorm::workspace_bytes(device_, s.width, threads),
                    product(s.width, s.query_width), product(s.width, s.keys_values()),
@@ -390,10 +395,9 @@ absl::Status StepsBackward::ConvolveBackward(const Walk& walk, const Convolution
                                     ConvolutionRowsGradient{convolution, dy, shown},
                                     walk.execution));
   if (!kernel_gradient.empty()) {
-    const ConvolutionKernelGradient of_kernel = {convolution, dy, ToDeviceView(kernel_gradient),
-                                                 walk.active};
+    const ConvolutionKernelGradient of_kernel = {convolution, dy, ToDeviceView(kernel_gradient)};
     TFB_RETURN_IF_ERROR(
-        ForEachInRows(device_, convolution.size, channels, of_kernel, walk.execution));
+        SumInRuns(device_, {convolution.size, channels, walk.active}, of_kernel, walk.execution));
   }
   return ForEachInRows(device_, walk.active, channels,
                        TakeShownGradient{walk.tokens, shown, gradient, channels}, walk.execution);

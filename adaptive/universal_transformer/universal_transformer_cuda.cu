@@ -2,6 +2,7 @@
 #include "adaptive/universal_transformer/universal_transformer_cuda.h"
 #include "adaptive/universal_transformer/universal_transformer_functors.h"
 #include "core/cuda/for_each.cuh"
+#include "core/cuda/sum_in_runs.cuh"
 #include "core/layers/layer_rows.cuh"
 #include "core/layers/listed_rows_functor.h"
 
@@ -178,7 +179,7 @@ TFB_FOR_EACH_IN_ROWS(ListedRows<ReluGradient>);
 TFB_FOR_EACH_IN_ROWS(InputGradient);
 TFB_FOR_EACH_IN_ROWS(ConvolveAgain);
 TFB_FOR_EACH_IN_ROWS(ConvolutionRowsGradient);
-TFB_FOR_EACH_IN_ROWS(ConvolutionKernelGradient);
+TFB_SUM_IN_RUNS(ConvolutionKernelGradient);
 TFB_FOR_EACH_IN_ROWS(TakeShownGradient);
 
 }  // namespace tfb::universal_transformer

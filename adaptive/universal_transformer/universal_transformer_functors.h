@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "core/cuda/functor.h"
+#include "core/cuda/run_sums.h"
 
 namespace tfb::universal_transformer {
 
@@ -325,24 +326,31 @@ struct ConvolutionRowsGradient {
   }
 };
 
-// dk_j += sum_t dy_t z_(t + j - before), in the order of the tokens: row j.
+// The sums (core/cuda/run_sums.h) over the places of y of dy_t z_(t + j - before), of row j: dk_j.
 struct ConvolutionKernelGradient {
+  using Number = float;
+  static constexpr int kSums = 1;
   Convolution in;
   const float* of_y;    // by place
   DeviceView gradient;  // f32 [size, channels]
-  int64_t places;
 
   template <class Piece>
-  TFB_HOST_DEVICE void operator()(int64_t j, const Piece& piece) const {
-    float sum[Piece::kMost];
-    piece.Load(gradient, j * gradient.strides[0], gradient.strides[1], sum);
-    for (int64_t place = 0; place < places; ++place) {
+  TFB_HOST_DEVICE void AddTerms(int64_t j, int64_t begin, int64_t end, const Piece& piece,
+                                float (&sums)[kSums][Piece::kMost]) const {
+    for (int64_t place = begin; place < end; ++place) {
       const int64_t r = in.of.RowOf(place);
       if (!in.of.Takes(r) || !in.HasToken(r, j - in.before)) continue;
       const float* const z = in.Row(r + j - in.before) + piece.first();
       const float* const dy = of_y + place * in.channels + piece.first();
-      for (int i = 0; i < piece.count(); ++i) sum[i] += dy[i] * z[i];
+      for (int i = 0; i < piece.count(); ++i) sums[0][i] += dy[i] * z[i];
     }
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t j, const Piece& piece,
+                            const float (&sums)[kSums][Piece::kMost]) const {
+    float sum[Piece::kMost];
+    piece.Load(gradient, j * gradient.strides[0], gradient.strides[1], sum);
+    for (int i = 0; i < piece.count(); ++i) sum[i] += sums[0][i];
     piece.Store(sum, gradient, j * gradient.strides[0], gradient.strides[1]);
   }
 };

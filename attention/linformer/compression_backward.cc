@@ -74,7 +74,14 @@ Compressor::BackwardMemory Compressor::LayOutBackward(int threads, Workspace& wo
   return memory;
 }
 
+SumShape Compressor::ShapeOfDepthwise() const {
+  return {Tables() * sizes_.window, sizes_.channels, sizes_.batch * sizes_.heads * sizes_.slots};
+}
+
 size_t Compressor::backward_workspace_bytes(int threads) const {
+  if (kind_ == Compression::kDepthwise) {
+    return SumInRunsBytes<linformer::GradientOfDepthwise>(ShapeOfDepthwise());
+  }
   if (device_ != Device::kCpu || !HasMatrices()) return 0;
   return Workspace::Measure([&](Workspace& workspace) { LayOutBackward(threads, workspace); });
 }
@@ -129,8 +136,7 @@ absl::Status Compressor::BackwardOfWindows(const CompressionGradientArguments& a
                                             GradientOfWindowRows{a}, execution));
   }
   if (a.tables_gradient.data == nullptr) return absl::OkStatus();
-  return ForEachInRows(device_, Tables() * sizes_.window, channels, GradientOfDepthwise{a},
-                       execution);
+  return SumInRuns(device_, ShapeOfDepthwise(), GradientOfDepthwise{a}, execution);
 }
 
 absl::Status Compressor::BackwardOfConvolution(const CompressionGradientArguments& a,

@@ -8,6 +8,7 @@
 
 #include "attention/linformer/linformer_cuda.h"
 #include "core/cuda/functor.h"
+#include "core/cuda/run_sums.h"
 
 namespace tfb::linformer {
 
@@ -97,32 +98,39 @@ struct GradientOfMaximum {
   }
 };
 
-// For each matrix or row of a convolution's kernel, row table * window + t: sums in float64 over
-// the slots of the heads that share it. dc_t = sum_s dx'_s x_(s w + t), of depthwise convolutions.
+// For each row of a depthwise convolution's kernel, row table * window + t, the sums
+// (core/cuda/run_sums.h) over the slots of all heads, of which those that share the kernel count:
+// dc_t = sum_s dx'_s x_(s w + t).
 struct GradientOfDepthwise {
+  using Number = double;
+  static constexpr int kSums = 1;
   CompressionGradientArguments a;
 
   template <class Piece>
-  TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
+  TFB_HOST_DEVICE void AddTerms(int64_t row, int64_t begin, int64_t end, const Piece& piece,
+                                double (&sums)[kSums][Piece::kMost]) const {
     const CompressionArguments& f = a.forward;
     const int64_t table = row / f.window, t = row % f.window;
-    double sum[Piece::kMost] = {};
     float x[Piece::kMost], slot_gradient[Piece::kMost];
-    for (int64_t head = 0; head < f.batch * f.heads; ++head) {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t head = n / f.slot_count, slot = n % f.slot_count;
       const int64_t b = head / f.heads, h = head % f.heads;
-      if (a.TableIndex(b, h) != table) continue;
-      for (int64_t slot = 0; slot < f.slot_count; ++slot) {
-        if (!IsToken(f, b, slot * f.window + t)) continue;
-        LoadToken(f, piece, b, h, slot * f.window + t, x);
-        piece.Load(a.slots, Offset(a.slots, b, h, slot), a.slots.strides[3], slot_gradient);
-        for (int i = 0; i < piece.count(); ++i) {
-          sum[i] += static_cast<double>(slot_gradient[i]) * static_cast<double>(x[i]);
-        }
+      if (a.TableIndex(b, h) != table || !IsToken(f, b, slot * f.window + t)) continue;
+      LoadToken(f, piece, b, h, slot * f.window + t, x);
+      piece.Load(a.slots, Offset(a.slots, b, h, slot), a.slots.strides[3], slot_gradient);
+      for (int i = 0; i < piece.count(); ++i) {
+        sums[0][i] += static_cast<double>(slot_gradient[i]) * static_cast<double>(x[i]);
       }
     }
-    for (int i = 0; i < piece.count(); ++i) x[i] = static_cast<float>(sum[i]);
-    a.StoreTable(piece, x, table * a.tables_gradient.strides[0] + t * a.tables_gradient.strides[2],
-                 a.tables_gradient.strides[1]);
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t row, const Piece& piece,
+                            const double (&sums)[kSums][Piece::kMost]) const {
+    const DeviceView& to = a.tables_gradient;
+    const int64_t table = row / a.forward.window, t = row % a.forward.window;
+    float x[Piece::kMost];
+    for (int i = 0; i < piece.count(); ++i) x[i] = static_cast<float>(sums[0][i]);
+    a.StoreTable(piece, x, table * to.strides[0] + t * to.strides[2], to.strides[1]);
   }
 };
 

@@ -357,7 +357,7 @@ TFB_KERNEL_TABLE(LinformerKernels,
                   &LaunchConvolveDepthwise, &LaunchGradientOfRows, &LaunchGradientOfTables});
 TFB_FOR_EACH_IN_ROWS(GradientOfWindowRows);
 TFB_FOR_EACH_IN_ROWS(GradientOfMaximum);
-TFB_FOR_EACH_IN_ROWS(GradientOfDepthwise);
+TFB_SUM_IN_RUNS(GradientOfDepthwise);
 TFB_FOR_EACH_IN_ROWS(GradientOfConvolvedRows);
 TFB_FOR_EACH_IN_ROWS(GradientOfConvolution);
 

@@ -1,5 +1,6 @@
 // A warp has a row of a tensor or one query of a head, each lane every 32nd channel.
 #include "core/cuda/for_each.cuh"
+#include "core/cuda/sum_in_runs.cuh"
 #include "core/cuda/warp.cuh"
 #include "memory/memorizing/memorizing_cuda.h"
 #include "memory/memorizing/memorizing_functors.h"
@@ -177,8 +178,8 @@ TFB_FOR_EACH(ScoresOfReads);
 TFB_FOR_EACH(WeightsOfReads);
 TFB_FOR_EACH_IN_ROWS(MixOfReads);
 TFB_FOR_EACH_IN_ROWS(GradientsOfReads);
-TFB_FOR_EACH(SumsOfReads);
-TFB_FOR_EACH_IN_ROWS(SumsOfNull);
+TFB_SUM_IN_RUNS(SumsOfReads);
+TFB_SUM_IN_RUNS(SumsOfNull);
 TFB_FOR_EACH(CopyOfTokens);
 
 }  // namespace tfb::memorizing

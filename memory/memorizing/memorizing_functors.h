@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "core/cuda/functor.h"
+#include "core/cuda/run_sums.h"
 #include "memory/memorizing/memorizing_cuda.h"
 
 namespace tfb::memorizing {
@@ -240,42 +241,55 @@ struct GradientsOfReads {
   }
 };
 
-// Adds for each head, in the order of batch rows and queries, the gradients of its gate and scale.
+// The sums (core/cuda/run_sums.h) for each head, a row of one column, over batch rows and queries: the
+// gradients of its gate and scale, which are added.
 struct SumsOfReads {
+  using Number = double;
+  static constexpr int kSums = 2;
   StoreReads reads;
-  int64_t batch;
   double* gates;   // [heads]
   double* scales;  // [heads]
 
-  TFB_HOST_DEVICE void operator()(int64_t h) const {
-    double of_gate = 0, of_scale = 0;
-    for (int64_t b = 0; b < batch; ++b) {
-      const QueryNumbers* numbers = reads.numbers + (b * reads.heads + h) * reads.tokens;
-      for (int64_t t = 0; t < reads.tokens; ++t) {
-        of_gate += numbers[t].of_gate;
-        of_scale += numbers[t].along;
-      }
+  static SumShape ShapeOf(const StoreReads& reads, int64_t batch) {
+    return {reads.heads, 1, batch * reads.tokens};
+  }
+
+  template <class Piece>
+  TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece&,
+                                double (&sums)[kSums][Piece::kMost]) const {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t row = (n / reads.tokens * reads.heads + h) * reads.tokens + n % reads.tokens;
+      sums[0][0] += reads.numbers[row].of_gate;
+      sums[1][0] += reads.numbers[row].along;
     }
-    gates[h] += of_gate;
-    scales[h] += reads.scales[h] < 0 ? -of_scale : of_scale;
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t h, const Piece&,
+                            const double (&sums)[kSums][Piece::kMost]) const {
+    gates[h] += sums[0][0];
+    scales[h] += reads.scales[h] < 0 ? -sums[1][0] : sums[1][0];
   }
 };
 
-// Adds for each head of keys, in the order of batch rows, heads and queries, the gradients of its
-// null value, sum p g dy, and of its null key, of length L and direction u:
-// sum |s| ds (a - u (a . u)) / L.
+// Likewise for each head of keys, over batch rows, heads and queries: the gradients of its null value,
+// sum p g dy, and of its null key, of length L and direction u: sum |s| ds (a - u (a . u)) / L.
 struct SumsOfNull {
+  using Number = double;
+  static constexpr int kSums = 2;
   StoreReads reads;
-  int64_t batch;
   double* keys;    // [kv_heads][channels]
   double* values;  // likewise
 
+  static SumShape ShapeOf(const StoreReads& reads, int64_t batch) {
+    return {reads.heads / reads.group, reads.channels, batch * reads.group * reads.tokens};
+  }
+
   template <class Piece>
-  TFB_HOST_DEVICE void operator()(int64_t kv_head, const Piece& piece) const {
-    const int64_t slots = reads.slots(), first = kv_head * reads.channels + piece.first();
-    const float* unit = reads.null_keys + first;
-    double of_key[Piece::kMost] = {}, of_value[Piece::kMost] = {};
-    for (int64_t n = 0; n < batch * reads.group * reads.tokens; ++n) {
+  TFB_HOST_DEVICE void AddTerms(int64_t kv_head, int64_t begin, int64_t end, const Piece& piece,
+                                double (&sums)[kSums][Piece::kMost]) const {
+    const int64_t slots = reads.slots();
+    const float* unit = reads.null_keys + kv_head * reads.channels + piece.first();
+    for (int64_t n = begin; n < end; ++n) {
       const int64_t t = n % reads.tokens, head = n / reads.tokens;
       const StoreReads::Query query = {head / reads.group,
                                        kv_head * reads.group + head % reads.group, t};
@@ -287,13 +301,18 @@ struct SumsOfNull {
       const float* q = StoreReads::RowOf(reads.q, query) + piece.first();
       const float* dy = StoreReads::RowOf(reads.dy, query) + piece.first();
       for (int i = 0; i < piece.count(); ++i) {
-        of_key[i] += of_unit * (q[i] * numbers.inverse_length - unit[i] * along);
-        of_value[i] += of_dy * dy[i];
+        sums[0][i] += of_unit * (q[i] * numbers.inverse_length - unit[i] * along);
+        sums[1][i] += of_dy * dy[i];
       }
     }
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t kv_head, const Piece& piece,
+                            const double (&sums)[kSums][Piece::kMost]) const {
+    const int64_t first = kv_head * reads.channels + piece.first();
     for (int i = 0; i < piece.count(); ++i) {
-      keys[first + i] += of_key[i] / reads.null_lengths[kv_head];
-      values[first + i] += of_value[i];
+      keys[first + i] += sums[0][i] / reads.null_lengths[kv_head];
+      values[first + i] += sums[1][i];
     }
   }
 };

@@ -6,6 +6,7 @@
 
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/status.h"
 
 namespace tfb::memorizing {
@@ -93,18 +94,27 @@ StoreReads StoreReading::LayOut(int64_t tokens, bool has_gradients, Workspace& w
   reads.cosines = workspace.Take<float>(rows(tokens) * slots);
   reads.weights = workspace.Take<float>(rows(tokens) * slots);
   if (has_gradients) reads.products = workspace.Take<float>(rows(tokens) * slots);
+  reads.heads = problem_.query_heads;
+  reads.group = problem_.group();
+  reads.tokens = tokens;
+  reads.channels = problem_.head_dim;
   return reads;
 }
 
 size_t StoreReading::workspace_bytes() const {
-  return Workspace::Measure([this](Workspace& workspace) {
-    LayOut(shape_.max_segment, /*has_gradients=*/true, workspace);
+  size_t of_sums = 0;
+  const size_t of_reads = Workspace::Measure([&](Workspace& workspace) {
+    const StoreReads reads = LayOut(shape_.max_segment, /*has_gradients=*/true, workspace);
+    of_sums = SumInRunsBytes<SumsOfReads>(SumsOfReads::ShapeOf(reads, problem_.batch));
+    if (!shape_.has_null) return;
+    const SumShape of_null = SumsOfNull::ShapeOf(reads, problem_.batch);
+    of_sums = std::max(of_sums, SumInRunsBytes<SumsOfNull>(of_null));
   });
+  return of_reads + of_sums;
 }
 
 StoreReads StoreReading::ReadsOf(const Segment& segment, const ConstTensorView& dy,
-                                 const Execution& execution) const {
-  Workspace workspace(execution.workspace);
+                                 Workspace& workspace) const {
   StoreReads reads = LayOut(segment.q.dim(2), !dy.empty(), workspace);
   reads.q = ToDeviceView(segment.q);
   reads.local = ToDeviceView(segment.local);
@@ -124,13 +134,9 @@ StoreReads StoreReading::ReadsOf(const Segment& segment, const ConstTensorView& 
   } else {
     reads.gates = gates_.data();
   }
-  reads.heads = problem_.query_heads;
-  reads.group = problem_.group();
-  reads.tokens = segment.q.dim(2);
   reads.query_tokens = problem_.query_tokens;
   reads.begin = segment.begin;
   reads.k = shape_.k;
-  reads.channels = problem_.head_dim;
   return reads;
 }
 
@@ -144,7 +150,8 @@ absl::Status StoreReading::Weigh(const StoreReads& reads, const TensorView& of_l
 
 absl::Status StoreReading::Mix(const Segment& segment, const TensorView& y,
                                const Execution& execution) const {
-  const StoreReads reads = ReadsOf(segment, /*dy=*/{}, execution);
+  Workspace workspace(execution.workspace);
+  const StoreReads reads = ReadsOf(segment, /*dy=*/{}, workspace);
   TFB_RETURN_IF_ERROR(Weigh(reads, /*of_log_sum_exp=*/{}, execution));
   return ForEachInRows(device_, rows(reads.tokens), reads.channels,
                        MixOfReads{reads, ToDeviceView(y)}, execution);
@@ -164,21 +171,24 @@ StoreReading::Sums StoreReading::LayOutSums(Workspace& workspace) const {
 
 absl::Status StoreReading::Backward(const Segment& segment, const Gradients& gradients,
                                     const Execution& execution) const {
-  const StoreReads reads = ReadsOf(segment, gradients.dy, execution);
+  Workspace workspace(execution.workspace);
+  const StoreReads reads = ReadsOf(segment, gradients.dy, workspace);
   TFB_RETURN_IF_ERROR(Weigh(reads, gradients.dlog_sum_exp, execution));
   const Sums& sums = gradients.sums;
-  TFB_RETURN_IF_ERROR(ForEach(device_, problem_.query_heads,
-                              SumsOfReads{reads, problem_.batch, sums.gate, sums.scale},
-                              execution));
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  const SumsOfReads of_reads = {reads, sums.gate, sums.scale};
+  TFB_RETURN_IF_ERROR(
+      SumInRuns(device_, SumsOfReads::ShapeOf(reads, problem_.batch), of_reads, rest));
   if (shape_.has_null) {
-    TFB_RETURN_IF_ERROR(ForEachInRows(
-        device_, problem_.kv_heads, reads.channels,
-        SumsOfNull{reads, problem_.batch, sums.null_key, sums.null_value}, execution));
+    const SumsOfNull of_null = {reads, sums.null_key, sums.null_value};
+    TFB_RETURN_IF_ERROR(
+        SumInRuns(device_, SumsOfNull::ShapeOf(reads, problem_.batch), of_null, rest));
   }
   // This may overwrite dy, which the sums have read.
-  const GradientsOfReads of_reads = {reads, ToDeviceView(gradients.dq),
-                                     ToDeviceView(gradients.dlocal)};
-  return ForEachInRows(device_, rows(reads.tokens), reads.channels, of_reads, execution);
+  const GradientsOfReads of_queries = {reads, ToDeviceView(gradients.dq),
+                                       ToDeviceView(gradients.dlocal)};
+  return ForEachInRows(device_, rows(reads.tokens), reads.channels, of_queries, execution);
 }
 
 }  // namespace tfb::memorizing

@@ -107,8 +107,7 @@ class StoreReading {
   int64_t rows(int64_t tokens) const { return problem_.batch * problem_.query_heads * tokens; }
   // Returns what the queries read, with numbers in the workspace that are not yet computed.
   StoreReads LayOut(int64_t tokens, bool has_gradients, Workspace& workspace) const;
-  StoreReads ReadsOf(const Segment& segment, const ConstTensorView& dy,
-                     const Execution& execution) const;
+  StoreReads ReadsOf(const Segment& segment, const ConstTensorView& dy, Workspace& workspace) const;
   absl::Status Weigh(const StoreReads& reads, const TensorView& of_log_sum_exp,
                      const Execution& execution) const;
 

@@ -3,6 +3,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/flash/flash_engine.h"
 #include "core/layers/attention/position_products.h"
 #include "core/layers/copy_rows.h"
@@ -328,6 +329,7 @@ size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int t
   });
   return scratch +
          std::max({engine_.backward_workspace_bytes(lists, /*relative_keys=*/true, threads),
+                   SumInRunsBytes<SumsOfHeads>(ShapeOfSpanSums(lists.longest_segment())),
                    MatMulWorkspaceBytes(device_, rows, 2 * kv_width(), width, threads),
                    MatMulWorkspaceBytes(device_, rows, width, width, threads),
                    MatMulGradientWorkspaceBytes(device_, rows, width, kv_width(), threads),
@@ -456,9 +458,9 @@ absl::Status ListAttention::AttentionBackward(const Call& forward, const Memory&
 
 absl::Status ListAttention::AddSpanSums(const Scratch& scratch, int64_t tokens, const Sums& sums,
                                         const Execution& execution) const {
-  const SumsOfHeads of_heads = {static_cast<const float*>(scratch.span.data), problem_.batch,
-                                problem_.query_heads, tokens, sums.span};
-  return ForEach(device_, problem_.query_heads, of_heads, execution);
+  const SumsOfHeads of_heads = {static_cast<const float*>(scratch.span.data), problem_.query_heads,
+                                tokens, sums.span};
+  return SumInRuns(device_, ShapeOfSpanSums(tokens), of_heads, execution);
 }
 
 // The earlier rows are constant, and the norm that they are read with is not.

@@ -281,6 +281,9 @@ class ListAttention {
   // Computes the summand of dx that the queries give it, with `added`.
   absl::Status QueriesBackward(const Call& forward, const Memory& memory, const BackwardCall& call,
                                const Scratch& scratch, const Execution& execution) const;
+  SumShape ShapeOfSpanSums(int64_t tokens) const {
+    return {problem_.query_heads, 1, problem_.batch * tokens};
+  }
   absl::Status AddSpanSums(const Scratch& scratch, int64_t tokens, const Sums& sums,
                            const Execution& execution) const;
   absl::Status EarlierBackward(const Call& forward, const Scratch& scratch,

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/functor.h"
+#include "core/cuda/run_sums.h"
 #include "core/layers/tensor_rows.h"
 
 namespace tfb::layers {
@@ -55,21 +56,27 @@ struct AddDoubleRows {
   }
 };
 
-// Adds to the sum of head h the numbers of its queries, in the order of batch rows and tokens.
+// The sums (core/cuda/run_sums.h) of the numbers of all queries of each head, a row of one column, which
+// are added to its sum.
 struct SumsOfHeads {
+  using Number = double;
+  static constexpr int kSums = 1;
   const float* numbers;  // [batch][heads][tokens]
-  int64_t batch;
   int64_t heads;
   int64_t tokens;
   double* sums;  // [heads]
 
-  TFB_HOST_DEVICE void operator()(int64_t h) const {
-    double sum = sums[h];
-    for (int64_t b = 0; b < batch; ++b) {
-      const float* from = numbers + (b * heads + h) * tokens;
-      for (int64_t i = 0; i < tokens; ++i) sum += from[i];
+  template <class Piece>
+  TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece&,
+                                double (&to)[kSums][Piece::kMost]) const {
+    for (int64_t n = begin; n < end; ++n) {
+      to[0][0] += numbers[(n / tokens * heads + h) * tokens + n % tokens];
     }
-    sums[h] = sum;
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t h, const Piece&,
+                            const double (&from)[kSums][Piece::kMost]) const {
+    sums[h] += from[0][0];
   }
 };
 
