@@ -53,10 +53,10 @@ struct AddToWeight {
   TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece& piece,
                                 double (&sums)[kSums][Piece::kMost]) const {
     float row[Piece::kMost];
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t b = n / gradients.tokens, i = n % gradients.tokens;
-      const double da = gradients.Of(b, h, i);
-      piece.Load(x, Offset(x, b, i, 0), x.strides[2], row);
+    TermIndex token(begin, gradients.tokens);
+    for (int64_t n = begin; n < end; ++n, token.Next()) {
+      const double da = gradients.Of(token.outer, h, token.inner);
+      piece.Load(x, Offset(x, token.outer, token.inner, 0), x.strides[2], row);
       for (int c = 0; c < piece.count(); ++c) sums[0][c] += da * row[c];
     }
   }
@@ -77,8 +77,9 @@ struct AddToBias {
   template <class Piece>
   TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece&,
                                 double (&sums)[kSums][Piece::kMost]) const {
-    for (int64_t n = begin; n < end; ++n) {
-      sums[0][0] += gradients.Of(n / gradients.tokens, h, n % gradients.tokens);
+    TermIndex token(begin, gradients.tokens);
+    for (int64_t n = begin; n < end; ++n, token.Next()) {
+      sums[0][0] += gradients.Of(token.outer, h, token.inner);
     }
   }
   template <class Piece>

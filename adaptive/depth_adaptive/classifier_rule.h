@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "adaptive/depth_adaptive/depth_adaptive.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/run_sums.h"
 #include "core/layers/exits/exit_stack.h"
 #include "core/workspace.h"
 

@@ -23,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "attention/linformer/linformer_cuda.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/run_sums.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -153,6 +154,7 @@ class Compressor {
   template <class Body>
   void ForEachHeadOf(int64_t table, const Body& body) const;
   int64_t Tables() const;
+  SumShape ShapeOfDepthwise() const;  // of the sums that are the gradient of a kernel
   void GradientOfProductRows(const BackwardCall& call, int64_t head, int64_t first,
                              const BackwardScratch& scratch) const;
   void GradientOfProductTable(const BackwardCall& call, int64_t table, int64_t first,

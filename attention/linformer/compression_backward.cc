@@ -11,6 +11,7 @@
 #include "core/cpu/kernels.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/flash/rows.h"
 #include "core/status.h"
 #include "core/zeros.h"
@@ -79,7 +80,7 @@ SumShape Compressor::ShapeOfDepthwise() const {
 }
 
 size_t Compressor::backward_workspace_bytes(int threads) const {
-  if (kind_ == Compression::kDepthwise) {
+  if (kind_ == Compression::kDepthwiseConvolution) {
     return SumInRunsBytes<linformer::GradientOfDepthwise>(ShapeOfDepthwise());
   }
   if (device_ != Device::kCpu || !HasMatrices()) return 0;

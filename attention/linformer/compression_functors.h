@@ -112,9 +112,9 @@ struct GradientOfDepthwise {
     const CompressionArguments& f = a.forward;
     const int64_t table = row / f.window, t = row % f.window;
     float x[Piece::kMost], slot_gradient[Piece::kMost];
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t head = n / f.slot_count, slot = n % f.slot_count;
-      const int64_t b = head / f.heads, h = head % f.heads;
+    TermIndex of_head(begin, f.slot_count);
+    for (int64_t n = begin; n < end; ++n, of_head.Next()) {
+      const int64_t b = of_head.outer / f.heads, h = of_head.outer % f.heads, slot = of_head.inner;
       if (a.TableIndex(b, h) != table || !IsToken(f, b, slot * f.window + t)) continue;
       LoadToken(f, piece, b, h, slot * f.window + t, x);
       piece.Load(a.slots, Offset(a.slots, b, h, slot), a.slots.strides[3], slot_gradient);

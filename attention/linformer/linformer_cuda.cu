@@ -2,6 +2,7 @@
 #include "attention/linformer/linformer_cuda.h"
 #include "core/cuda/for_each.cuh"
 #include "core/cuda/register_tile.cuh"
+#include "core/cuda/sum_in_runs.cuh"
 #include "core/cuda/warp.cuh"
 
 namespace tfb::linformer {

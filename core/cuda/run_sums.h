@@ -53,6 +53,21 @@ struct TermRuns {
   }
 };
 
+// The indices outer = n / size and inner = n % size of terms that follow each other, for one division.
+struct TermIndex {
+  int64_t size;
+  int64_t outer;
+  int64_t inner;
+
+  TFB_HOST_DEVICE TermIndex(int64_t n, int64_t inner_size)
+      : size(inner_size), outer(n / inner_size), inner(n % inner_size) {}
+  TFB_HOST_DEVICE void Next() {
+    if (++inner < size) return;
+    inner = 0;
+    ++outer;
+  }
+};
+
 // The least terms of a run, and the most partial sums of all sums together: 512 KiB in float64.
 constexpr int64_t kLeastRun = 16;
 constexpr int64_t kMostPartialSums = 64 << 10;

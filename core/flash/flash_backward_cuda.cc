@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/cuda/for_each.h"
+#include "core/cuda/sum_in_runs.h"
 #include "core/flash/flash_backward_sums.h"
 #include "core/status.h"
 #include "core/workspace.h"
@@ -16,6 +17,11 @@ int64_t BlocksOfOffsets(const Problem& p) {
   return p.query_tokens == 0 || p.kv_tokens == 0
              ? 0
              : TilesOf(p.query_tokens) + TilesOf(p.kv_tokens) - 1;
+}
+
+// Returns how many offsets j - i the pairs have.
+int64_t Offsets(const Problem& p) {
+  return p.query_tokens == 0 || p.kv_tokens == 0 ? 0 : p.query_tokens + p.kv_tokens - 1;
 }
 
 bool IsThere(const TensorView& view) { return !view.empty(); }
@@ -112,7 +118,9 @@ FlashBackwardCuda::Parts FlashBackwardCuda::LayOut(const Problem& p, const Score
 }
 
 size_t FlashBackwardCuda::WorkspaceBytes(const Problem& problem, const ScoreSums& sums) {
-  return Workspace::Measure([&](Workspace& workspace) { LayOut(problem, sums, &workspace); });
+  const SumShape of_bias = {problem.query_heads, problem.head_dim, Offsets(problem)};
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(problem, sums, &workspace); }) +
+         (sums.offsets ? SumInRunsBytes<AddPositionBiasSums>(of_bias) : 0);
 }
 
 absl::StatusOr<FlashBackwardCuda> FlashBackwardCuda::Create(CudaRuntime* runtime,
@@ -178,12 +186,13 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
   b.relative_keys = parts.relative_keys;
   b.keys_by_place = sums.key_order;
   const auto by_place = [&](float* rows, int64_t channels) {
-    return ToDeviceView(
-        TensorView(rows, DType::kF32, {p.batch, p.kv_heads, p.kv_tokens, channels}));
+    return TensorView(rows, DType::kF32, {p.batch, p.kv_heads, p.kv_tokens, channels});
   };
+  const TensorView k_by_place = by_place(parts.k_by_place, p.head_dim);
+  const TensorView v_by_place = by_place(parts.v_by_place, p.value_dim);
   if (sums.key_order) {
-    if (IsThere(call.k_gradient)) b.k_gradient = by_place(parts.k_by_place, p.head_dim);
-    if (IsThere(call.v_gradient)) b.v_gradient = by_place(parts.v_by_place, p.value_dim);
+    if (IsThere(call.k_gradient)) b.k_gradient = ToDeviceView(k_by_place);
+    if (IsThere(call.v_gradient)) b.v_gradient = ToDeviceView(v_by_place);
   }
 
   // Tiles of queries are filled from a list, where there is one. The owners of offsets need tiles of
@@ -204,17 +213,15 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
     TFB_RETURN_IF_ERROR(
         ToStatus(KernelsOn<FlashBackwardKernels>(runtime->target()).offsets(b, execution.stream)));
   }
-  const auto add_by_token = [&](const float* rows, int64_t channels,
-                                const TensorView& to) -> absl::Status {
+  const auto add_by_token = [&](const TensorView& rows, const TensorView& to) -> absl::Status {
     if (!sums.key_order || to.empty()) return absl::OkStatus();
-    return ForEach(runtime->device(), p.batch * p.kv_heads * channels,
-                   AddByToken{rows, p.kv_heads, p.kv_tokens, channels, call.forward->key_order,
-                              ToDeviceView(to)},
-                   execution);
+    return AddRowsByToken(runtime, rows, call.forward->key_order, to, execution);
   };
-  TFB_RETURN_IF_ERROR(add_by_token(parts.k_by_place, p.head_dim, call.k_gradient));
-  TFB_RETURN_IF_ERROR(add_by_token(parts.v_by_place, p.value_dim, call.v_gradient));
-  return AddSums(b, call.terms, execution);
+  TFB_RETURN_IF_ERROR(add_by_token(k_by_place, call.k_gradient));
+  TFB_RETURN_IF_ERROR(add_by_token(v_by_place, call.v_gradient));
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  return AddSums(b, call.terms, rest);
 }
 
 absl::Status FlashBackwardCuda::AddSums(const FlashBackwardArguments& b,
@@ -268,12 +275,35 @@ absl::Status FlashBackwardCuda::AddSums(const FlashBackwardArguments& b,
     TFB_RETURN_IF_ERROR(ForEach(device, heads * offsets * dim, add, execution));
   }
   if (terms.position_bias == nullptr) return absl::OkStatus();
-  AddPositionBiasSums add = {
-      of_offset(b.positions, 1), position, {}, labels, {}, a.scale, first, end, dim,
-      terms.position_bias};
-  if (blocks > 0) add.keys = keys;
+  AddPositionBiasSums add = {};
+  add.gradients = of_offset(b.positions, 1);
+  add.keys = keys;
+  add.first_offset = std::max(first, keys.low + position);
+  add.first_key = add.first_offset - position - keys.low;
+  add.scale = a.scale;
+  add.labels = labels;
   if (b.labels != nullptr) add.label_keys = a.rule.label_keys;
-  return ForEach(device, heads * dim, add, execution);
+  add.dim = dim;
+  add.to = terms.position_bias;
+  const int64_t end_offset = std::min(end, keys.high + 1 + position);
+  const bool has_keys = blocks > 0 && keys.rows != nullptr && end_offset > add.first_offset;
+  return SumInRuns(device, {heads, dim, has_keys ? end_offset - add.first_offset : 0}, add,
+                   execution);
+}
+
+absl::Status AddRowsByToken(CudaRuntime* runtime, const ConstTensorView& rows,
+                            const TokenOrder& order, const TensorView& to,
+                            const Execution& execution) {
+  AddByTokenArguments a = {};
+  a.rows = rows.At<float>();
+  a.batch = rows.dim(0);
+  a.heads = rows.dim(1);
+  a.places = rows.dim(2);
+  a.channels = rows.dim(3);
+  a.order = order;
+  a.to = ToDeviceView(to);
+  a.tokens = to.dim(2);
+  return ToStatus(KernelsOn<FlashSumKernels>(runtime->target()).add_by_token(a, execution.stream));
 }
 
 absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call,

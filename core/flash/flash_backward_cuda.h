@@ -70,6 +70,13 @@ class FlashBackwardCuda {
   DeviceBuffer runs_;
 };
 
+// Adds rows f32 [batch, heads, places, channels], without strides, to the tokens of `to`, f32 of any
+// strides, that an order of the places names; numbers below 0 name none. The rows of a token are added in
+// the order of places.
+absl::Status AddRowsByToken(CudaRuntime* runtime, const ConstTensorView& rows,
+                            const TokenOrder& order, const TensorView& to,
+                            const Execution& execution);
+
 // Writes the numbers of rows of an output [batch, query_heads, rows, value_dim], of any dtype and strides, from its
 // log-sum-exp, what rounding took from the two, which may be empty, and the gradients of both, of which that of the
 // log-sum-exp may be empty. `marks`, u8 [batch, rows], may be empty: rows where it is not `counts` have no gradients.

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "core/cuda/functor.h"
+#include "core/cuda/run_sums.h"
 #include "core/flash/flash_backward_kernels.h"
 #include "core/flash/score_rule.h"
 
@@ -115,59 +116,64 @@ struct AddRelativeKeySums {
   }
 };
 
-// Adds the sums of the position bias, of relative keys and of label keys: element n = h dim + c.
+// The sums (core/cuda/run_sums.h) over offsets of ds times the relative keys, those of a head in a row,
+// which are added, with the sums of label keys, to the gradient of the position bias.
 struct AddPositionBiasSums {
+  using Number = float;
+  static constexpr int kSums = 1;
   SumOfOffset gradients;  // of ds, where there are relative keys
-  int64_t query_position;
-  RelativeKeyRows keys;  // of f32, or null
+  RelativeKeyRows keys;   // of f32
+  int64_t first_offset;   // j - i of the first term
+  int64_t first_key;      // its row of a head's keys
+  float scale;
   SumOfTiles labels;     // rows of 2 (dim + 1), where there are label keys
   LabelKeys label_keys;  // or null
-  float scale;
-  int64_t first_offset;  // the pairs' least offset j - i
-  int64_t end_offset;
   int64_t dim;
   float* to;  // [heads][dim]
 
-  TFB_HOST_DEVICE void operator()(int64_t n) const {
-    const int64_t h = n / dim, c = n % dim;
-    float sum = 0;
-    if (keys.rows != nullptr) {
-      const float* rows = static_cast<const float*>(keys.rows) +
-                          h % keys.heads * (keys.high - keys.low + 1) * keys.row;
-      for (int64_t x = first_offset; x < end_offset; ++x) {
-        const int64_t o = x - query_position;
-        if (o < keys.low || o > keys.high) continue;
-        sum += gradients.Of(h, x, 0) * rows[(o - keys.low) * keys.row + c];
+  template <class Piece>
+  TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece& piece,
+                                float (&sums)[kSums][Piece::kMost]) const {
+    const int64_t first_row = h % keys.heads * (keys.high - keys.low + 1) + first_key;
+    for (int64_t n = begin; n < end; ++n) {
+      const float ds = gradients.Of(h, first_offset + n, 0);
+      const float* key =
+          static_cast<const float*>(keys.rows) + (first_row + n) * keys.row + piece.first();
+      for (int i = 0; i < piece.count(); ++i) sums[0][i] += ds * key[i];
+    }
+  }
+  template <class Piece>
+  TFB_HOST_DEVICE void Take(int64_t h, const Piece& piece,
+                            const float (&sums)[kSums][Piece::kMost]) const {
+    for (int i = 0; i < piece.count(); ++i) {
+      const int64_t c = piece.first() + i;
+      float sum = scale * sums[0][i];
+      for (int64_t label = 0; label_keys.keys != nullptr && label < 2; ++label) {
+        const float* key = label_keys.keys + (h % label_keys.heads * 2 + label) * dim;
+        sum += labels.Of(h, label * (dim + 1) + dim) * key[c];  // which has the scale
       }
-      sum *= scale;
+      to[h * dim + c] += sum;
     }
-    for (int64_t label = 0; label_keys.keys != nullptr && label < 2; ++label) {
-      const float* key = label_keys.keys + (h % label_keys.heads * 2 + label) * dim;
-      sum += labels.Of(h, label * (dim + 1) + dim) * key[c];  // which has the scale
-    }
-    to[n] += sum;
   }
 };
 
-// Adds rows of places to the tokens that an order names, in the order of places: element
-// n = (b heads + h) channels + c.
-struct AddByToken {
+// Rows of places, and the tokens that they are added to.
+struct AddByTokenArguments {
   const float* rows;  // [batch][heads][places][channels]
+  int64_t batch;
   int64_t heads;
   int64_t places;
   int64_t channels;
   TokenOrder order;
-  DeviceView to;  // f32
+  DeviceView to;   // f32 [batch, heads, tokens, channels]
+  int64_t tokens;  // of `to`
+};
 
-  TFB_HOST_DEVICE void operator()(int64_t n) const {
-    const int64_t c = n % channels, h = n / channels % heads, b = n / channels / heads;
-    const float* from = rows + (b * heads + h) * places * channels + c;
-    for (int64_t place = 0; place < places; ++place) {
-      const int64_t token = order(b, h, place);
-      if (token < 0) continue;
-      static_cast<float*>(to.data)[Offset(to, b, h, token, c)] += from[place * channels];
-    }
-  }
+struct FlashSumKernels {
+  // Adds each row to the token that the order names, those of a token in the order of places. A number
+  // below 0 names no token. Enqueues on the stream and returns null, or a text that says why it could
+  // not.
+  const char* (*add_by_token)(const AddByTokenArguments& arguments, void* stream);
 };
 
 }  // namespace tfb

@@ -5,5 +5,6 @@ namespace tfb {
 
 TFB_FOR_EACH_IN_ROWS(WriteSums);
 TFB_FOR_EACH_IN_ROWS(AddMappedSums);
+TFB_FOR_EACH_IN_ROWS(AddPartialSums);
 
 }  // namespace tfb

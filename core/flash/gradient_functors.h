@@ -25,16 +25,19 @@ struct WriteSums {
   }
 };
 
-// Adds to channel c of element elements[n] the sum of slopes[e] times channel c of sums[places[e]]
-// over begins[n] <= e < begins[n + 1].
+// Sums slopes[e] times channel c of sums[places[e]] over the run begins[n] <= e < begins[n + 1], and adds
+// that to channel c of element targets[n], or, where targets[n] is below 0, writes it to row
+// -1 - targets[n] of partial sums: the run is one of several of an element.
 struct AddMappedSums {
-  const int64_t* elements;
+  const int64_t* targets;
   const int64_t* begins;
   const int64_t* places;
   const double* slopes;
   int64_t stride;  // of an element's channels
   const float* sums;
   double* gradients;
+  double* partial;  // [rows][channels]
+  int64_t channels;
 
   template <class Piece>
   TFB_HOST_DEVICE void operator()(int64_t n, const Piece& piece) const {
@@ -44,6 +47,32 @@ struct AddMappedSums {
     for (int64_t e = begins[n]; e < begins[n + 1]; ++e) {
       piece.Load(view, places[e], 1, x);
       for (int i = 0; i < piece.count(); ++i) total[i] += slopes[e] * x[i];
+    }
+    if (targets[n] < 0) {
+      double* to = partial + (-1 - targets[n]) * channels + piece.first();
+      for (int i = 0; i < piece.count(); ++i) to[i] = total[i];
+      return;
+    }
+    double* to = gradients + targets[n] + piece.first() * stride;
+    for (int i = 0; i < piece.count(); ++i) to[i * stride] += total[i];
+  }
+};
+
+// Adds to element elements[n] its partial sums, rows begins[n] to begins[n + 1] - 1.
+struct AddPartialSums {
+  const int64_t* elements;
+  const int64_t* begins;
+  const double* partial;  // [rows][channels]
+  int64_t channels;
+  int64_t stride;  // of an element's channels
+  double* gradients;
+
+  template <class Piece>
+  TFB_HOST_DEVICE void operator()(int64_t n, const Piece& piece) const {
+    double total[Piece::kMost] = {};
+    for (int64_t row = begins[n]; row < begins[n + 1]; ++row) {
+      const double* from = partial + row * channels + piece.first();
+      for (int i = 0; i < piece.count(); ++i) total[i] += from[i];
     }
     double* to = gradients + elements[n] + piece.first() * stride;
     for (int i = 0; i < piece.count(); ++i) to[i * stride] += total[i];

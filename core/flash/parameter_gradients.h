@@ -77,17 +77,24 @@ class GradientMap {
                                             int64_t channels = 1, int64_t stride = 1);
 
   // Adds to the elements' sums what the sums of the numbers' gradients give, in the order of the
-  // numbers. It allocates nothing.
+  // numbers: those of an element that has many of them are cut into runs, whose sums are added in their
+  // order. It allocates nothing.
   absl::Status Add(const float* numbers, double* elements, const Execution& execution) const;
+  // The workspace of Add, of any map.
+  static constexpr size_t kWorkspaceBytes = 64 << 10;
 
  private:
   Device device_ = Device::kCpu;
   int64_t channels_ = 1;
   int64_t stride_ = 1;
-  DeviceArray<int64_t> elements_;
-  DeviceArray<int64_t> begins_;  // [elements + 1] into the others
+  // Runs of slopes.
+  DeviceArray<int64_t> targets_;  // the element, or -1 - the row of partial sums
+  DeviceArray<int64_t> begins_;   // [runs + 1] into the others
   DeviceArray<int64_t> numbers_;
   DeviceArray<double> slopes_;
+  // The elements that have several runs.
+  DeviceArray<int64_t> long_elements_;
+  DeviceArray<int64_t> partial_begins_;  // [long elements + 1]
 };
 
 }  // namespace tfb

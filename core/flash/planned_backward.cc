@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/for_each.h"
 #include "core/flash/crop.h"
-#include "core/flash/flash_backward_sums.h"
 #include "core/flash/planned_layer.h"
 #include "core/layers/copy_tensor.h"
 #include "core/status.h"
@@ -70,7 +69,7 @@ size_t PlannedLayer::kept_bytes() const {
 }
 
 size_t PlannedLayer::BackwardScratchBytes(int threads) const {
-  size_t bytes = 0;
+  size_t bytes = terms_.empty() ? 0 : GradientMap::kWorkspaceBytes;
   for (const std::shared_ptr<FlashStep>& step : plan_.steps()) {
     bytes = std::max({bytes, step->workspace_bytes(device_, threads),
                       step->backward_workspace_bytes(device_, threads)});
@@ -303,12 +302,9 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
     if (device_ == Device::kCpu) {
       AddRowsByToken(backward.q_gradient, forward.query_order, q_gradient, execution.pool);
     } else {
-      const TensorView& by_place = backward.q_gradient;
+      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
       TFB_RETURN_IF_ERROR(
-          ForEach(device_, by_place.dim(0) * by_place.dim(1) * by_place.dim(3),
-                  AddByToken{memory.by_place, by_place.dim(1), by_place.dim(2), by_place.dim(3),
-                             forward.query_order, ToDeviceView(q_gradient)},
-                  execution));
+          AddRowsByToken(runtime, backward.q_gradient, forward.query_order, q_gradient, execution));
     }
   }
   return absl::OkStatus();

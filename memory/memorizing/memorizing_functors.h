@@ -257,8 +257,9 @@ struct SumsOfReads {
   template <class Piece>
   TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece&,
                                 double (&sums)[kSums][Piece::kMost]) const {
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t row = (n / reads.tokens * reads.heads + h) * reads.tokens + n % reads.tokens;
+    TermIndex query(begin, reads.tokens);
+    for (int64_t n = begin; n < end; ++n, query.Next()) {
+      const int64_t row = (query.outer * reads.heads + h) * reads.tokens + query.inner;
       sums[0][0] += reads.numbers[row].of_gate;
       sums[1][0] += reads.numbers[row].along;
     }
@@ -289,8 +290,9 @@ struct SumsOfNull {
                                 double (&sums)[kSums][Piece::kMost]) const {
     const int64_t slots = reads.slots();
     const float* unit = reads.null_keys + kv_head * reads.channels + piece.first();
-    for (int64_t n = begin; n < end; ++n) {
-      const int64_t t = n % reads.tokens, head = n / reads.tokens;
+    TermIndex of_head(begin, reads.tokens);
+    for (int64_t n = begin; n < end; ++n, of_head.Next()) {
+      const int64_t t = of_head.inner, head = of_head.outer;
       const StoreReads::Query query = {head / reads.group,
                                        kv_head * reads.group + head % reads.group, t};
       const int64_t row = (query.b * reads.heads + query.h) * reads.tokens + t;

@@ -330,6 +330,7 @@ size_t ListAttention::backward_workspace_bytes(const ListSchedules& lists, int t
   return scratch +
          std::max({engine_.backward_workspace_bytes(lists, /*relative_keys=*/true, threads),
                    SumInRunsBytes<SumsOfHeads>(ShapeOfSpanSums(lists.longest_segment())),
+                   GradientMap::kWorkspaceBytes,
                    MatMulWorkspaceBytes(device_, rows, 2 * kv_width(), width, threads),
                    MatMulWorkspaceBytes(device_, rows, width, width, threads),
                    MatMulGradientWorkspaceBytes(device_, rows, width, kv_width(), threads),

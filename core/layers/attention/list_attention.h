@@ -38,6 +38,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "core/cuda/row_list.h"
+#include "core/cuda/run_sums.h"
 #include "core/flash/flash_backward.h"
 #include "core/flash/flash_backward_cuda.h"
 #include "core/flash/score_rule.h"

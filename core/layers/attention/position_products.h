@@ -69,8 +69,9 @@ struct SumsOfHeads {
   template <class Piece>
   TFB_HOST_DEVICE void AddTerms(int64_t h, int64_t begin, int64_t end, const Piece&,
                                 double (&to)[kSums][Piece::kMost]) const {
-    for (int64_t n = begin; n < end; ++n) {
-      to[0][0] += numbers[(n / tokens * heads + h) * tokens + n % tokens];
+    TermIndex query(begin, tokens);
+    for (int64_t n = begin; n < end; ++n, query.Next()) {
+      to[0][0] += numbers[(query.outer * heads + h) * tokens + query.inner];
     }
   }
   template <class Piece>
