@@ -112,9 +112,9 @@ struct GradientOfDepthwise {
     const CompressionArguments& f = a.forward;
     const int64_t table = row / f.window, t = row % f.window;
     float x[Piece::kMost], slot_gradient[Piece::kMost];
-    TermIndex of_head(begin, f.slot_count);
-    for (int64_t n = begin; n < end; ++n, of_head.Next()) {
-      const int64_t b = of_head.outer / f.heads, h = of_head.outer % f.heads, slot = of_head.inner;
+    TermIndex of_slot(begin, f.slot_count), of_head(of_slot.outer, f.heads);
+    for (int64_t n = begin; n < end; ++n, of_head.Next(of_slot.Next())) {
+      const int64_t b = of_head.outer, h = of_head.inner, slot = of_slot.inner;
       if (a.TableIndex(b, h) != table || !IsToken(f, b, slot * f.window + t)) continue;
       LoadToken(f, piece, b, h, slot * f.window + t, x);
       piece.Load(a.slots, Offset(a.slots, b, h, slot), a.slots.strides[3], slot_gradient);

@@ -53,7 +53,11 @@ struct TermRuns {
   }
 };
 
-// The indices outer = n / size and inner = n % size of terms that follow each other, for one division.
+// The indices outer = n / size and inner = n % size of terms that follow each other, which are divided once.
+// Next tells whether the outer one has moved on; an index of that may follow it:
+//
+//   TermIndex token(begin, tokens), head(token.outer, heads);
+//   for (int64_t n = begin; n < end; ++n, head.Next(token.Next())) ...
 struct TermIndex {
   int64_t size;
   int64_t outer;
@@ -61,10 +65,11 @@ struct TermIndex {
 
   TFB_HOST_DEVICE TermIndex(int64_t n, int64_t inner_size)
       : size(inner_size), outer(n / inner_size), inner(n % inner_size) {}
-  TFB_HOST_DEVICE void Next() {
-    if (++inner < size) return;
+  TFB_HOST_DEVICE bool Next(bool moves = true) {
+    if (!moves || ++inner < size) return false;
     inner = 0;
     ++outer;
+    return true;
   }
 };
 

@@ -290,12 +290,10 @@ struct SumsOfNull {
                                 double (&sums)[kSums][Piece::kMost]) const {
     const int64_t slots = reads.slots();
     const float* unit = reads.null_keys + kv_head * reads.channels + piece.first();
-    TermIndex of_head(begin, reads.tokens);
-    for (int64_t n = begin; n < end; ++n, of_head.Next()) {
-      const int64_t t = of_head.inner, head = of_head.outer;
-      const StoreReads::Query query = {head / reads.group,
-                                       kv_head * reads.group + head % reads.group, t};
-      const int64_t row = (query.b * reads.heads + query.h) * reads.tokens + t;
+    TermIndex token(begin, reads.tokens), head(token.outer, reads.group);
+    for (int64_t n = begin; n < end; ++n, head.Next(token.Next())) {
+      const StoreReads::Query query = {head.outer, kv_head * reads.group + head.inner, token.inner};
+      const int64_t row = (query.b * reads.heads + query.h) * reads.tokens + query.t;
       const int64_t slot = row * slots + reads.k;
       const QueryNumbers& numbers = reads.numbers[row];
       const double of_unit = reads.ScaleOf(query) * reads.products[slot];
