@@ -62,17 +62,35 @@ double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
   return std::clamp(0.9 * lambda + 0.1 * first * decayed, 0.0, 1.0);
 }
 
+constexpr char kLogitScale[] = "confidence_logits.scale";
+
 // The confidences of one sequence in float64, with bounds of the error of a layer's: its states
-// have an error of `state_error` of the largest channel.
+// have an error of `state_error` of the largest channel. Where `outputs` have the logits of classifiers,
+// it writes those of this batch row.
 class DefinedConfidence : public layers::DefinedRule {
  public:
   DefinedConfidence(const Problem& problem, const CalmOptions& options,
-                    const NamedTensors& parameters)
+                    const NamedTensors& parameters, NamedTensors* outputs, int64_t row)
       : tokens_(problem.query_tokens),
         options_(options),
         parameters_(parameters),
-        state_error_(layers::StateError(problem.dtype)) {
+        state_error_(layers::StateError(problem.dtype)),
+        outputs_(outputs),
+        row_(row) {
     if (options.confidence == Confidence::kSoftmax) distribution_.emplace(parameters);
+  }
+
+  // The error is in units of the bound of outputs in f32 (see Technique::Define).
+  void Read(int64_t n, const Rows& after) override {
+    if (n == options_.layers || outputs_->count(kConfidenceLogits) == 0) return;
+    const TensorView logits = outputs_->at(kConfidenceLogits).view();
+    for (int64_t t = 0; t < after.rows(); ++t) {
+      const ExitScore z = Logit(n, after[t], after.channels());
+      *logits.MutableAt<double>(row_, t, n - 1) = z.value;
+      double& scale = *outputs_->at(kLogitScale).view().MutableAt<double>(row_, t);
+      const double error = z.error / layers::StateError(DType::kF32);
+      scale = n == 1 ? error : std::max(scale, error);
+    }
   }
 
   ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows& before) override {
@@ -122,6 +140,11 @@ class DefinedConfidence : public layers::DefinedRule {
 
   // A sigmoid is nowhere steeper than 1/4.
   ExitScore Classifier(int64_t n, const double* h, int64_t channels) const {
+    const ExitScore z = Logit(n, h, channels);
+    return {1 / (1 + std::exp(-z.value)), z.error / 4};
+  }
+
+  ExitScore Logit(int64_t n, const double* h, int64_t channels) const {
     const std::string prefix = layers::ExitPrefix(n - 1) + ".confidence.";
     const ConstTensorView w = parameters_.at(prefix + "w").view();
     double z = parameters_.at(prefix + "b").view().Get(0), magnitude = 0;
@@ -129,13 +152,15 @@ class DefinedConfidence : public layers::DefinedRule {
       z += w.Get(c) * h[c];
       magnitude += std::abs(w.Get(c));
     }
-    return {1 / (1 + std::exp(-z)), magnitude * state_error_ * Largest(h, channels) / 4};
+    return {z, magnitude * state_error_ * Largest(h, channels)};
   }
 
   int64_t tokens_;
   const CalmOptions& options_;
   const NamedTensors& parameters_;
   double state_error_;
+  NamedTensors* outputs_;
+  int64_t row_;
   std::optional<layers::ExitDistribution> distribution_;  // of the softmax
 };
 
@@ -149,7 +174,7 @@ std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem,
 }
 std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem,
                                              const CalmOptions& options) const {
-  return layers::ExitStackOutputs(problem, options, /*has_probabilities=*/false);
+  return layers::ExitStackOutputs(problem, options, LogitsOf(options));
 }
 
 absl::Status Calm::Check(const Problem& problem, const CalmOptions& options) const {
@@ -171,11 +196,18 @@ absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options
       layers::ExitStackParameters(layers::ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);
   TFB_RETURN_IF_ERROR(layers::CheckParameters(specs, parameters));
-  const auto rule = [&](int64_t) {
-    return std::make_unique<DefinedConfidence>(problem, options, parameters);
+  NamedTensors logits;
+  if (const layers::RuleOutput output = LogitsOf(options); output.exists()) {
+    const int64_t batch = problem.batch, tokens = problem.query_tokens;
+    logits[output.name] = Tensor(DType::kF64, {batch, tokens, output.columns});
+    logits[kLogitScale] = Tensor(DType::kF64, {batch, tokens});
+  }
+  const auto rule = [&](int64_t b) {
+    return std::make_unique<DefinedConfidence>(problem, options, parameters, &logits, b);
   };
   TFB_ASSIGN_OR_RETURN(
       *outputs, layers::DefineExitStack(problem, options, parameters, inputs, request, rule));
+  outputs->merge(std::move(logits));
   return absl::OkStatus();
 }
 

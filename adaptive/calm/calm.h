@@ -23,6 +23,14 @@
 // confidence that is NaN never leaves. adaptive/calm/learn_then_test.h finds a lambda that
 // guarantees a quality; //adaptive/calm:calibrate does so for the trained model.
 //
+// The optional output confidence_logits has z^n_t = w_n . h^n_t + b_n of the classifier, whose sigmoid
+// is c^n_t, for n = 1, ..., N - 1 and every token; h^n_t is the copied state after a token has left. It
+// costs nothing where it is left out. In a backward pass its gradient reaches the classifiers and the
+// states that they read. The source trains the exits first, by their losses in proportion to n
+// (exit_stack.h), and then the classifiers alone, with all else frozen: whoever does so takes the
+// gradients of exitN.confidence and no others. The labels and the loss are in
+// adaptive/calm/consistency.h.
+//
 // Source: Schuster et al. 2022, "Confident adaptive language modeling", arXiv:2207.07061v2,
 // sections 3 and 4. The authors' code (github.com/google-research/t5x, t5x/contrib/calm at cc342d4)
 // has the third schedule; the test compares confidences and thresholds with it. Not followed there:
@@ -46,6 +54,9 @@
 #include "core/technique.h"
 
 namespace tfb::calm {
+
+// The name of the optional output of a classifier's logits.
+inline constexpr char kConfidenceLogits[] = "confidence_logits";
 
 struct CalmOptions : layers::ExitStackOptions {
   enum class Schedule { kConstant, kDecaying, kT5x };
@@ -85,8 +96,9 @@ struct CalmOptions : layers::ExitStackOptions {
 // N(0, 16 / model_dim), so that probabilities are of all sizes, w N(0, 1 / model_dim).
 //
 // Calm reads x and the optional exits, i32 [batch, query_tokens], which then replace the
-// confidence; it writes out, normalised, and the optional exits. The optional memories, which it
-// reads with given_memory, are transformer_xl's. The counterpart is the stack that no token leaves.
+// confidence; it writes out, normalised, the optional exits and, with a classifier, the optional
+// confidence_logits, f32 [batch, query_tokens, N - 1]. The optional memories, which it reads with
+// given_memory, are transformer_xl's. The counterpart is the stack that no token leaves.
 class Calm : public TechniqueOf<CalmOptions> {
  public:
   Calm();

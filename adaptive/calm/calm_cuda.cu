@@ -31,10 +31,10 @@ __device__ float Cosine(const float* a, const float* b, int64_t channels) {
   return SumOfWarp(dot) / sqrtf(SumOfWarp(of_a) * SumOfWarp(of_b));
 }
 
-__device__ float Classified(const float* w, float bias, const float* state, int64_t channels) {
+__device__ float Logit(const float* w, float bias, const float* state, int64_t channels) {
   float dot = 0;
   for (int64_t c = Lane(); c < channels; c += kWarp) dot += w[c] * state[c];
-  return 1 / (1 + expf(-(SumOfWarp(dot) + bias)));
+  return SumOfWarp(dot) + bias;
 }
 
 __device__ float ThresholdAt(const Threshold& a, int64_t t) {
@@ -53,9 +53,14 @@ __global__ void __launch_bounds__(kRowThreads) Decide(ConfidenceArguments a) {
   } else if (a.confidence == Confidence::kSaturation) {
     confidence = Cosine(state, a.before + row * a.channels, a.channels);
   } else {
-    confidence = Classified(a.weights, a.bias, state, a.channels);
+    const float z = Logit(a.weights, *a.bias, state, a.channels);
+    if (Lane() == 0 && a.logits.data != nullptr) {
+      const DeviceLogits& to = a.logits;
+      to.data[row / a.tokens * to.batch_stride + row % a.tokens * to.token_stride] = z;
+    }
+    confidence = 1 / (1 + expf(-z));
   }
-  if (Lane() == 0) {
+  if (Lane() == 0 && a.leaves != nullptr) {
     a.leaves[row] =
         confidence >= ThresholdAt(a.threshold, a.first_position + row % a.tokens) ? 1 : 0;
   }

@@ -19,14 +19,23 @@ struct Threshold {
   float most;
 };
 
-// leaves[r] = whether the confidence of row r reaches its threshold.
+// Logits of a classifier, of row r, token r % tokens of sequence r / tokens.
+struct DeviceLogits {
+  float* data;
+  int64_t batch_stride;
+  int64_t token_stride;
+};
+
+// leaves[r] = whether the confidence of row r reaches its threshold; and logits, of all rows, have w .
+// state + b of the classifier. Either may be null.
 struct ConfidenceArguments {
   Confidence confidence;
   const float* state;    // [rows, channels]; softmax: logits
   const float* before;   // saturation: the state before the layer
   const float* weights;  // classifier: w [channels]
-  float bias;
+  const float* bias;     // and b, one
   uint8_t* leaves;
+  DeviceLogits logits;
   int64_t rows;
   int64_t channels;
   int64_t tokens;  // tokens of each batch row

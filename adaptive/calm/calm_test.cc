@@ -67,6 +67,11 @@ void ExpectEqualsDefinition(const Problem& problem, const NamedTensors& inputs,
   for (int64_t n = 0; n < found.at("exits").num_elements(); ++n) {
     ASSERT_EQ(found.at("exits").view().Get(n), expected->at("exits").view().Get(n)) << n;
   }
+  if (found.count(kConfidenceLogits) == 0) return;
+  // The norms of the weights are near 1, so that a logit is of the size of a state's channel.
+  EXPECT_LE(
+      MaxDifference(found.at(kConfidenceLogits).view(), expected->at(kConfidenceLogits).view()),
+      std::sqrt(8.0) * Fp32Bound(expected->at("exit_outputs").view()));
 }
 
 // Returns the output of Transformer-XL with `layers` of the parameters, normalised as after that
@@ -582,7 +587,7 @@ TEST(Calm, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
 }
 
 // The exits' losses weighed in proportion to the layer, as its section 4.1 trains them, with that of
-// the outputs of tokens that leave where the confidence says so.
+// the outputs of tokens that leave where the confidence says so, and that of the classifiers' logits.
 TEST(Calm, GradientsOfItsOwnExitsAreTheCpusOnEveryDevice) {
   const Problem problem = CausalProblem(2, 2, 27, 8);
   struct Rule {
@@ -603,6 +608,9 @@ TEST(Calm, GradientsOfItsOwnExitsAreTheCpusOnEveryDevice) {
     NamedTensors of_outputs;
     of_outputs["out"] = Tensor(DType::kF32, inputs.at("x").shape());
     of_outputs["exit_outputs"] = Tensor(DType::kF32, {2, 3, 27, problem.model_dim()});
+    if (confidence == std::string("classifier")) {
+      of_outputs[kConfidenceLogits] = Tensor(DType::kF32, {2, 27, 2});
+    }
     for (auto& [name, gradient] : of_outputs) FillNormal(&gradient, 7, name);
     const TensorView of_exits = of_outputs.at("exit_outputs").view();
     for (int64_t e = 0; e < of_exits.num_elements(); ++e) {
@@ -625,6 +633,44 @@ TEST(Calm, GradientsOfItsOwnExitsAreTheCpusOnEveryDevice) {
     }
     const ConstTensorView of_x = expected->inputs.at("x").view();
     EXPECT_LE(MaxDifference(found->inputs.at("x").view(), of_x), 2 * Fp32Bound(of_x));
+  }
+}
+
+TEST(Calm, LogitsAreThoseThatDecideAndOfAllLayersAndTokens) {
+  const Problem problem = CausalProblem(2, 2, 27, 8);
+  Options options = {{"layers", "3"},
+                     {"segment", "12"},
+                     {"memory", "7"},
+                     {"confidence", "classifier"},
+                     {"threshold", "0.5"}};
+  NamedTensors inputs = InputsFor(problem);
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
+  for (const bool exits_given : {false, true}) {
+    if (exits_given) {
+      inputs["exits"] = Tensor(DType::kI32, {2, 27});
+      for (int e = 0; e < 54; ++e) inputs["exits"].span<int32_t>()[e] = e * e % 3 + 1;
+    }
+    for (const Device device : TestedDevices()) {
+      const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
+      const ConstTensorView logits = found.at(kConfidenceLogits).view();
+      ASSERT_EQ(logits.shape(), Shape({2, 27, 2}));
+      std::vector<int> exits;
+      for (int64_t e = 0; e < 54; ++e) {
+        exits.push_back(logits.Get(2 * e) >= 0 ? 1 : logits.Get(2 * e + 1) >= 0 ? 2 : 3);
+      }
+      if (!exits_given) {
+        EXPECT_EQ(ExitsOf(found), exits);
+      }
+      ExpectEqualsDefinition(problem, inputs, parameters, options, found);
+    }
+  }
+  // Without a classifier there are none.
+  for (const auto& [option, value] :
+       {std::pair("layers", "1"), std::pair("confidence", "softmax")}) {
+    Options without = options;
+    without[option] = value;
+    const std::vector<TensorSpec> outputs = Calm().OutputSpecs(problem, without).value();
+    for (const TensorSpec& spec : outputs) EXPECT_NE(spec.name, kConfidenceLogits) << option;
   }
 }
 

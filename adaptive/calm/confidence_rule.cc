@@ -4,8 +4,8 @@
 #include <cmath>
 #include <limits>
 
-#include "core/cpu/kernels.h"
 #include "core/cuda/runtime.h"
+#include "core/layers/copy_tensor.h"
 #include "core/status.h"
 
 namespace tfb::calm {
@@ -69,26 +69,34 @@ float ThresholdAt(const Threshold& threshold, int64_t t) {
   return std::min(std::max(value, 0.0f), threshold.most);
 }
 
+layers::RuleOutput LogitsOf(const CalmOptions& options) {
+  if (options.confidence != Confidence::kClassifier || options.layers < 2) return {};
+  return {kConfidenceLogits, options.layers - 1};
+}
+
 ConfidenceRule::ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options)
     : device_(device),
-      width_(problem.model_dim()),
+      problem_(problem),
       options_(options),
       logits_(device, problem.model_dim(), options.vocabulary),
-      threshold_(ThresholdOf(options, problem.query_tokens)) {}
+      threshold_(ThresholdOf(options, problem.query_tokens)),
+      classifiers_(device, options.layers - 1, problem.model_dim()) {
+  for (int64_t n = 1; n < options.layers; ++n) {
+    names_.push_back(layers::ExitPrefix(n - 1) + ".confidence");
+  }
+}
 
 absl::Status ConfidenceRule::Setup(const NamedTensors& parameters) {
   if (has_logits()) return logits_.Setup(parameters, options_.layers);
-  weights_.clear();
-  biases_.clear();
   if (options_.confidence != Confidence::kClassifier) return absl::OkStatus();
-  for (int64_t n = 1; n < options_.layers; ++n) {
-    const std::string prefix = layers::ExitPrefix(n - 1) + ".confidence.";
-    TFB_ASSIGN_OR_RETURN(DeviceArray<float> w,
-                         CopyFloats(device_, parameters.at(prefix + "w").view()));
-    weights_.push_back(std::move(w));
-    biases_.push_back(static_cast<float>(parameters.at(prefix + "b").view().Get(0)));
+  const int64_t width = problem_.model_dim(), classes = classifiers_.classes();
+  Tensor w(DType::kF32, {classes, width}), b(DType::kF32, {classes});
+  for (int64_t n = 0; n < classes; ++n) {
+    const ConstTensorView own = parameters.at(names_[n] + ".w").view();
+    for (int64_t c = 0; c < width; ++c) w.view().Set(n * width + c, own.Get(own.Offset(c)));
+    b.view().Set(n, parameters.at(names_[n] + ".b").view().Get(0));
   }
-  return absl::OkStatus();
+  return classifiers_.Setup(w.view(), b.view());
 }
 
 ConfidenceRule::Scratch ConfidenceRule::LayOut(int64_t rows, Workspace& workspace) const {
@@ -104,7 +112,8 @@ size_t ConfidenceRule::workspace_bytes(int64_t rows, int threads) const {
 }
 
 double ConfidenceRule::flops(int64_t layers) const {
-  const double asked = static_cast<double>(layers), width = static_cast<double>(width_);
+  const double asked = static_cast<double>(layers),
+               width = static_cast<double>(problem_.model_dim());
   switch (options_.confidence) {
     case Confidence::kSoftmax:
       return asked * logits_.flops();
@@ -134,28 +143,26 @@ absl::Status ConfidenceRule::Decide(const ExitRows& rows, uint8_t* leaves,
 
 void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
                                       const Execution& execution) const {
+  float* const confidences = scratch.confidences;
+  if (options_.confidence == Confidence::kClassifier) {
+    return classifiers_.ForEachLogit(
+        rows.layer - 1, rows.state, execution.pool,
+        [&](int64_t r, float z) { confidences[r] = 1 / (1 + std::exp(-z)); });
+  }
   execution.pool->ParallelForRanges(rows.rows(), kRowsOfTask, [&](int64_t first, int64_t end, int) {
-    float* confidences = scratch.confidences + first;
-    if (options_.confidence == Confidence::kClassifier) {
-      return Classify(rows, first, end - first, confidences);
-    }
     for (int64_t r = first; r < end; ++r) {
-      *confidences++ = has_logits()
-                           ? SoftmaxResponse(options_.vocabulary,
-                                             scratch.of_logits.logits + r * logits_.row_floats())
-                           : Cosine(rows.state.At<float>(r), rows.before.At<float>(r), width_);
+      confidences[r] =
+          has_logits()
+              ? SoftmaxResponse(options_.vocabulary,
+                                scratch.of_logits.logits + r * logits_.row_floats())
+              : Cosine(rows.state.At<float>(r), rows.before.At<float>(r), problem_.model_dim());
     }
   });
 }
 
-void ConfidenceRule::Classify(const ExitRows& rows, int64_t first, int64_t count,
-                              float* confidences) const {
-  BestCpuKernels().matrix_vector(count, width_, rows.state.At<float>(first), width_,
-                                 weights_[rows.layer - 1].data(), confidences, 1,
-                                 /*accumulate=*/false);
-  for (int64_t r = 0; r < count; ++r) {
-    confidences[r] = 1 / (1 + std::exp(-(confidences[r] + biases_[rows.layer - 1])));
-  }
+void ConfidenceRule::SetClassifier(int64_t n, ConfidenceArguments* arguments) const {
+  arguments->weights = classifiers_.weights(n - 1);
+  arguments->bias = classifiers_.bias(n - 1);
 }
 
 absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& scratch,
@@ -163,12 +170,9 @@ absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& s
   ConfidenceArguments arguments = {};
   arguments.confidence = options_.confidence;
   arguments.state = has_logits() ? scratch.of_logits.logits : rows.state.At<float>(0);
-  arguments.channels = has_logits() ? options_.vocabulary : width_;
+  arguments.channels = has_logits() ? options_.vocabulary : problem_.model_dim();
   arguments.before = rows.before.At<float>(0);
-  if (options_.confidence == Confidence::kClassifier) {
-    arguments.weights = weights_[rows.layer - 1].data();
-    arguments.bias = biases_[rows.layer - 1];
-  }
+  if (options_.confidence == Confidence::kClassifier) SetClassifier(rows.layer, &arguments);
   arguments.leaves = leaves;
   arguments.rows = rows.rows();
   arguments.tokens = rows.tokens;
@@ -181,6 +185,70 @@ absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& s
   }
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
   return ToStatus(KernelsOn<CalmKernels>(runtime->target()).decide(arguments, execution.stream));
+}
+
+absl::Status ConfidenceRule::WriteOutput(int64_t n, const ConstTensorView& state,
+                                         const TensorView& logits, const Execution& execution) {
+  if (n == options_.layers) return absl::OkStatus();
+  const int64_t tokens = logits.dim(1);
+  if (device_ == Device::kCpu) {
+    classifiers_.ForEachLogit(n - 1, state, execution.pool, [&](int64_t r, float z) {
+      *logits.MutableAt<float>(r / tokens, r % tokens, n - 1) = z;
+    });
+    return absl::OkStatus();
+  }
+  ConfidenceArguments arguments = {};
+  arguments.confidence = Confidence::kClassifier;
+  arguments.state = state.At<float>(0);
+  arguments.channels = problem_.model_dim();
+  arguments.rows = state.dim(0);
+  arguments.tokens = tokens;
+  arguments.logits = {static_cast<float*>(logits.mutable_data()) + (n - 1) * logits.stride(2),
+                      logits.stride(0), logits.stride(1)};
+  SetClassifier(n, &arguments);
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  return ToStatus(KernelsOn<CalmKernels>(runtime->target()).decide(arguments, execution.stream));
+}
+
+// ---- The backward pass of the logits ----
+
+size_t ConfidenceRule::backward_memory_bytes() const {
+  if (!output().exists()) return 0;
+  return Workspace::Measure([this](Workspace& workspace) { LayOutBackward(workspace); }) +
+         classifiers_.gradient_workspace_bytes(problem_.batch * problem_.query_tokens);
+}
+
+float* ConfidenceRule::LayOutBackward(Workspace& workspace) const {
+  return workspace.Take<float>(problem_.batch * problem_.query_tokens * classifiers_.classes());
+}
+
+absl::Status ConfidenceRule::DifferentiateOutput(const OutputGradients& gradients,
+                                                 const Execution& execution) const {
+  const int64_t width = problem_.model_dim(), tokens = problem_.query_tokens;
+  const int64_t rows = problem_.batch * tokens;
+  Workspace workspace(gradients.memory);
+  float* const of_logits = LayOutBackward(workspace);
+  const TensorView copy(of_logits, DType::kF32, gradients.of_output.shape());
+  TFB_RETURN_IF_ERROR(CopyTensor(device_, gradients.of_output, copy, execution));
+  const layers::ClassifierRows read = {gradients.states.At<float>(0), rows * width,  tokens,
+                                       /*segments=*/tokens,           /*segment=*/1, width};
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  for (int64_t n = 0; n < classifiers_.classes(); ++n) {
+    TFB_RETURN_IF_ERROR(classifiers_.AddParameterGradients(
+        read, of_logits, rows, n, gradients.parameters.Get(names_[n] + ".w"),
+        gradients.parameters.Get(names_[n] + ".b"), rest));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ConfidenceRule::AddStateGradient(int64_t n, absl::Span<std::byte> memory,
+                                              int64_t begin, const TensorView& gradient,
+                                              const Execution& execution) const {
+  if (n == options_.layers) return absl::OkStatus();
+  Workspace workspace(memory);
+  return classifiers_.AddStateGradient(LayOutBackward(workspace), problem_.query_tokens, begin,
+                                       n - 1, n, gradient, execution);
 }
 
 }  // namespace tfb::calm

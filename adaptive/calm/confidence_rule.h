@@ -4,11 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "adaptive/calm/calm.h"
-#include "core/cuda/device_array.h"
+#include "core/layers/exits/exit_classifiers.h"
 #include "core/layers/exits/exit_logits.h"
 #include "core/layers/exits/exit_stack.h"
 #include "core/workspace.h"
@@ -18,6 +20,9 @@ namespace tfb::calm {
 // Returns lambda_t of a problem of so many tokens, and its value in fp32.
 Threshold ThresholdOf(const CalmOptions& options, int64_t tokens);
 float ThresholdAt(const Threshold& threshold, int64_t t);
+
+// Returns the output of the classifiers' logits, or none where the confidence is another.
+layers::RuleOutput LogitsOf(const CalmOptions& options);
 
 class ConfidenceRule : public layers::ExitRule {
  public:
@@ -29,6 +34,15 @@ class ConfidenceRule : public layers::ExitRule {
   bool never_leaves() const override { return options_.threshold > 1; }
   absl::Status Decide(const layers::ExitRows& rows, uint8_t* leaves,
                       const Execution& execution) override;
+  layers::RuleOutput output() const override { return LogitsOf(options_); }
+  absl::Status WriteOutput(int64_t n, const ConstTensorView& state, const TensorView& logits,
+                           const Execution& execution) override;
+  size_t backward_memory_bytes() const override;
+  absl::Status DifferentiateOutput(const OutputGradients& gradients,
+                                   const Execution& execution) const override;
+  absl::Status AddStateGradient(int64_t n, absl::Span<std::byte> memory, int64_t begin,
+                                const TensorView& gradient,
+                                const Execution& execution) const override;
 
  private:
   struct Scratch {
@@ -39,19 +53,19 @@ class ConfidenceRule : public layers::ExitRule {
   bool has_logits() const { return options_.confidence == Confidence::kSoftmax; }
   void ConfidencesOnCpu(const layers::ExitRows& rows, const Scratch& scratch,
                         const Execution& execution) const;
-  // Computes the confidences of rows first to first + count - 1.
-  void Classify(const layers::ExitRows& rows, int64_t first, int64_t count,
-                float* confidences) const;
+  float* LayOutBackward(Workspace& workspace) const;  // dz [batch, tokens, N - 1]
+  // Sets what a classifier reads, after layer n.
+  void SetClassifier(int64_t n, ConfidenceArguments* arguments) const;
   absl::Status DecideOnCuda(const layers::ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
                             const Execution& execution) const;
 
   Device device_;
-  int64_t width_;
+  Problem problem_;
   CalmOptions options_;
   layers::ExitLogits logits_;
   Threshold threshold_;
-  std::vector<DeviceArray<float>> weights_;  // w of the classifiers
-  std::vector<float> biases_;
+  layers::ExitClassifiers classifiers_;  // after layers 1, ..., N - 1
+  std::vector<std::string> names_;       // of their parameters, without .w and .b
 };
 
 }  // namespace tfb::calm

@@ -12,7 +12,6 @@
 #include "core/cpu/kernels.h"
 #include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
-#include "core/cuda/sum_in_runs.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -36,6 +35,11 @@ DeviceProbabilities ToDevice(const ConstTensorView& view) {
 bool HasProbabilities(const DepthAdaptiveOptions& options) {
   using Classifier = DepthAdaptiveOptions::Classifier;
   return options.classifier != Classifier::kConfidence && options.classifier != Classifier::kFixed;
+}
+
+layers::RuleOutput ProbabilitiesOf(const DepthAdaptiveOptions& options) {
+  if (!HasProbabilities(options)) return {};
+  return {kExitProbabilities, options.layers};
 }
 
 std::string ClassifierPrefix(const DepthAdaptiveOptions& options) {
@@ -66,10 +70,7 @@ absl::Status ClassifierRule::Setup(const NamedTensors& parameters) {
   if (Is(Classifier::kFixed)) return absl::OkStatus();
   ConstTensorView weights = parameters.at(ClassifierPrefix(options_) + "w").view();
   if (!Is(Classifier::kGeometric)) weights = Transpose(weights, 0, 1);
-  TFB_ASSIGN_OR_RETURN(weights_, CopyFloats(device_, weights));
-  TFB_ASSIGN_OR_RETURN(bias_,
-                       CopyFloats(device_, parameters.at(ClassifierPrefix(options_) + "b").view()));
-  return absl::OkStatus();
+  return classifiers_.Setup(weights, parameters.at(ClassifierPrefix(options_) + "b").view());
 }
 
 size_t ClassifierRule::workspace_bytes(int64_t, int threads) const {
@@ -96,8 +97,8 @@ absl::Status ClassifierRule::Decide(const layers::ExitRows& rows, uint8_t* leave
   const int64_t width = problem_.model_dim();
   const int64_t count = Is(Classifier::kSequence) ? rows.tokens : 1;
   if (device_ == Device::kCpu && geometric) {
-    ForEachLogit(rows.layer, rows.state, execution,
-                 [&](int64_t r, float z) { leaves[r] = z > 0 ? 1 : 0; });
+    classifiers_.ForEachLogit(rows.layer - 1, rows.state, execution.pool,
+                              [&](int64_t r, float z) { leaves[r] = z > 0 ? 1 : 0; });
     return absl::OkStatus();
   }
   if (device_ == Device::kCpu) {
@@ -109,8 +110,8 @@ absl::Status ClassifierRule::Decide(const layers::ExitRows& rows, uint8_t* leave
   ObeyArguments arguments = {};
   arguments.exits = here_.exits.data();
   arguments.rows = rows.state.At<float>(0);
-  arguments.weights = geometric ? weights_.data() + (rows.layer - 1) * width : nullptr;
-  arguments.bias = geometric ? bias_.data() + rows.layer - 1 : nullptr;
+  arguments.weights = geometric ? classifiers_.weights(rows.layer - 1) : nullptr;
+  arguments.bias = geometric ? classifiers_.bias(rows.layer - 1) : nullptr;
   arguments.leaves = leaves;
   arguments.row_count = rows.rows();
   arguments.count = count;
@@ -138,8 +139,8 @@ absl::Status ClassifierRule::Classify(const layers::ExitRows& rows, const Execut
   }
   ClassifyArguments arguments = {};
   arguments.rows = rows.state.At<float>(0);
-  arguments.weights = weights_.data();
-  arguments.bias = bias_.data();
+  arguments.weights = classifiers_.weights(0);
+  arguments.bias = classifiers_.bias(0);
   arguments.scores = decisions.scores.mutable_data();
   arguments.exits = decisions.exits.mutable_data();
   arguments.segments = rows.rows() / count;
@@ -167,31 +168,17 @@ void ClassifierRule::ClassifyOnCpu(const layers::ExitRows& rows, int64_t count, 
           }
           for (int64_t c = 0; c < width; ++c) mean[c] /= static_cast<float>(count);
           float* own = scores + s * options_.layers;
-          std::copy_n(bias_.data(), options_.layers, own);
-          BestCpuKernels().matrix_vector(options_.layers, width, weights_.data(), width, mean, own,
-                                         1, /*accumulate=*/true);
+          std::copy_n(classifiers_.bias(0), options_.layers, own);
+          BestCpuKernels().matrix_vector(options_.layers, width, classifiers_.weights(0), width,
+                                         mean, own, 1, /*accumulate=*/true);
           exits[s] = ArgMax(own, options_.layers) + 1;
         }
       });
 }
 
-template <class Body>
-void ClassifierRule::ForEachLogit(int64_t n, const ConstTensorView& state,
-                                  const Execution& execution, const Body& body) const {
-  const int64_t width = problem_.model_dim(), rows = state.dim(0);
-  const float* weights = weights_.data() + (n - 1) * width;
-  execution.pool->ParallelForRanges(rows, kRowsOfTask, [&](int64_t first, int64_t end, int) {
-    const int64_t count = end - first;
-    float logits[kRowsOfTask];
-    BestCpuKernels().matrix_vector(count, width, state.At<float>(first), width, weights, logits, 1,
-                                   /*accumulate=*/false);
-    for (int64_t r = 0; r < count; ++r) body(first + r, logits[r] + bias_.data()[n - 1]);
-  });
-}
-
-absl::Status ClassifierRule::WriteProbabilities(int64_t n, const ConstTensorView& state,
-                                                const TensorView& probabilities,
-                                                const Execution& execution) {
+absl::Status ClassifierRule::WriteOutput(int64_t n, const ConstTensorView& state,
+                                         const TensorView& probabilities,
+                                         const Execution& execution) {
   const bool is_last = n == options_.layers;
   if (Is(Classifier::kGeometric) && !is_last) {
     return WriteGeometric(n, state, probabilities, execution);
@@ -217,11 +204,11 @@ absl::Status ClassifierRule::WriteGeometric(int64_t n, const ConstTensorView& st
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     return ToStatus(
         KernelsOn<DepthAdaptiveKernels>(runtime->target())
-            .geometric({state.At<float>(0), weights_.data() + (n - 1) * width, bias_.data() + n - 1,
+            .geometric({state.At<float>(0), classifiers_.weights(n - 1), classifiers_.bias(n - 1),
                         ToDevice(probabilities), state.dim(0), width, n, options_.layers},
                        execution.stream));
   }
-  ForEachLogit(n, state, execution, [&](int64_t r, float z) {
+  classifiers_.ForEachLogit(n - 1, state, execution.pool, [&](int64_t r, float z) {
     float& rest = *probabilities.MutableAt<float>(r / tokens, r % tokens, options_.layers - 1);
     const float left = n == 1 ? 1 : rest;
     *probabilities.MutableAt<float>(r / tokens, r % tokens, n - 1) = left / (1 + std::exp(-z));
@@ -241,18 +228,10 @@ ClassifierRule::Memory ClassifierRule::LayOut(Workspace& workspace) const {
   return memory;
 }
 
-size_t ClassifierRule::probability_memory_bytes() const {
-  if (!has_probabilities()) return 0;
+size_t ClassifierRule::backward_memory_bytes() const {
+  if (!HasProbabilities(options_)) return 0;
   return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); }) +
-         std::max(SumInRunsBytes<ClassifierWeightGradient>(ShapeOfWeights()),
-                  SumInRunsBytes<ClassifierBiasGradient>(ShapeOfBiases()));
-}
-
-SumShape ClassifierRule::ShapeOfWeights() const {
-  return {classes(), problem_.model_dim(), problem_.batch * problem_.query_tokens};
-}
-SumShape ClassifierRule::ShapeOfBiases() const {
-  return {1, classes(), problem_.batch * problem_.query_tokens};
+         classifiers_.gradient_workspace_bytes(problem_.batch * problem_.query_tokens);
 }
 
 absl::Status ClassifierRule::DifferentiateLogits(const ConstTensorView& of_probabilities,
@@ -268,13 +247,13 @@ absl::Status ClassifierRule::DifferentiateLogits(const ConstTensorView& of_proba
                  execution);
 }
 
-absl::Status ClassifierRule::DifferentiateProbabilities(const ProbabilityGradients& gradients,
-                                                        const Execution& execution) const {
+absl::Status ClassifierRule::DifferentiateOutput(const OutputGradients& gradients,
+                                                 const Execution& execution) const {
   const int64_t width = problem_.model_dim(), tokens = problem_.query_tokens;
   const int64_t rows = problem_.batch * tokens;
   Workspace workspace(gradients.memory);
   const Memory memory = LayOut(workspace);
-  ClassifierRows read = {};
+  layers::ClassifierRows read = {};
   read.rows = gradients.states.At<float>(0);
   read.class_stride = Is(Classifier::kGeometric) ? rows * width : 0;
   read.tokens = tokens;
@@ -287,30 +266,14 @@ absl::Status ClassifierRule::DifferentiateProbabilities(const ProbabilityGradien
         ForEachInRows(device_, problem_.batch * segments(), width, means, execution));
     read.rows = memory.means;
   }
-  TFB_RETURN_IF_ERROR(
-      ForEach(device_, rows * classes(),
-              ClassifierLogits{read, weights_.data(), bias_.data(), memory.of_logits, classes()},
-              execution));
-  TFB_RETURN_IF_ERROR(DifferentiateLogits(gradients.of_probabilities, memory, execution));
-
+  TFB_RETURN_IF_ERROR(classifiers_.Logits(read, rows, memory.of_logits, execution));
+  TFB_RETURN_IF_ERROR(DifferentiateLogits(gradients.of_output, memory, execution));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  const TensorView w = gradients.parameters.Get(names_.w);
-  if (!w.empty()) {
-    const int class_axis = Is(Classifier::kGeometric) ? 0 : 1;
-    const ClassifierWeightGradient of_weights = {read,
-                                                 memory.of_logits,
-                                                 static_cast<float*>(w.mutable_data()),
-                                                 w.stride(class_axis),
-                                                 w.stride(1 - class_axis),
-                                                 classes()};
-    TFB_RETURN_IF_ERROR(SumInRuns(device_, ShapeOfWeights(), of_weights, rest));
-  }
-  const TensorView b = gradients.parameters.Get(names_.b);
-  if (b.empty()) return absl::OkStatus();
-  const ClassifierBiasGradient of_bias = {memory.of_logits, static_cast<float*>(b.mutable_data()),
-                                          b.stride(0), classes()};
-  return SumInRuns(device_, ShapeOfBiases(), of_bias, rest);
+  TensorView w = gradients.parameters.Get(names_.w);
+  if (!w.empty() && !Is(Classifier::kGeometric)) w = Transpose(w, 0, 1);
+  return classifiers_.AddParameterGradients(read, memory.of_logits, rows, /*first=*/0, w,
+                                            gradients.parameters.Get(names_.b), rest);
 }
 
 // A sequence's classifier reads the segment before, where gradients stop.
@@ -321,19 +284,10 @@ absl::Status ClassifierRule::AddStateGradient(int64_t n, absl::Span<std::byte> m
       Is(Classifier::kGeometric) ? n <= classes() : Is(Classifier::kMultinomial) && n == 1;
   if (!reads) return absl::OkStatus();
   Workspace workspace(memory);
-  ClassifierStateGradient of_state = {};
-  of_state.of_logits = LayOut(workspace).of_logits;
-  of_state.weights = weights_.data();
-  of_state.gradient = ToDeviceView(gradient);
-  of_state.tokens = problem_.query_tokens;
-  of_state.begin = begin;
-  of_state.segment = gradient.dim(1);
-  of_state.classes = classes();
-  of_state.channels = problem_.model_dim();
-  of_state.first = Is(Classifier::kGeometric) ? n - 1 : 0;
-  of_state.end = Is(Classifier::kGeometric) ? n : classes();
-  return ForEachInRows(device_, problem_.batch * of_state.segment, of_state.channels, of_state,
-                       execution);
+  const bool geometric = Is(Classifier::kGeometric);
+  return classifiers_.AddStateGradient(LayOut(workspace).of_logits, problem_.query_tokens, begin,
+                                       geometric ? n - 1 : 0, geometric ? n : classes(), gradient,
+                                       execution);
 }
 
 absl::Status ClassifierRule::Fill(const layers::ExitRows& rows, bool leave, uint8_t* leaves,

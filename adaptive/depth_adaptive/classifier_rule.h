@@ -11,7 +11,7 @@
 #include "absl/types/span.h"
 #include "adaptive/depth_adaptive/depth_adaptive.h"
 #include "core/cuda/device_array.h"
-#include "core/cuda/run_sums.h"
+#include "core/layers/exits/exit_classifiers.h"
 #include "core/layers/exits/exit_stack.h"
 #include "core/workspace.h"
 
@@ -21,6 +21,8 @@ namespace tfb::depth_adaptive {
 std::string ClassifierPrefix(const DepthAdaptiveOptions& options);
 // Tells whether the classifier has probabilities of leaving after each layer.
 bool HasProbabilities(const DepthAdaptiveOptions& options);
+// Returns their output, or none.
+layers::RuleOutput ProbabilitiesOf(const DepthAdaptiveOptions& options);
 
 class ClassifierRule : public layers::ExitRule {
  public:
@@ -37,13 +39,12 @@ class ClassifierRule : public layers::ExitRule {
   }
   absl::Status Decide(const layers::ExitRows& rows, uint8_t* leaves,
                       const Execution& execution) override;
-  bool has_probabilities() const override { return HasProbabilities(options_); }
-  absl::Status WriteProbabilities(int64_t n, const ConstTensorView& state,
-                                  const TensorView& probabilities,
-                                  const Execution& execution) override;
-  size_t probability_memory_bytes() const override;
-  absl::Status DifferentiateProbabilities(const ProbabilityGradients& gradients,
-                                          const Execution& execution) const override;
+  layers::RuleOutput output() const override { return ProbabilitiesOf(options_); }
+  absl::Status WriteOutput(int64_t n, const ConstTensorView& state, const TensorView& probabilities,
+                           const Execution& execution) override;
+  size_t backward_memory_bytes() const override;
+  absl::Status DifferentiateOutput(const OutputGradients& gradients,
+                                   const Execution& execution) const override;
   absl::Status AddStateGradient(int64_t n, absl::Span<std::byte> memory, int64_t begin,
                                 const TensorView& gradient,
                                 const Execution& execution) const override;
@@ -52,7 +53,11 @@ class ClassifierRule : public layers::ExitRule {
   using Classifier = DepthAdaptiveOptions::Classifier;
 
   ClassifierRule(Device device, const Problem& problem, const DepthAdaptiveOptions& options)
-      : device_(device), problem_(problem), options_(options), names_(options) {}
+      : device_(device),
+        problem_(problem),
+        options_(options),
+        names_(options),
+        classifiers_(device, classes(), problem.model_dim()) {}
   bool Is(Classifier classifier) const { return options_.classifier == classifier; }
 
   // Computes, after layer 1 and from all rows, the scores and exits of the tokens, or those of the
@@ -60,10 +65,6 @@ class ClassifierRule : public layers::ExitRule {
   absl::Status Classify(const layers::ExitRows& rows, const Execution& execution);
   void ClassifyOnCpu(const layers::ExitRows& rows, int64_t count, float* scores, int32_t* exits,
                      const Execution& execution) const;
-  // Calls body(r, z) with the logit of chi^n of each row r of `state`.
-  template <class Body>
-  void ForEachLogit(int64_t n, const ConstTensorView& state, const Execution& execution,
-                    const Body& body) const;
   // Writes the softmax of each token's scores, or 1 for the last layer where they are null.
   absl::Status WriteSoftmax(const float* scores, const TensorView& probabilities,
                             const Execution& execution) const;
@@ -81,9 +82,6 @@ class ClassifierRule : public layers::ExitRule {
     float* means;      // sequence: [batch, segments, model_dim], what they are of
   };
   Memory LayOut(Workspace& workspace) const;
-  // Return the shapes of the sums that are the gradients of weights and biases.
-  SumShape ShapeOfWeights() const;
-  SumShape ShapeOfBiases() const;
   absl::Status DifferentiateLogits(const ConstTensorView& of_probabilities, const Memory& memory,
                                    const Execution& execution) const;
 
@@ -96,9 +94,8 @@ class ClassifierRule : public layers::ExitRule {
   Device device_;
   Problem problem_;
   DepthAdaptiveOptions options_;
-  Names names_;                 // of the parameters
-  DeviceArray<float> weights_;  // [classes, model_dim]
-  DeviceArray<float> bias_;     // [classes]
+  Names names_;  // of the parameters
+  layers::ExitClassifiers classifiers_;
   // Scores and exits of tokens by their places, or of batch rows: the scores are [decisions, N].
   struct Decisions {
     DeviceArray<float> scores;

@@ -209,7 +209,7 @@ class DefinedClassifier : public layers::DefinedRule {
   }
 
   void Write(int64_t n, int64_t t, double q) {
-    *outputs_->at(layers::kExitProbabilities).view().MutableAt<double>(row_, t, n - 1) = q;
+    *outputs_->at(kExitProbabilities).view().MutableAt<double>(row_, t, n - 1) = q;
   }
   // The error is in units of the bound of outputs in f32 (see Technique::Define).
   void WriteScale(int64_t t, double error) {
@@ -245,7 +245,7 @@ std::vector<TensorSpec> DepthAdaptive::ReadTensors(const Problem& problem,
 }
 std::vector<TensorSpec> DepthAdaptive::WrittenTensors(const Problem& problem,
                                                       const DepthAdaptiveOptions& options) const {
-  return layers::ExitStackOutputs(problem, options, HasProbabilities(options));
+  return layers::ExitStackOutputs(problem, options, ProbabilitiesOf(options));
 }
 
 absl::Status DepthAdaptive::Check(const Problem& problem,
@@ -278,8 +278,7 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
   NamedTensors probabilities;
   if (HasProbabilities(options)) {
     const int64_t batch = problem.batch, tokens = problem.query_tokens;
-    probabilities[layers::kExitProbabilities] =
-        Tensor(DType::kF64, {batch, tokens, options.layers});
+    probabilities[kExitProbabilities] = Tensor(DType::kF64, {batch, tokens, options.layers});
     probabilities[kProbabilityScale] = Tensor(DType::kF64, {batch, tokens});
   }
   const auto rule = [&](int64_t b) {

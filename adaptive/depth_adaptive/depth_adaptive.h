@@ -52,6 +52,9 @@
 
 namespace tfb::depth_adaptive {
 
+// The name of the optional output of probabilities.
+inline constexpr char kExitProbabilities[] = "exit_probabilities";
+
 struct DepthAdaptiveOptions : layers::ExitStackOptions {
   static constexpr int64_t kNeverReached = 1001;
   enum class Classifier { kSequence, kMultinomial, kGeometric, kConfidence, kFixed };

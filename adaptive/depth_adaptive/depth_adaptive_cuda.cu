@@ -1,6 +1,5 @@
 #include "adaptive/depth_adaptive/depth_adaptive_cuda.h"
 #include "core/cuda/for_each.cuh"
-#include "core/cuda/sum_in_runs.cuh"
 #include "core/layers/layer_rows.cuh"
 
 namespace tfb::depth_adaptive {
@@ -77,11 +76,7 @@ const char* LaunchGeometric(const GeometricArguments& a, void* stream) {
 TFB_KERNEL_TABLE(DepthAdaptiveKernels, {&LaunchClassify, &LaunchObey, &LaunchGeometric});
 TFB_FOR_EACH(ExitSoftmax);
 TFB_FOR_EACH_IN_ROWS(MeansOfSegments);
-TFB_FOR_EACH(ClassifierLogits);
 TFB_FOR_EACH(GeometricGradient);
 TFB_FOR_EACH(SoftmaxGradient);
-TFB_SUM_IN_RUNS(ClassifierWeightGradient);
-TFB_SUM_IN_RUNS(ClassifierBiasGradient);
-TFB_FOR_EACH_IN_ROWS(ClassifierStateGradient);
 
 }  // namespace tfb::depth_adaptive

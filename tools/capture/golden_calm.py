@@ -1,7 +1,8 @@
-"""Writes adaptive/calm/testdata/t5x: see golden.py, whose rules hold here too.
+"""Writes adaptive/calm/testdata/t5x and t5x_consistency: see golden.py, whose rules hold here too.
 
-The confidences and the threshold are what CALM's authors decode with. Their module imports a training
-framework, so the two functions are compiled out of its source, unchanged.
+The confidences and the threshold are what CALM's authors decode with, and the loss is what they train
+classifiers with. Their module imports a training framework, so the functions are compiled out of its
+source, unchanged.
 """
 
 import ast
@@ -24,22 +25,41 @@ ROWS, WIDTH, VOCABULARY, EPSILON = 48, 12, 30, 1e-5
 LAMBDAS, TEMPERATURE = (0.25, 0.5, 0.9), 4
 
 
+def authors_method(name):
+    """The method of this name in the authors' model, as a function of self and its arguments."""
+    file = SOURCES[T5X] / "t5x/contrib/calm/models.py"
+    method, = (node for node in ast.walk(ast.parse(file.read_text()))
+               if isinstance(node, ast.FunctionDef) and node.name == name)
+    method.returns = None
+    for argument in method.args.args:
+        argument.annotation = None
+    names = {"jax": jax, "jnp": jax.numpy, "nn": linen, "losses": authors_losses()}
+    exec(compile(ast.Module([method], []), file, "exec"), names)
+    return names[name]
+
+
+def authors_losses():
+    """t5x.losses, whose weights and normalization are those of the caller's batch."""
+    names = {}
+    file = SOURCES[T5X] / "t5x/losses.py"
+    exec(compile(file.read_text(), file, "exec"), names)
+    names["get_loss_normalizing_factor_and_weights"] = lambda factor, batch: (factor, batch["weights"])
+    return types.SimpleNamespace(**names)
+
+
 def authors_functions():
     """(get_pred_confidence(method, **what it reads), threshold(lambda, position))."""
     jax.config.update("jax_enable_x64", True)
     file = SOURCES[T5X] / "t5x/contrib/calm/models.py"
-    names = {"jax": jax, "jnp": jax.numpy, "nn": linen}
+    method = authors_method("get_pred_confidence")
+    names = {"jax": jax, "jnp": jax.numpy}
     tree = ast.parse(file.read_text())
-    method, = (node for node in ast.walk(tree)
-               if isinstance(node, ast.FunctionDef) and node.name == "get_pred_confidence")
-    exec(compile(ast.Module([method], []), file, "exec"), names)
     decay, = (node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)
               and getattr(node.targets[0], "id", "") == "correct_by_pos")
     decay = compile(ast.Expression(decay), file, "eval")
 
     def confidence(conf_method, **given):
-        return np.array(names["get_pred_confidence"](
-            types.SimpleNamespace(conf_method=conf_method), **given))
+        return np.array(method(types.SimpleNamespace(conf_method=conf_method), **given))
 
     def threshold(conf_threshold, position):
         return float(eval(decay, {**names, "conf_threshold": conf_threshold,
@@ -117,6 +137,62 @@ def t5x():
                       "take the saturation's norms over all of it; a saturation after the first exit is 0, "
                       "which reaches a threshold of 0",
     }, formula
+
+
+LOSS = "t5x.contrib.calm.models.EncoderDecoderModel.loss_fn_meta_cls"
+LAYERS, WORDS, SENTENCES, TOKENS = 4, 5, 2, 14
+
+
+def consistency_formula(t):
+    best = t["logits"].argmax(-1)  # [batch, exits, tokens]
+    y = np.moveaxis(best[:, :-1] == best[:, -1:], 1, -1).astype(np.float64)
+    z, agreeing = t["confidence_logits"], y.mean((0, 1))
+    weights = np.where(y == 1, 1 - agreeing, agreeing) / y.size
+    return {"labels": y, "loss": np.array([(weights * np.logaddexp(0, np.where(y == 1, -z, z))).sum()]),
+            "gradient": weights * (1 / (1 + np.exp(-z)) - y)}
+
+
+@case("adaptive/calm/testdata/t5x_consistency", LOSS, 602)
+def t5x_consistency():
+    jax.config.update("jax_enable_x64", True)
+    common = draw(SENTENCES, 1, TOKENS, WORDS)
+    tensors = {
+        "logits": f32(golden.rounded(common + draw(SENTENCES, LAYERS, TOKENS, WORDS, scale=0.7))),
+        "confidence_logits": f32(draw(SENTENCES, TOKENS, LAYERS - 1, scale=2)),
+    }
+    t = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    weights = jax.numpy.ones((SENTENCES, TOKENS))
+    labels = []
+
+    def loss(z):
+        def logits_of_all(*_):  # of exits, and of the classifiers' two classes for all exits
+            exits = jax.numpy.moveaxis(jax.numpy.asarray(t["logits"]), 1, 0)
+            of_z = jax.numpy.moveaxis(jax.numpy.pad(z, ((0, 0), (0, 0), (0, 1))), -1, 0)
+            return exits, jax.numpy.stack([jax.numpy.zeros_like(of_z), of_z], -1)
+
+        model = types.SimpleNamespace(
+            _loss_normalizing_factor=float(SENTENCES * TOKENS), _label_smoothing=0.0, _z_loss=0.0,
+            _compute_logits=logits_of_all, _compute_metrics=lambda **_: {})
+        method = authors_method("loss_fn_meta_cls")
+        method.__globals__["clu_metrics"] = types.SimpleNamespace(Accuracy=types.SimpleNamespace(
+            from_model_output=lambda logits, labels, mask: all_labels.append(labels)))
+        method.__globals__["metrics_lib"] = types.SimpleNamespace(AveragePerStep=lambda total: None)
+        all_labels = []
+        value, _ = method(model, None, {"weights": weights, "decoder_target_tokens": None}, None)
+        labels[:] = all_labels
+        return value
+
+    value, gradient = jax.value_and_grad(loss)(jax.numpy.asarray(t["confidence_logits"]))
+    outputs = {"labels": np.stack([np.array(of_exit) for of_exit in labels], -1).astype(np.float64),
+               "loss": np.array([float(value)]), "gradient": np.array(gradient)}
+    tensors.update({name: f64(torch.from_numpy(output)) for name, output in outputs.items()})
+    return tensors, {
+        "exits": LAYERS, "tokens": TOKENS, "batch": SENTENCES, "vocabulary": WORDS,
+        "formula": "labels [batch, tokens, n] = 1 where exit n's largest of `logits` [batch, exits, tokens, "
+                   "vocabulary] is the last exit's; loss = mean over n and tokens of weight (softplus(z) - "
+                   "label z), z = confidence_logits, the authors' two classes having the logits 0 and z; "
+                   "weight = the share of the other label among the layer's tokens; gradient = dloss/dz by jax",
+    }, consistency_formula
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ std::vector<TensorSpec> Joined(std::vector<TensorSpec> specs, const std::vector<
   return specs;
 }
 
+TensorSpec SpecOf(const RuleOutput& output, const Problem& problem, int64_t tokens) {
+  return {output.name, {problem.batch, tokens, output.columns}, DType::kF32, true};
+}
+
 constexpr int64_t kRowsOfTask = 64;  // of copies
 
 // Calls body(row) for each row.
@@ -79,7 +83,7 @@ class ExitState : public StackState {
     given_ = segment.Input(kExits);
     out_ = segment.Output("out");
     exits_out_ = segment.Output(kExits);
-    probabilities_out_ = segment.Output(kExitProbabilities);
+    if (rule_->output().exists()) rule_out_ = segment.Output(rule_->output().name);
     all_exits_out_ = segment.Output(kExitOutputs, /*axis=*/2);
     first_position_ = stack_.first_position();
     has_run_ = true;
@@ -113,21 +117,22 @@ class ExitState : public StackState {
     return flops.ok() ? std::optional<double>(flops->of_backward) : std::nullopt;
   }
 
-  size_t backward_memory_bytes() const override { return rule_->probability_memory_bytes(); }
+  size_t backward_memory_bytes() const override { return rule_->backward_memory_bytes(); }
   absl::Status BeginBackward(const PastRun& run, absl::Span<std::byte> memory,
                              const Execution& execution) override {
-    const ConstTensorView gradient = run.output_gradients.Get(kExitProbabilities);
-    differentiates_probabilities_ = !gradient.empty();
-    probability_memory_ = memory;
-    if (!differentiates_probabilities_) return absl::OkStatus();
-    return rule_->DifferentiateProbabilities(
-        {run.next_states, gradient, memory, run.parameter_gradients}, execution);
+    rule_memory_ = memory;
+    ConstTensorView gradient;
+    if (rule_->output().exists()) gradient = run.output_gradients.Get(rule_->output().name);
+    differentiates_rule_ = !gradient.empty();
+    if (!differentiates_rule_) return absl::OkStatus();
+    return rule_->DifferentiateOutput({run.next_states, gradient, memory, run.parameter_gradients},
+                                      execution);
   }
-  // Adds what the probabilities give to the gradient of h^n, [batch, segment.tokens, model_dim].
-  absl::Status AddProbabilities(int64_t n, const PastSegment& segment, const TensorView& gradient,
-                                const Execution& execution) const {
-    if (!differentiates_probabilities_) return absl::OkStatus();
-    return rule_->AddStateGradient(n, probability_memory_, segment.begin, gradient, execution);
+  // Adds what the rule's output gives to the gradient of h^n, [batch, segment.tokens, model_dim].
+  absl::Status AddOfRule(int64_t n, const PastSegment& segment, const TensorView& gradient,
+                         const Execution& execution) const {
+    if (!differentiates_rule_) return absl::OkStatus();
+    return rule_->AddStateGradient(n, rule_memory_, segment.begin, gradient, execution);
   }
 
   const RelativeState& stack() const { return stack_; }
@@ -213,9 +218,8 @@ class ExitState : public StackState {
     if (!all_exits_out_.empty()) {
       TFB_RETURN_IF_ERROR(norm.Run(hidden_, OfLayer(all_exits_out_, n - 1), execution));
     }
-    if (!probabilities_out_.empty()) {
-      TFB_RETURN_IF_ERROR(
-          rule_->WriteProbabilities(n, Flat(hidden_), probabilities_out_, execution));
+    if (!rule_out_.empty()) {
+      TFB_RETURN_IF_ERROR(rule_->WriteOutput(n, Flat(hidden_), rule_out_, execution));
     }
     if (device_ == Device::kCpu || IsLast(n) || !may_leave()) return absl::OkStatus();
     return ListRows(device_, list_memory(), problem().batch, stack_.segment().tokens(), execution);
@@ -233,10 +237,10 @@ class ExitState : public StackState {
   bool IsLast(int64_t n) const { return n == stack_.sizes().layers; }
   bool may_leave() const { return !given_.empty() || !rule_->never_leaves(); }
   // Tells whether the rule is called after layer n. Where exits are given, it is after the first
-  // layer alone, whose states may say something of the next segment or of the probabilities.
+  // layer alone, whose states may say something of the next segment or of the rule's output.
   bool CallsRule(int64_t n) const {
     if (IsLast(n) || given_.empty()) return !IsLast(n);
-    return n == 1 && (rule_->reads_segments() || !probabilities_out_.empty());
+    return n == 1 && (rule_->reads_segments() || !rule_out_.empty());
   }
   // Returns [places, model_dim] of a state.
   TensorView Flat(const TensorView& state) const {
@@ -392,14 +396,14 @@ class ExitState : public StackState {
   ConstTensorView given_;  // exits; empty: the rule decides
   TensorView out_;
   TensorView exits_out_;
-  TensorView probabilities_out_;
+  TensorView rule_out_;  // of the rule
   TensorView all_exits_out_;
   int64_t first_position_ = 0;  // of the segment in the stream, without given memories
   bool has_run_ = false;
 
   // A backward pass.
-  bool differentiates_probabilities_ = false;
-  absl::Span<std::byte> probability_memory_;
+  bool differentiates_rule_ = false;  // its output
+  absl::Span<std::byte> rule_memory_;
 
   // CPU: places of the tokens that are there, ascending, and the reverse.
   std::vector<int32_t> active_;
@@ -571,7 +575,7 @@ class ExitBlock : public Block {
   // Adds what this exit's outputs of all tokens give to the states.
   absl::Status BackwardOfAllExits(const BackwardCall& call, const Execution& execution) const {
     const PastSegment& segment = call.segment;
-    TFB_RETURN_IF_ERROR(state_->AddProbabilities(layer_.n + 1, segment, call.gradient, execution));
+    TFB_RETURN_IF_ERROR(state_->AddOfRule(layer_.n + 1, segment, call.gradient, execution));
     const ConstTensorView of_all = segment.output_gradients.Get(kExitOutputs);
     if (of_all.empty()) return absl::OkStatus();
     return norm_.Backward(
@@ -675,9 +679,6 @@ std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes) {
 TensorSpec ExitsSpec(const Problem& problem, int64_t tokens) {
   return {kExits, {problem.batch, tokens}, DType::kI32, true};
 }
-TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens) {
-  return {kExitProbabilities, {problem.batch, tokens, layers}, DType::kF32, true};
-}
 TensorSpec ExitOutputsSpec(const Problem& problem, int64_t layers, int64_t tokens) {
   return {kExitOutputs, {problem.batch, layers, tokens, problem.model_dim()}, problem.dtype, true};
 }
@@ -686,12 +687,10 @@ std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackO
                 GivenMemories(problem, options));
 }
 std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
-                                         bool has_probabilities) {
+                                         const RuleOutput& of_rule) {
   std::vector<TensorSpec> outputs = {HiddenOutputs(problem)[0],
                                      ExitsSpec(problem, problem.query_tokens)};
-  if (has_probabilities) {
-    outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, problem.query_tokens));
-  }
+  if (of_rule.exists()) outputs.push_back(SpecOf(of_rule, problem, problem.query_tokens));
   outputs.push_back(ExitOutputsSpec(problem, options.layers, problem.query_tokens));
   return Joined(std::move(outputs), FinalMemories(problem, options));
 }
@@ -705,19 +704,20 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeExitStack(const Problem& problem,
   std::vector<ParameterSpec> parameters = ExitStackParameters(shape.sizes);
   AddSpecs(of_rule, &parameters);
   SegmentedStack stack;
-  stack.outputs = ExitStackOutputs(problem, options, rule->has_probabilities());
+  const RuleOutput output = rule->output();
+  stack.outputs = ExitStackOutputs(problem, options, output);
   stack.more_outputs = {ExitsSpec(problem, kSegmentTokens),
                         ExitOutputsSpec(problem, options.layers, kSegmentTokens)};
   stack.more_differentiable = {kExitOutputs};
-  if (rule->has_probabilities()) {
-    stack.more_outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, kSegmentTokens));
+  if (output.exists()) {
+    stack.more_outputs.push_back(SpecOf(output, problem, kSegmentTokens));
+    stack.more_differentiable.push_back(output.name);
   }
   stack.more_inputs = Joined({ExitsSpec(problem, kSegmentTokens)}, GivenMemories(problem, options));
   stack.depends_on_split = rule->reads_segments();
   stack.blocks_write_out = true;
-  if (rule->has_probabilities()) stack.more_differentiable.push_back(kExitProbabilities);
   for (const ParameterSpec& spec : of_rule) {
-    if (rule->has_probabilities()) break;
+    if (output.exists()) break;
     stack.more_stopped[spec.name] =
         "it decides which tokens leave, and nothing else; a backward pass is of the exits as found";
   }

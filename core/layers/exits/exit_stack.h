@@ -21,7 +21,7 @@
 //
 // The backward pass is of the exits as they were found: the gradient of out_t goes through LN_n and
 // layers n, n - 1, ..., 1, and joins there what later tokens give to the copied state through its keys
-// and values in the layers above n. What decides alone has no gradient; probabilities of leaving have.
+// and values in the layers above n. What decides alone has no gradient; a rule's output has.
 // A Run keeps what core/layers/stack/segmented_layer.h says, and of each layer one byte a token, which
 // tells whether the token was there and whether it left. These bytes stay on the device. On the CPU
 // products have the rows of the tokens that were there, as in the forward pass. On CUDA these are listed
@@ -102,16 +102,19 @@ std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes);
 // leaves, from 1. As an input it replaces the rule; below 1 counts as 1, above N as N.
 inline constexpr char kExits[] = "exits";
 TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
-// The name of an optional output, f32 [batch, tokens, N]: the probability of leaving after each
-// layer, by rules that have one.
-inline constexpr char kExitProbabilities[] = "exit_probabilities";
-TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens);
 // The name of the output of all exits.
 inline constexpr char kExitOutputs[] = "exit_outputs";
 TensorSpec ExitOutputsSpec(const Problem& problem, int64_t layers, int64_t tokens);
 std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackOptions& options);
+// An optional output of a rule, f32 [batch, tokens, columns], of which its classifiers are trained.
+struct RuleOutput {
+  const char* name = nullptr;  // null: there is none
+  int64_t columns = 0;
+
+  bool exists() const { return name != nullptr; }
+};
 std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
-                                         bool has_probabilities);
+                                         const RuleOutput& of_rule);
 
 // Rows of a segment after a layer, in memory of the device.
 struct ExitRows {
@@ -144,40 +147,39 @@ class ExitRule {
   virtual absl::Status Decide(const ExitRows& rows, uint8_t* leaves,
                               const Execution& execution) = 0;
 
-  // Tells whether the rule has probabilities of leaving.
-  virtual bool has_probabilities() const { return false; }
-  // Writes what the states after layer n say of the probabilities, f32 [batch, tokens, N], of all
-  // tokens of the segment: row b * tokens + t of `state`, f32 [batch * tokens, model_dim]. It is
-  // called for n = 1, ..., N in turn, and Decide is called before it for all tokens where n is 1
-  // and not N. It allocates nothing; on CUDA it enqueues on the stream.
-  virtual absl::Status WriteProbabilities(int64_t /*n*/, const ConstTensorView& /*state*/,
-                                          const TensorView& /*probabilities*/,
-                                          const Execution& /*execution*/) {
-    return absl::UnimplementedError("the rule has no probabilities");
+  // Returns the rule's output, or none.
+  virtual RuleOutput output() const { return {}; }
+  // Writes what the states after layer n say of the output, f32 [batch, tokens, columns], of all tokens
+  // of the segment: row b * tokens + t of `state`, f32 [batch * tokens, model_dim]. It is called for
+  // n = 1, ..., N in turn, and Decide is called before it for all tokens where n is 1 and not N. It
+  // allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status WriteOutput(int64_t /*n*/, const ConstTensorView& /*state*/,
+                                   const TensorView& /*output*/, const Execution& /*execution*/) {
+    return absl::UnimplementedError("the rule has no output");
   }
 
-  // ---- The backward pass of the probabilities ----
+  // ---- The backward pass of the output ----
 
-  // The gradients of a Run's probabilities, which are functions of the states.
-  struct ProbabilityGradients {
-    ConstTensorView states;  // h^1, ..., h^N, f32 [N, batch, tokens, model_dim], contiguous
-    ConstTensorView of_probabilities;  // f32 [batch, tokens, N]
-    absl::Span<std::byte> memory;      // of probability_memory_bytes() bytes
-    const Outputs& parameters;         // which are added to
+  // The gradients of a Run's output, which is a function of the states.
+  struct OutputGradients {
+    ConstTensorView states;        // h^1, ..., h^N, f32 [N, batch, tokens, model_dim], contiguous
+    ConstTensorView of_output;     // f32 [batch, tokens, columns]
+    absl::Span<std::byte> memory;  // of backward_memory_bytes() bytes
+    const Outputs& parameters;     // which are added to
   };
-  virtual size_t probability_memory_bytes() const { return 0; }
+  virtual size_t backward_memory_bytes() const { return 0; }
   // Adds to the gradients of the rule's parameters, and leaves in the memory what AddStateGradient
   // reads. It allocates nothing, and neither does that; on CUDA both enqueue on the stream.
-  virtual absl::Status DifferentiateProbabilities(const ProbabilityGradients& /*gradients*/,
-                                                  const Execution& /*execution*/) const {
-    return absl::UnimplementedError("the rule has no probabilities");
+  virtual absl::Status DifferentiateOutput(const OutputGradients& /*gradients*/,
+                                           const Execution& /*execution*/) const {
+    return absl::UnimplementedError("the rule has no output");
   }
-  // Adds what the probabilities give to the gradient of h^n, f32 [batch, tokens, model_dim], of
-  // tokens begin, begin + 1, ... of the Run.
+  // Adds what the output gives to the gradient of h^n, f32 [batch, tokens, model_dim], of tokens begin,
+  // begin + 1, ... of the Run.
   virtual absl::Status AddStateGradient(int64_t /*n*/, absl::Span<std::byte> /*memory*/,
                                         int64_t /*begin*/, const TensorView& /*gradient*/,
                                         const Execution& /*execution*/) const {
-    return absl::UnimplementedError("the rule has no probabilities");
+    return absl::UnimplementedError("the rule has no output");
   }
 };
 
