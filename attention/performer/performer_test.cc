@@ -161,6 +161,34 @@ TEST(Performer, LargeNormsUnderflowNeitherLayerNorDefinition) {
   }
 }
 
+// Each feature is epsilon.
+TEST(Performer, KeysWhoseSquaresAreBeyondFp32WeighTheSame) {
+  for (const char* kernel : {"softmax", "hyperbolic"}) {
+    for (const char* stabilise : {"false", "true"}) {
+      for (const bool causal : {false, true}) {
+        const Problem problem = Problem::SelfAttention(1, 2, 70, 8, causal);
+        NamedTensors inputs = Random(problem);
+        for (float& x : inputs["k"].span<float>()) x = std::copysign(0x1p70f, x);
+        const Options options = {{"features", "64"}, {"kernel", kernel}, {"stabilise", stabilise}};
+        DefinitionRequest request;
+        request.weights = true;
+        const NamedTensors run = RunOwn(problem, inputs, options);
+        const NamedTensors defined = Define(problem, inputs, options, request);
+        for (int64_t i = 0; i < 70; ++i) {
+          const double* weights = defined.at("weights").view().At<double>(0, 1, i);
+          const double seen = causal ? static_cast<double>(i + 1) : 70;
+          for (int64_t j = 0; j < 70; ++j) {
+            EXPECT_NEAR(weights[j], !causal || j <= i ? 1 / seen : 0, 1e-12);
+          }
+        }
+        EXPECT_LE(MaxDifference(run.at("out").view(), defined.at("out").view()),
+                  Fp32Bound(inputs["v"].view()))
+            << ToString(options);
+      }
+    }
+  }
+}
+
 TEST(Performer, LargeNormsLeaveTheGradientsThoseOfTheDefinition) {
   for (const double magnitude : {8.0, 40.0}) {
     for (const char* epsilon : {"0", "1e-6"}) {

@@ -805,8 +805,11 @@ class AttendBlock {
     const auto maximum_of = [&](int key) {
       return numbers_.seen[key] != 0 && !whole ? numbers_.maximum[key] : -INFINITY;
     };
-    RunMaxima(numbers_.reference, AsReference(numbers_.log_scale[lane]),
-              AsReference(numbers_.log_scale[lane + 32]), numbers_.running_reference);
+    const auto reference_of = [&](int key) {
+      return numbers_.seen[key] != 0 ? AsReference(numbers_.log_scale[key]) : -INFINITY;
+    };
+    RunMaxima(numbers_.reference, reference_of(lane), reference_of(lane + 32),
+              numbers_.running_reference);
     RunMaxima(numbers_.key_maximum, maximum_of(lane), maximum_of(lane + 32),
               numbers_.running_maximum);
     __syncwarp();

@@ -40,7 +40,7 @@ struct LinearSummariseKeys {
       a.key.decay[row] = decay;
       if (!seen) continue;
       tokens += 1;
-      reference = fmaxf(reference, log_scale);
+      reference = fmaxf(reference, fmaxf(log_scale, kLeastReference));
       if (a.keys.maximum[row] > maximum) {
         maximum = a.keys.maximum[row];
         maximum_key = token;
@@ -95,8 +95,10 @@ struct LinearRunThroughChunk {
     const bool is_sequence = a.forward.map.stabiliser == KeyStabiliser::kSequence;
     if (is_sequence) maximum = a.key_chunk.maximum[slot * (a.key_chunks + 1) + a.key_chunks];
     for (int64_t row = n * kLinearTile; row < (n + 1) * kLinearTile; ++row) {
-      reference = fmaxf(reference, a.key.log_scale[row]);
-      if (a.key.seen[row] != 0 && !is_sequence) maximum = fmaxf(maximum, a.keys.maximum[row]);
+      if (a.key.seen[row] != 0) {
+        reference = fmaxf(reference, fmaxf(a.key.log_scale[row], kLeastReference));
+        if (!is_sequence) maximum = fmaxf(maximum, a.keys.maximum[row]);
+      }
       tokens += a.key.seen[row];
       a.key.running_reference[row] = reference;
       a.key.running_maximum[row] = maximum;

@@ -1156,6 +1156,53 @@ TEST_P(LinearBackward, IsThatOfTheFormulaWhereSquaresOfQueriesAreBeyondFp32) {
   }
 }
 
+TEST_P(LinearBackward, IsThatOfTheFormulaWhereSquaresOfKeysAreBeyondFp32) {
+  for (const Feature feature : {Feature::kRelu, Feature::kExp}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(90, 90, causal),
+                   LinearMap(feature, 12, 16, feature == Feature::kExp ? 1e-2 : 0)};
+      c.map.stabiliser = KeyStabiliser::kNone;
+      BackwardCase of = Case(c);
+      for (float& x : of.tensors.k.span<float>()) x *= 1e20f;
+      ExpectGradientsOfFormula(of);
+    }
+  }
+}
+
+// Without epsilon a key whose square is beyond fp32 is as one that is masked, with it as a shorter one
+// whose exponentials are 0, too.
+TEST_P(LinearBackward, KeysWhoseSquaresAreBeyondFp32ChangeNothingThroughTheirExponentials) {
+  ForEachLongKeys([](const LongKeys& keys) {
+    const Problem& p = keys.c.problem;
+    if (!IsExponential(keys.c.map.feature) || keys.c.map.unit) return;
+    // In the simulator the features of pairs would take as long again.
+    if (GetParam() != Device::kCpu && (p.kv_tokens > 140 || keys.c.map.feature != Feature::kExp)) {
+      return;
+    }
+    const auto run = [&](const LinearTensors& tensors, bool is_masked) {
+      BackwardCase of = Case(keys.c);
+      CopyElements(tensors.k.view(), of.tensors.k.view());
+      of.tensors.key_mask = Tensor(DType::kU8, {1, p.kv_tokens});
+      for (int64_t j = 0; j < p.kv_tokens; ++j) {
+        const bool is_hidden = is_masked && j >= keys.first && j < keys.last;
+        of.tensors.key_mask.span<uint8_t>()[j] =
+            !is_hidden && (!keys.c.masked || tensors.key_mask.span<uint8_t>()[j] != 0);
+      }
+      return RunBackward(of, 2);
+    };
+    const Gradients gradients = run(keys.tensors, false),
+                    expected = run(keys.shorter, keys.c.map.epsilon == 0);
+    for (const char* name : {"q", "k", "v"}) {
+      const ConstTensorView found = Slice(gradients.at(name).view(), 1, 0, 1),
+                            other = Slice(expected.at(name).view(), 1, 0, 1);
+      ForEachOffset(found, other, [&](int64_t at, int64_t of_other) {
+        ASSERT_EQ(found.Get(at), other.Get(of_other))
+            << Describe(keys.c) << ", " << name << ", element " << at;
+      });
+    }
+  });
+}
+
 // The features of the query are finite, all 0.
 TEST_P(LinearBackward, AnInfiniteQueryReachesExactlyTheKeysThatItSees) {
   constexpr int64_t kTokens = 140, kPlace = 77;

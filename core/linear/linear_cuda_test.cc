@@ -412,6 +412,18 @@ TEST(LinearCuda, ARowThatSeesOnlyKeysOfNaNIsNaN) {
   });
 }
 
+TEST(LinearCuda, EqualsItsFormulaWhereSquaresOfKeysAreBeyondFp32) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    ForEachLongKeys(
+        [&](const LongKeys& keys) {
+          // Other features differ in f32 alone.
+          if (dtype != DType::kF32 && keys.c.map.feature != Feature::kExp) return;
+          ExpectLongKeysOfFormula(keys, RunEngine(keys.c, keys.tensors), ProductUnit(keys.c));
+        },
+        dtype);
+  }
+}
+
 TEST(LinearCuda, LetsANaNInANonCausalKeyValueOrQueryReachTheOutput) {
   for (const char which : {'q', 'k', 'v'}) {
     LinearCase c{LinearProblem(100, 100, false), LinearMap(Feature::kExp, 16, 16, 1e-4)};
@@ -548,6 +560,12 @@ TEST(LinearCuda, AnAppendedRowThatSeesOnlyKeysOfNaNIsNaN) {
   ForEachAppendedNaNKeys([](const NaNKeys& keys, const std::vector<int64_t>& segments) {
     ExpectNaNOfFormula(keys, AppendAll(keys.c, keys.tensors, segments),
                        AppendAll(keys.c, keys.clean, segments));
+  });
+}
+
+TEST(LinearCuda, AppendingKeysWhoseSquaresAreBeyondFp32EqualsTheFormula) {
+  ForEachAppendedLongKeys([](const LongKeys& keys, const std::vector<int64_t>& segments) {
+    ExpectLongKeysOfFormula(keys, AppendAll(keys.c, keys.tensors, segments));
   });
 }
 

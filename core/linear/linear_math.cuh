@@ -482,9 +482,11 @@ __device__ inline float Rescale(float from, float to) {
   if (from == to) return 1;
   return from == -INFINITY ? 0 : ExpOf(from - to);
 }
-// Returns what a key's rho_j counts as in a reference: NaN as 0, since a maximum would ignore it, and
-// -inf stands for no keys.
-__device__ inline float AsReference(float log_scale) { return isnan(log_scale) ? 0 : log_scale; }
+// Returns what the rho_j of a key that is seen counts as in a reference: NaN as 0, since a maximum
+// would ignore it, and -inf as the least number, since it stands for no keys.
+__device__ inline float AsReference(float log_scale) {
+  return isnan(log_scale) ? 0 : fmaxf(log_scale, kLeastReference);
+}
 // Returns what is subtracted for a reference: 0 where there are no keys.
 __device__ inline float Shift(float reference) { return reference == -INFINITY ? 0 : reference; }
 

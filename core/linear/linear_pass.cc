@@ -60,9 +60,9 @@ void Pass::LoadKeys(int64_t kv_head, int64_t first, Keys& keys, LoadScratch& scr
 void Pass::AdvanceHeader(Sums::Header& header, int64_t begin, int64_t end, Keys& keys) const {
   float reference = header.reference;
   for (int64_t j = begin; j < end; ++j) {
-    // Std::max returns its first argument where the other is NaN.
-    reference = std::max(reference, keys.log_scale[j]);
-    if (keys.seen[j] != 0 && keys.tokens.max[j] > header.maximum) {
+    if (keys.seen[j] == 0) continue;
+    reference = std::max(reference, AsReference(keys.log_scale[j]));
+    if (keys.tokens.max[j] > header.maximum) {
       header.maximum = keys.tokens.max[j];
       header.maximum_key = keys.first + j;
     }
@@ -153,8 +153,10 @@ void Pass::Merge(const Sums& into, const Sums& from) const {
 void Pass::RunMaxima(const Sums::Header& header, const float* sequence_maximum, Keys& keys) const {
   float reference = header.reference, maximum = header.maximum;
   for (int64_t j = 0; j < keys.count; ++j) {
-    reference = std::max(reference, keys.log_scale[j]);
-    if (keys.seen[j] != 0) maximum = std::max(maximum, keys.tokens.max[j]);
+    if (keys.seen[j] != 0) {
+      reference = std::max(reference, AsReference(keys.log_scale[j]));
+      maximum = std::max(maximum, keys.tokens.max[j]);
+    }
     keys.running_reference[j] = reference;
     keys.running_maximum[j] = sequence_maximum != nullptr ? *sequence_maximum : maximum;
   }

@@ -79,6 +79,9 @@ class Pass {
   }
   // Returns what is subtracted for a reference: 0 for a head without keys.
   static float Shift(float reference) { return reference == kNegativeInfinity ? 0 : reference; }
+  // Returns what the rho_j of a key that is seen counts as in a reference. NaN stays, and is no maximum:
+  // std::max returns its first argument where one of them is NaN.
+  static float AsReference(float log_scale) { return std::max(log_scale, kLeastReference); }
   // Returns the logarithm of the largest unstabilised feature: rho_j, lambda_i.
   float LogScale(const Tokens& tokens, int64_t t) const {
     return exponential_ ? tokens.max[t] - tokens.half_square[t] : 0.0f;

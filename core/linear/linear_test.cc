@@ -319,6 +319,14 @@ TEST(Linear, ARowThatSeesOnlyKeysOfNaNIsNaN) {
   });
 }
 
+TEST(Linear, EqualsItsFormulaWhereSquaresOfKeysAreBeyondFp32) {
+  ForEachLongKeys([](const LongKeys& keys) {
+    for (const int threads : {1, 3}) {
+      ExpectLongKeysOfFormula(keys, RunEngine(keys.c, keys.tensors, threads));
+    }
+  });
+}
+
 TEST(Linear, LetsANaNInANonCausalKeyValueOrQueryReachTheOutput) {
   for (const char which : {'q', 'k', 'v'}) {
     LinearCase c{LinearProblem(100, 100, false), LinearMap(Feature::kExp, 16, 16, 1e-4)};
@@ -472,6 +480,12 @@ TEST(Linear, AnAppendedRowThatSeesOnlyKeysOfNaNIsNaN) {
   ForEachAppendedNaNKeys([](const NaNKeys& keys, const std::vector<int64_t>& segments) {
     ExpectNaNOfFormula(keys, AppendAll(keys.c, keys.tensors, segments, 2),
                        AppendAll(keys.c, keys.clean, segments, 2));
+  });
+}
+
+TEST(Linear, AppendingKeysWhoseSquaresAreBeyondFp32EqualsTheFormula) {
+  ForEachAppendedLongKeys([](const LongKeys& keys, const std::vector<int64_t>& segments) {
+    ExpectLongKeysOfFormula(keys, AppendAll(keys.c, keys.tensors, segments, 2));
   });
 }
 

@@ -236,54 +236,79 @@ std::vector<FeatureMap> MapsOfEachKind(bool causal) {
   return maps;
 }
 
-}  // namespace
+// Keys [first, last) of the first head are special; all others before `usual` are masked.
+struct KeyShape {
+  bool causal;
+  int64_t queries, keys, first, last, usual;
+};
 
-void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body) {
-  // Keys [first, last) are NaN; all others before `finite` are masked.
-  struct Shape {
-    bool causal;
-    int64_t queries, keys, first, last, finite;
-  };
-  const Shape kShapes[] = {
+// Calls body(shape, case) for causal calls and others, with each of maps(causal). Rows see special keys
+// alone, or before all others.
+template <class Maps, class Body>
+void ForEachSpecialKeys(DType dtype, const Maps& maps, const Body& body) {
+  const KeyShape kShapes[] = {
       {true, 70, 70, 0, 1, 0},        // each row sees it
       {true, 20, 10, 0, 1, 0},        // the first 10 rows see no key
       {true, 20, 20, 2, 3, 12},       // masked keys around it
       {true, 150, 150, 40, 41, 130},  // behind it a chunk without keys
-      {true, 20, 140, 0, 70, 128},    // the rows begin behind a chunk of NaN
+      {true, 20, 140, 0, 70, 128},    // the rows begin behind a chunk of them
       {true, 20, 520, 3, 4, 510},     // the rows are in a later group
       {false, 5, 70, 0, 70, 0},       // all keys
       {false, 5, 130, 70, 71, 130},   // the only key
       {false, 5, 520, 70, 71, 270},   // the only key of a group
   };
-  for (const Shape& shape : kShapes) {
-    for (const FeatureMap& map : MapsOfEachKind(shape.causal)) {
-      // The keys of the second head have no NaN.
+  for (const KeyShape& shape : kShapes) {
+    for (const FeatureMap& map : maps(shape.causal)) {
       LinearCase c{LinearProblem(shape.queries, shape.keys, shape.causal, 2, 8), map};
-      c.masked = shape.finite > 0;
-      NaNKeys keys{c, LinearTensors(c), LinearTensors(c)};
-      for (LinearTensors* tensors : {&keys.tensors, &keys.clean}) {
-        for (int64_t j = 0; j < shape.keys && c.masked; ++j) {
-          tensors->key_mask.span<uint8_t>()[j] =
-              j >= shape.finite || (j >= shape.first && j < shape.last);
-        }
-      }
-      for (int64_t j = shape.first; j < shape.last; ++j) {
-        keys.tensors.k.span<float>()[j * 8 + 3] = std::nanf("");
-      }
-      body(keys);
+      c.problem.dtype = dtype;
+      c.masked = shape.usual > 0;
+      body(shape, c);
     }
   }
+}
+
+// Returns the tensors of such a call. Channel n of a special key becomes channel(n, its value).
+template <class Channel>
+LinearTensors TensorsWith(const KeyShape& shape, const LinearCase& c, const Channel& channel) {
+  LinearTensors tensors(c);
+  for (int64_t j = 0; j < shape.keys && c.masked; ++j) {
+    tensors.key_mask.span<uint8_t>()[j] = j >= shape.usual || (j >= shape.first && j < shape.last);
+  }
+  const TensorView k = tensors.k.view();
+  for (int64_t j = shape.first; j < shape.last; ++j) {
+    for (int64_t n = 0; n < c.problem.head_dim; ++n) {
+      const int64_t at = k.Offset(0, 0, j, n);
+      k.Set(at, channel(n, k.Get(at)));
+    }
+  }
+  return tensors;
+}
+LinearTensors NaNTensors(const KeyShape& shape, const LinearCase& c) {
+  return TensorsWith(shape, c, [](int64_t n, double x) { return n == 3 ? std::nan("") : x; });
+}
+
+// Calls body(segments) where the call's keys can be appended.
+template <class Body>
+void WithSegments(const LinearCase& c, const Body& body) {
+  const Problem& p = c.problem;
+  if (!p.causal || p.query_tokens != p.kv_tokens || c.map.stabiliser == KeyStabiliser::kSequence) {
+    return;
+  }
+  body(p.kv_tokens < 64 ? std::vector<int64_t>{1} : std::vector<int64_t>{1, 64, 2});
+}
+
+}  // namespace
+
+void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body) {
+  ForEachSpecialKeys(DType::kF32, MapsOfEachKind, [&](const KeyShape& shape, const LinearCase& c) {
+    body({c, NaNTensors(shape, c), TensorsWith(shape, c, [](int64_t, double x) { return x; })});
+  });
 }
 
 void ForEachAppendedNaNKeys(
     const std::function<void(const NaNKeys&, const std::vector<int64_t>& segments)>& body) {
   ForEachNaNKeys([&](const NaNKeys& keys) {
-    const Problem& p = keys.c.problem;
-    if (!p.causal || p.query_tokens != p.kv_tokens ||
-        keys.c.map.stabiliser == KeyStabiliser::kSequence) {
-      return;
-    }
-    body(keys, p.kv_tokens < 64 ? std::vector<int64_t>{1} : std::vector<int64_t>{1, 64, 2});
+    WithSegments(keys.c, [&](const std::vector<int64_t>& segments) { body(keys, segments); });
   });
 }
 
@@ -302,6 +327,61 @@ void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
   };
   expect(expected.out, results.out, clean.out);
   expect(expected.log_sum_exp, results.log_sum_exp, clean.log_sum_exp);
+}
+
+void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dtype) {
+  const auto maps_of = [](bool causal) {
+    std::vector<FeatureMap> maps = MapsOfEachKind(causal);
+    for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
+      maps.push_back(LinearMap(feature, 12, 8));
+      maps.push_back(LinearMap(feature, 12, 8, 1e-4));
+      maps.push_back(maps.back());
+      maps.back().denominator_epsilon = 1e-3;
+    }
+    return maps;
+  };
+  ForEachSpecialKeys(dtype, maps_of, [&](const KeyShape& shape, const LinearCase& c) {
+    // With one channel, projections are those of shorter keys but for a power of 2.
+    const auto with = [&](double length) {
+      return TensorsWith(
+          shape, c, [&](int64_t n, double x) { return n == 3 ? std::copysign(length, x) : 0; });
+    };
+    LongKeys keys{c, with(0x1p70), with(0x1p12), shape.first, shape.last, {}};
+    LinearCase defined = c;
+    if (c.map.epsilon == 0 && c.map.denominator_epsilon == 0) {
+      defined.map.stabiliser = KeyStabiliser::kNone;  // it cancels, and exp(-S) is 0
+    }
+    keys.expected = DefineLinear(defined, c.map.unit ? NaNTensors(shape, c) : with(0x1p70));
+    body(keys);
+  });
+}
+
+void ForEachAppendedLongKeys(
+    const std::function<void(const LongKeys&, const std::vector<int64_t>& segments)>& body) {
+  ForEachLongKeys([&](const LongKeys& keys) {
+    WithSegments(keys.c, [&](const std::vector<int64_t>& segments) { body(keys, segments); });
+  });
+}
+
+void ExpectLongKeysOfFormula(const LongKeys& keys, const LinearResults& results, double unit) {
+  const Tensor& log_sum_exp = keys.expected.log_sum_exp;
+  LinearResults found{results.out.Clone(), results.log_sum_exp.Clone()},
+      expected{keys.expected.out.Clone(), log_sum_exp.Clone()};
+  for (int64_t row = 0; row < log_sum_exp.num_elements(); ++row) {
+    const double e = log_sum_exp.view().Get(row), y = results.log_sum_exp.view().Get(row);
+    if (keys.c.map.unit) {
+      ASSERT_EQ(std::isnan(y), std::isnan(e)) << Describe(keys.c) << ", row " << row;
+      ASSERT_EQ(std::isnan(results.out.view().Get(row * keys.c.problem.value_dim)), std::isnan(e))
+          << Describe(keys.c) << ", row " << row;
+    } else if (std::isfinite(e) && std::abs(e) > 0x1p60) {
+      // W is scaled, its product with the key rounded, and so is the sum with the query's stabiliser.
+      ASSERT_NEAR(y, e, 4 * std::max(unit, UnitRoundoff(DType::kF32)) * std::abs(e))
+          << Describe(keys.c) << ", row " << row;
+      found.log_sum_exp.view().Set(row, 0);
+      expected.log_sum_exp.view().Set(row, 0);
+    }
+  }
+  if (!keys.c.map.unit) ExpectClose(keys.c, found, expected, unit);
 }
 
 LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens) {

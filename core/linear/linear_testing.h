@@ -84,6 +84,25 @@ void ForEachAppendedNaNKeys(
 void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
                         const LinearResults& clean);
 
+// A call in which keys whose |k|^2 / 2 is beyond fp32, which some rows see, are the first of all keys or
+// the only ones.
+struct LongKeys {
+  LinearCase c;
+  LinearTensors tensors;
+  LinearTensors shorter;  // the same with |k|^2 / 2 of 3e6, whose exponentials are 0 all the same
+  int64_t first, last;    // the keys' places in the first head
+  LinearResults expected;
+};
+// Calls body(LongKeys) for causal calls and others, with each map of features.
+void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dtype = DType::kF32);
+// Does the same with the lengths of segments, for the calls whose keys can be appended.
+void ForEachAppendedLongKeys(
+    const std::function<void(const LongKeys&, const std::vector<int64_t>& segments)>& body);
+// Expects the numbers of the formula; of keys that are scaled to unit length, NaN in the rows that see long
+// ones and nowhere else.
+// `unit` is as in ExpectClose.
+void ExpectLongKeysOfFormula(const LongKeys& keys, const LinearResults& results, double unit = 0);
+
 // Returns the call for tokens begin to begin + tokens, with their places in the results.
 LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens);
 
