@@ -203,16 +203,12 @@ class Formula {
     }
   }
 
-  // Returns the sum of products of outputs and their gradients.
-  double Loss(const Reals& gradients) const {
+  // Returns the sum of products of a row's outputs and their gradients. `index` counts all rows.
+  double LossOf(const Row& row, int64_t index, const Reals& gradients) const {
     double loss = 0;
-    ForEachRow([&](int64_t b, int64_t h, int64_t i) {
-      const Row row = Evaluate(b, h, i);
-      const int64_t at = (b * p_.query_heads + h) * p_.query_tokens + i;
-      const double* g = gradients.at("out").data() + at * p_.value_dim;
-      for (int64_t c = 0; c < p_.value_dim; ++c) loss += g[c] * row.y[c];
-      if (row.denominator != 0) loss += gradients.at("log_sum_exp")[at] * row.log_sum_exp;
-    });
+    const double* g = gradients.at("out").data() + index * p_.value_dim;
+    for (int64_t c = 0; c < p_.value_dim; ++c) loss += g[c] * row.y[c];
+    if (row.denominator != 0) loss += gradients.at("log_sum_exp")[index] * row.log_sum_exp;
     return loss;
   }
 
@@ -411,18 +407,20 @@ Derivative DerivativeAlong(const BackwardCase& of, const Reals& reals, const Rea
   const Formula at(of.c, of.tensors, reals), plus(of.c, of.tensors, above),
       minus(of.c, of.tensors, below);
   const double h = 2 * step;
-  double difference = (plus.Loss(of_outputs) - minus.Loss(of_outputs)) / h;
+  double loss_plus = 0, loss_minus = 0;
 
   const bool of_values = name == "v";
   const double unit16 = p.dtype == DType::kF32 ? 0 : UnitRoundoff(p.dtype);
   double size = 0, of_16_bits = 0, losses = 1;
   std::vector<double> columns(p.batch * p.kv_heads * p.kv_tokens, 0.0);  // sums over rows
   at.ForEachRow([&](int64_t b, int64_t head, int64_t i) {
-    const Row row = at.Evaluate(b, head, i);
-    if (row.denominator == 0) return;
-    const Row row_plus = plus.Evaluate(b, head, i), row_minus = minus.Evaluate(b, head, i);
     const int64_t kv_head = head / p.group();
     const int64_t index = (b * p.query_heads + head) * p.query_tokens + i;
+    const Row row = at.Evaluate(b, head, i), row_plus = plus.Evaluate(b, head, i),
+              row_minus = minus.Evaluate(b, head, i);
+    loss_plus += plus.LossOf(row_plus, index, of_outputs);
+    loss_minus += minus.LossOf(row_minus, index, of_outputs);
+    if (row.denominator == 0) return;
     const double* g = of_outputs.at("out").data() + index * p.value_dim;
     const double y = DotOf(g, row.y.data(), p.value_dim);
     const double e = of_outputs.at("log_sum_exp")[index];
@@ -486,10 +484,10 @@ Derivative DerivativeAlong(const BackwardCase& of, const Reals& reals, const Rea
                           std::max(p.query_tokens * p.group(), p.kv_tokens) / kLinearChunk);
   const double roundings = 10 + 4 * std::sqrt(lengths) + 2 * exponents +
                            (map.gated ? static_cast<double>(kLinearChunk) : 0);
-  return {difference, UnitRoundoff(DType::kF32) * roundings * (size + of_gates) +
-                          unit16 * of_16_bits +
-                          // The terms of the loss are rounded to float64, some ten times.
-                          std::ldexp(10, -53) * losses / h};
+  return {(loss_plus - loss_minus) / h,
+          UnitRoundoff(DType::kF32) * roundings * (size + of_gates) + unit16 * of_16_bits +
+              // The terms of the loss are rounded to float64, some ten times.
+              std::ldexp(10, -53) * losses / h};
 }
 
 double ProductOf(const Tensor& gradient, const std::vector<double>& direction) {
@@ -520,11 +518,20 @@ std::vector<double> UnitDirection(const std::string& name, size_t count, uint64_
   return direction;
 }
 
+void ExpectSameBits(const BackwardCase& of, const Gradients& gradients, const Gradients& expected) {
+  for (const auto& entry : RealsOf(of)) {
+    EXPECT_TRUE(SameBits(gradients.at(entry.first), expected.at(entry.first)))
+        << Describe(of.c) << ", " << entry.first;
+  }
+}
+
+// On the CPU expects also the same bits with other threads. The simulator finds all races in one order
+// of threads and blocks, and nothing of the backward pass is atomic.
 void ExpectGradientsOfFormula(const BackwardCase& of) {
   const Reals reals = RealsOf(of), of_outputs = GradientsOfOutputs(of);
-  const Gradients gradients = RunBackward(of, 1), with_threads = RunBackward(of, 3);
+  const Gradients gradients = RunBackward(of, 1);
+  if (of.device == Device::kCpu) ExpectSameBits(of, RunBackward(of, 3), gradients);
   for (const auto& [name, x] : reals) {
-    EXPECT_TRUE(SameBits(gradients.at(name), with_threads.at(name))) << Describe(of.c) << name;
     if (x.empty()) continue;
     ExpectDerivative(of, reals, of_outputs, gradients, name,
                      UnitDirection(name, x.size(), of.c.seed));
@@ -572,8 +579,8 @@ TEST_P(LinearBackward, IsThatOfTheFormulaOnTokensAroundTheEdgesOfChunksAndBlocks
   for (const int64_t tokens : {0, 1, 3, 31, 33, 63, 64, 65, 128, 511, 513}) {
     for (const bool causal : {false, true}) {
       for (const double epsilon : {0.0, 1e-3}) {
-        ExpectGradientsOfFormula(
-            {LinearProblem(tokens, tokens, causal), LinearMap(Feature::kExp, 8, 8, epsilon)});
+        ExpectGradientsOfFormula({LinearProblem(tokens, tokens, causal, tokens < 200 ? 2 : 1, 8),
+                                  LinearMap(Feature::kExp, 8, 8, epsilon)});
       }
     }
   }
@@ -583,10 +590,11 @@ TEST_P(LinearBackward, IsThatOfTheFormulaWithEachFeatureStabiliserAndEpsilon) {
   for (const Feature feature : kFeatures) {
     for (const KeyStabiliser stabiliser :
          {KeyStabiliser::kRunning, KeyStabiliser::kSequence, KeyStabiliser::kNone}) {
+      if (!IsExponential(feature) && stabiliser != KeyStabiliser::kNone) continue;
       for (const bool causal : {false, true}) {
         for (const double epsilon : {0.0, 1e-6, 1e-2}) {
           for (const double denominator_epsilon : {0.0, 1e-1}) {
-            LinearCase c{LinearProblem(90, 90, causal), LinearMap(feature, 12, 8, epsilon)};
+            LinearCase c{LinearProblem(90, 90, causal, 1, 8), LinearMap(feature, 12, 8, epsilon)};
             c.map.stabiliser = stabiliser;
             c.map.denominator_epsilon = denominator_epsilon;
             c.masked = true;
@@ -676,8 +684,9 @@ TEST_P(LinearBackward, IsThatOfTheFormulaOnDirectionsWithGatesAndWithout) {
     for (const bool gated : {false, true}) {
       for (const int64_t tokens : {1, 64, 130, 530}) {
         for (const float length_epsilon : {0.0f, 0.5f}) {
-          LinearCase c{LinearProblem(tokens, tokens, true, tokens < 200 ? 2 : 1, 8),
-                       DirectionMap(feature, 40, gated)};
+          const bool is_short = tokens < 200;
+          LinearCase c{LinearProblem(tokens, tokens, true, is_short ? 2 : 1, 8),
+                       DirectionMap(feature, is_short ? 40 : 6, gated)};
           c.map.length_epsilon = length_epsilon;
           c.map.per_head = gated;
           c.masked = tokens == 130;
@@ -871,14 +880,14 @@ bool SameTokens(const Tensor& a, const Tensor& b, int64_t begin, int64_t end) {
 }
 
 TEST_P(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
-  constexpr int64_t kTokens = 600;
-  for (const int64_t place : {5, 77, 540}) {
-    for (const bool gated : {false, true}) {
-      LinearCase c{LinearProblem(kTokens, kTokens, true, 2),
-                   gated ? DirectionMap(Feature::kSinCos, 16, true)
-                         : LinearMap(Feature::kExp, 16, 16, 1e-4)};
-      const BackwardCase of = Case(c);
-      const Gradients clean = RunBackward(of);
+  // The CPU takes 8 chunks of 64 as a block.
+  const int64_t tokens = GetParam() == Device::kCpu ? 600 : 200;
+  for (const bool gated : {false, true}) {
+    LinearCase c{
+        LinearProblem(tokens, tokens, true, 2),
+        gated ? DirectionMap(Feature::kSinCos, 16, true) : LinearMap(Feature::kExp, 16, 16, 1e-4)};
+    const Gradients clean = RunBackward(Case(c));
+    for (const int64_t place : {int64_t{5}, int64_t{77}, tokens - 60}) {
       // Earlier queries do not see a key or value.
       for (const bool in_values : {false, true}) {
         BackwardCase poisoned = Case(c);
@@ -899,9 +908,9 @@ TEST_P(LinearBackward, ANaNReachesExactlyTheTokensThatTheMaskLetsItReach) {
         Fill(Slice(tensor.view(), 2, place, 1), std::nan(""));
         const Gradients gradients = RunBackward(poisoned);
         EXPECT_TRUE(SameTokens(gradients.q, clean.q, 0, place)) << which << place;
-        EXPECT_TRUE(SameTokens(gradients.q, clean.q, place + 1, kTokens)) << which << place;
-        EXPECT_TRUE(SameTokens(gradients.k, clean.k, place + 1, kTokens)) << which << place;
-        EXPECT_TRUE(SameTokens(gradients.v, clean.v, place + 1, kTokens)) << which << place;
+        EXPECT_TRUE(SameTokens(gradients.q, clean.q, place + 1, tokens)) << which << place;
+        EXPECT_TRUE(SameTokens(gradients.k, clean.k, place + 1, tokens)) << which << place;
+        EXPECT_TRUE(SameTokens(gradients.v, clean.v, place + 1, tokens)) << which << place;
         EXPECT_TRUE(std::isnan(*gradients.q.view().At<float>(0, 0, place, 0)));
         EXPECT_TRUE(std::isnan(*gradients.k.view().At<float>(0, 0, place, 0)));
         EXPECT_TRUE(std::isnan(*gradients.k.view().At<float>(0, 0, 0, 0)));
@@ -1070,26 +1079,19 @@ TEST(LinearBackward, CostsAreThoseOfItsProductsAndOfEveryTensorTwice) {
 
 TEST(LinearBackwardCuda, BlocksAndHeadsThatTakeTurnsGiveTheSameBits) {
   for (const bool gated : {false, true}) {
-    LinearCase c{LinearProblem(100, 150, true, 4), gated ? DirectionMap(Feature::kSinCos, 16, true)
-                                                         : LinearMap(Feature::kExp, 16, 16, 1e-2)};
+    LinearCase c{LinearProblem(70, 80, true, 4), gated ? DirectionMap(Feature::kSinCos, 16, true)
+                                                       : LinearMap(Feature::kExp, 16, 16, 1e-2)};
     c.problem.batch = 2;
     c.problem.kv_heads = 2;
     c.map.per_head = gated;
     BackwardCase of(c, KernelDevice());
     const Gradients expected = RunBackward(of);
-    const auto expect_same = [&](const Gradients& gradients) {
-      for (const char* name : {"q", "k", "v", "w"}) {
-        EXPECT_TRUE(SameBits(gradients.at(name), expected.at(name))) << name;
-      }
-      if (gated) {
-        EXPECT_TRUE(SameBits(gradients.gate, expected.gate));
-      }
-    };
+    ExpectSameBits(of, RunBackward(of, /*threads=*/3), expected);  // another order
     of.max_blocks = 3;
-    expect_same(RunBackward(of));
+    ExpectSameBits(of, RunBackward(of), expected);
     for (const int64_t heads : {1, 3}) {
       of.max_held_heads = heads;
-      expect_same(RunBackward(of));
+      ExpectSameBits(of, RunBackward(of), expected);
     }
   }
 }
@@ -1175,8 +1177,10 @@ TEST_P(LinearBackward, KeysWhoseSquaresAreBeyondFp32ChangeNothingThroughTheirExp
   ForEachLongKeys([](const LongKeys& keys) {
     const Problem& p = keys.c.problem;
     if (!IsExponential(keys.c.map.feature) || keys.c.map.unit) return;
-    // In the simulator the features of pairs would take as long again.
-    if (GetParam() != Device::kCpu && (p.kv_tokens > 140 || keys.c.map.feature != Feature::kExp)) {
+    // The simulator takes calls of one and of three chunks. The features of pairs would take as long
+    // again.
+    if (GetParam() != Device::kCpu &&
+        (p.kv_tokens < 70 || p.kv_tokens > 140 || keys.c.map.feature != Feature::kExp)) {
       return;
     }
     const auto run = [&](const LinearTensors& tensors, bool is_masked) {
