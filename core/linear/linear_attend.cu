@@ -51,7 +51,7 @@ class AttendBlock {
   static constexpr int kTileBytes =
       Rows::kBytes + kMatrixBytes + (kCausal ? 2 : 1) * Columns::kBytes;
 
-  static constexpr int kStagedStride = (kCausal ? kColumns : kTile) + 4;
+  static constexpr int kStagedStride = (kCausal ? kColumns : kTile) + Math::kPad;
   static_assert(kTile * kStagedStride * 4 <= Columns::kBytes || !kCausal,
                 "rows of y take the sums' place");
   static_assert(kRows * kStagedStride * 4 <= Rows::kBytes + kMatrixBytes || kCausal,
@@ -296,13 +296,13 @@ class AttendBlock {
       for (int i = 0; i < 4; ++i) {
         const int64_t skip = Math::Row(i) * a_.sums.row;
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          float2 x = make_float2(0, 0);
+        for (int j = 0; j < 4; j += Math::kNeighbours) {
+          float x[Math::kNeighbours] = {};
           if (from != nullptr && first + Math::Column(j) < columns) {
-            x = *reinterpret_cast<const float2*>(from + at + skip + Math::Column(j));
+            LoadVectors(from + at + skip + Math::Column(j), x);
           }
-          sums.at[i][j] = rescale * x.x;
-          sums.at[i][j + 1] = rescale * x.y;
+#pragma unroll
+          for (int n = 0; n < Math::kNeighbours; ++n) sums.at[i][j + n] = rescale * x[n];
         }
         const bool has_ones = first == 0 && from != nullptr;
         normalisers[i] =
@@ -314,10 +314,12 @@ class AttendBlock {
       for (int i = 0; i < 4; ++i) {
         const int64_t skip = Math::Row(i) * a_.sums.row;
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
+        for (int j = 0; j < 4; j += Math::kNeighbours) {
           if (first + Math::Column(j) >= columns) continue;
-          *reinterpret_cast<float2*>(to + at + skip + Math::Column(j)) =
-              make_float2(sums.at[i][j], sums.at[i][j + 1]);
+          float x[Math::kNeighbours];
+#pragma unroll
+          for (int n = 0; n < Math::kNeighbours; ++n) x[n] = sums.at[i][j + n];
+          StoreVectors(x, to + at + skip + Math::Column(j));
         }
         if (first == 0) to[first_row * a_.sums.row + skip + a_.sums.ones] = normalisers[i];
       }
@@ -699,9 +701,11 @@ class AttendBlock {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        *reinterpret_cast<float2*>(first + Math::Row(i) * kStagedStride + Math::Column(j)) =
-            make_float2(result_[panel].at[i][j], result_[panel].at[i][j + 1]);
+      for (int j = 0; j < 8; j += Math::kNeighbours) {
+        float columns[Math::kNeighbours];
+#pragma unroll
+        for (int n = 0; n < Math::kNeighbours; ++n) columns[n] = result_[panel].at[i][j + n];
+        StoreVectors(columns, first + Math::Row(i) * kStagedStride + Math::Column(j));
       }
     }
   }

@@ -72,13 +72,20 @@ __device__ inline int Column() { return Thread() % 16 * 4; }
 // In which direction neighbouring threads load an operand.
 enum class Along { kDepth, kRows };
 
+// Along depth a thread stores four rows as one vector, since single elements of neighbouring threads would
+// be 4 to a bank.
 template <Along kAlong, class LoadAt>
 __device__ void Stage(int depth, const LoadAt& load, float* to) {
+  constexpr int kRowsAtOnce = kAlong == Along::kDepth ? 4 : 1;
 #pragma unroll 1
-  for (int n = Thread(); n < kTile * kTile; n += kThreads) {
+  for (int n = Thread(); n < kTile * kTile / kRowsAtOnce; n += kThreads) {
     const int k = kAlong == Along::kDepth ? n % kTile : n / kTile;
-    const int row = kAlong == Along::kDepth ? n / kTile : n % kTile;
-    if (k < depth) to[k * kStride + row] = load(k, row);
+    const int row = kAlong == Along::kDepth ? n / kTile * kRowsAtOnce : n % kTile;
+    if (k >= depth) continue;
+    float rows[kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) rows[i] = load(k, row + i);
+    StoreVectors(rows, to + k * kStride + row);
   }
 }
 

@@ -250,6 +250,7 @@ struct BackwardCase {
   // On CUDA devices: see LinearCuda.
   int64_t max_blocks = 0x7fffffff;
   int64_t max_held_heads = 0x7fffffff;
+  bool counts_bank_conflicts = false;  // in the simulator
 };
 
 Gradients EmptyGradients(const BackwardCase& of) {
@@ -299,6 +300,7 @@ absl::Status RunOnSimulator(const BackwardCase& of, LinearCall run, LinearBackwa
                             int seed) {
   cuda_simulator::Settings settings;
   settings.seed = seed;
+  settings.counts_bank_conflicts |= of.counts_bank_conflicts;
   cuda_simulator::Configure(settings);
   const Problem& p = of.c.problem;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(KernelDevice()));
@@ -1094,6 +1096,23 @@ TEST(LinearBackwardCuda, BlocksAndHeadsThatTakeTurnsGiveTheSameBits) {
       ExpectSameBits(of, RunBackward(of), expected);
     }
   }
+}
+
+TEST(LinearBackwardCuda, WarpsMeetNoBankTwice) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator counts bank conflicts";
+  BackwardCase of({LinearProblem(70, 70, true, 1, 64), LinearMap(Feature::kExp, 64, 64, 1e-2)},
+                  KernelDevice());
+  of.counts_bank_conflicts = true;
+  cuda_simulator::TakeBankUses();
+  RunBackward(of);
+  const std::vector<cuda_simulator::BankUse> uses = cuda_simulator::TakeBankUses();
+  int64_t wavefronts = 0;
+  for (const cuda_simulator::BankUse& use : uses) {
+    if (use.kernel.rfind("LinearBackward<", 0) != 0) continue;
+    wavefronts += use.wavefronts;
+    EXPECT_EQ(use.extra, 0) << cuda_simulator::Describe(uses);
+  }
+  EXPECT_GT(wavefronts, 0);
 }
 
 TEST(LinearBackwardCuda, TheScratchIsLinearInTokensAndForSomeHeadsAtATime) {

@@ -683,6 +683,37 @@ TEST(LinearCuda, AnyOrderOfBlocksAndThreadsAndAnyGridGiveTheSameBits) {
   }
 }
 
+// In 16 bits no bank is met twice but by causal updates of sums; elsewhere conflicts are 1 of 25 wavefronts
+// at most.
+TEST(LinearCuda, WarpsSeldomMeetABankTwice) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator counts bank conflicts";
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const bool causal : {false, true}) {
+      for (const int64_t dim : {64, 128}) {
+        LinearCase c{LinearProblem(130, 130, causal, 1, dim), LinearMap(Feature::kExp, 128, dim)};
+        c.problem.dtype = dtype;
+        const LinearTensors tensors(c);
+        cuda_simulator::Settings settings;
+        settings.counts_bank_conflicts = true;
+        cuda_simulator::Configure(settings);
+        cuda_simulator::TakeBankUses();
+        RunEngine(c, tensors);
+        const std::vector<cuda_simulator::BankUse> uses = cuda_simulator::TakeBankUses();
+        int64_t wavefronts = 0, extra = 0;
+        for (const cuda_simulator::BankUse& use : uses) {
+          wavefronts += use.wavefronts;
+          extra += use.extra;
+        }
+        EXPECT_GT(wavefronts, 0);
+        EXPECT_LE(extra, dtype == DType::kF32 || causal ? wavefronts / 25 : 0)
+            << Describe(c) << "\n"
+            << cuda_simulator::Describe(uses);
+      }
+    }
+  }
+  SetSeed(1);
+}
+
 TEST(LinearCuda, TheWorkOfACallIsAsOnRecord) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts work";
   const struct {

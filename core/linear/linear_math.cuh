@@ -88,8 +88,8 @@ struct Fp32 {
   static constexpr int kPad = 4;
 
   // Rows are stored by depth. Groups of four rows are exchanged from one group of four of depth to
-  // the next, so that stores of rows, and of fragments' groups of two rows by four of depth, use all
-  // banks.
+  // the next, so that stores of fragments' groups of two rows by four of depth use all banks. Those of
+  // two rows, which a warp loads, use half of the banks.
   template <int kRows>
   class Across {
    public:
