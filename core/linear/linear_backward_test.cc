@@ -1124,7 +1124,10 @@ TEST(LinearBackwardCuda, TheScratchIsLinearInTokensAndForSomeHeadsAtATime) {
   for (const bool causal : {false, true}) {
     EXPECT_LE(bytes(200000, 1, causal), 2 * bytes(100000, 1, causal));
     EXPECT_EQ(bytes(16384, 100, causal), bytes(16384, 200, causal));
+    EXPECT_LE(bytes(32768, 128, causal), size_t{256} << 20);
+    EXPECT_EQ(bytes(65536, 128, causal), bytes(65536, 1, causal));
   }
+  EXPECT_EQ(bytes(65536, 128, true) >> 20, 492u);
 }
 
 // Features of sines and cosines have sums of both signs.

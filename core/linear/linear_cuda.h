@@ -42,8 +42,9 @@ class LinearCuda {
   // Appends tokens as LinearAppend does.
   absl::Status Append(const Problem& problem, int64_t tokens, const LinearCall& call,
                       const Execution& execution) const;
-  // Returns the device memory that Backward needs, linear in tokens. It is for some heads at a time,
-  // as many as 256 MiB hold.
+  // Returns the device memory that Backward needs, linear in tokens. It is for some heads at a time, as
+  // many as 256 MiB hold, or for one: 492 MiB for 65,536 keys and queries of a causal problem with 256
+  // features and 64 channels, whatever the batch.
   static size_t BackwardWorkspaceBytes(const Problem& problem, const FeatureMap& map);
   // Enqueues what LinearBackwardCpu does, from the call's tensors alone: it uses no kept memory, and
   // ignores `w` and `gate` of the call. Arithmetic is fp32 for all dtypes, without atomics: every
