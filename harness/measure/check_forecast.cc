@@ -1,27 +1,26 @@
 #include "harness/measure/check_forecast.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "harness/plan/cases.h"
+#include "harness/plan/check_time.h"
 
 namespace tfb {
 namespace {
-
-constexpr double kScalingCheckSeconds = 5;
 
 // Gradients ask the definition for its value at 8 points a direction (harness/judge/gradients.h), of
 // which there are some 4, where outputs ask for it and for that of dense attention.
 constexpr double kGradientsOverOutputs = 16;
 
-// Checks of one key take times that say something of each other. All rows of a text are checked,
-// whatever the purpose.
+// Checks of one key take times that say something of each other. The options of an added counterpart
+// may depend on the length. All rows of a text are checked, whatever the purpose.
 std::string KeyOf(const Job& job, Case::Purpose purpose, bool of_gradients) {
   const bool is_text = job.input.text != nullptr;
-  return absl::StrCat(job.DisplayName(), " ", is_text ? "text" : Case::Purpose_Name(purpose),
-                      of_gradients ? " gradients" : "");
+  return absl::StrCat(
+      job.added ? absl::StrCat(job.technique->info().name, " added") : job.DisplayName(), " ",
+      is_text ? "text" : Case::Purpose_Name(purpose), of_gradients ? " gradients" : "");
 }
 
 bool IsOfGradients(const Job& job) { return job.pass != Case::PASS_FORWARD; }
@@ -29,7 +28,7 @@ bool IsOfGradients(const Job& job) { return job.pass != Case::PASS_FORWARD; }
 }  // namespace
 
 void CheckForecast::Note(const Job& job, double seconds) {
-  last_[KeyOf(job, job.purpose, IsOfGradients(job))] = {job.problem.query_tokens, seconds};
+  last_[KeyOf(job, job.purpose, IsOfGradients(job))] = {LengthOf(job), seconds};
 }
 
 // Foretells from the last check of the technique, or, for its first scaling case, from the check of
@@ -41,11 +40,9 @@ double CheckForecast::ExpectedSeconds(const Job& job) const {
       const auto found = last_.find(KeyOf(job, purpose, of_gradients));
       if (found == last_.end()) continue;
       const auto [tokens, seconds] = found->second;
-      // At most quadratic in tokens, and at least linear.
-      const double ratio = static_cast<double>(job.problem.query_tokens) /
-                           static_cast<double>(std::max<int64_t>(tokens, 1));
       const double factor = of_gradients == IsOfGradients(job) ? 1 : kGradientsOverOutputs;
-      return factor * seconds * ratio * std::max(1.0, ratio);
+      return factor * MostCheckSeconds(seconds, static_cast<double>(tokens),
+                                       static_cast<double>(LengthOf(job)));
     }
   }
   return 0;
@@ -61,9 +58,7 @@ std::string CheckForecast::WhyNotChecked(const Job& job, const Visit::Item& wish
                         " tokens of text");
   }
   if (!wishes.check()) return "that took longer than --case_timeout";
-  double limit = std::numeric_limits<double>::infinity();
-  if (job.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
-  if (wishes.check_seconds() > 0) limit = wishes.check_seconds();
+  double limit = CheckLimitSeconds(job.purpose, wishes);
   if (case_timeout > 0) limit = std::min(limit, case_timeout / 2);
   const double expected = ExpectedSeconds(job);
   if (expected <= limit) return "";

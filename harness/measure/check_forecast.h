@@ -25,7 +25,8 @@ class CheckForecast {
  private:
   double ExpectedSeconds(const Job& job) const;
 
-  // Tokens and seconds of the last check, by technique, options and purpose.
+  // Tokens and seconds of the last check, by technique, options and purpose; without the options for
+  // added counterparts.
   std::map<std::string, std::pair<int64_t, double>> last_;
 };
 

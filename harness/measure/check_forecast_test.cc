@@ -19,7 +19,7 @@ class Forecast : public ::testing::Test {
     Job job;
     job.technique = registry_.Find(technique).value();
     job.options = job.technique->Canonical(options).value();
-    job.problem.query_tokens = tokens;
+    job.problem.query_tokens = job.problem.kv_tokens = tokens;
     job.purpose = purpose;
     return job;
   }
@@ -84,6 +84,13 @@ TEST_F(Forecast, ACheckGrowsAtMostAsTheSquareOfTheTokensAndAtLeastAsThey) {
   EXPECT_EQ(Why(Scaling(3), 17), "that would take about 18 s");
 }
 
+TEST_F(Forecast, TheKeysOfASingleQueryAreTokensToo) {
+  Job one = Scaling(100), longer = Scaling(200);
+  one.problem.query_tokens = longer.problem.query_tokens = 1;
+  forecast_.Note(one, 2);
+  EXPECT_EQ(Why(longer, 7), "that would take about 8 s");
+}
+
 TEST_F(Forecast, TheLimitIsTheVisitsOrFiveSecondsOfAScalingCaseOrHalfOfTheTimeout) {
   forecast_.Note(Scaling(10), 5);
   forecast_.Note(Accuracy(10), 5);
@@ -112,6 +119,19 @@ TEST_F(Forecast, AScalingCaseIsForetoldFromAnAccuracyCaseWhereItIsTheFirst) {
                          Make("toy_mean", 10, Case::PURPOSE_SCALING, {{"rounds", "2"}})}) {
     EXPECT_EQ(other.WhyNotChecked(job, wishes, 0), "") << job.ToString();
   }
+}
+
+TEST_F(Forecast, AnAddedCounterpartIsForetoldFromOneWithOtherOptions) {
+  Job added = Make("toy_mean", 10, Case::PURPOSE_SCALING, {{"rounds", "10"}});
+  added.added = true;
+  forecast_.Note(added, 3);
+  Job longer = Make("toy_mean", 20, Case::PURPOSE_SCALING, {{"rounds", "20"}});
+  EXPECT_EQ(Why(longer, 1), "") << "the options were chosen";
+  longer.added = true;
+  EXPECT_EQ(Why(longer, 1), "that would take about 12 s");
+  EXPECT_EQ(Why(Scaling(10), 1), "");
+  longer.technique = registry_.Find("toy_full").value();
+  EXPECT_EQ(Why(longer, 1), "");
 }
 
 TEST_F(Forecast, OfATextEveryCheckTakesAllRows) {

@@ -270,10 +270,6 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
   return absl::OkStatus();
 }
 
-int64_t LengthOf(const Job& job) {
-  return std::max(job.problem.query_tokens, job.problem.kv_tokens);
-}
-
 // Assigns each case to the part with the least effort so far, those of most effort first.
 absl::Status KeepShard(absl::string_view shard, CaseList* list) {
   if (shard.empty()) return absl::OkStatus();
@@ -399,6 +395,10 @@ void SetProblem(const Problem& problem, ProblemSize* size) {
 }
 
 }  // namespace
+
+int64_t LengthOf(const Job& job) {
+  return std::max(job.problem.query_tokens, job.problem.kv_tokens);
+}
 
 double RelativeEffort(const Job& job) {
   // Checks over all rows weigh as much as the longer of the usual lengths.

@@ -75,6 +75,8 @@ inline constexpr int64_t kRealTokens = 512;
 absl::StatusOr<std::vector<Job>> MakeCases(const CaseFlags& flags, const Registry& registry,
                                            absl::string_view folder);
 
+// Returns the number of queries, or of keys where those are more.
+int64_t LengthOf(const Job& job);
 // Estimates the effort of a case relative to others without any times: a fixed part, and one that
 // grows with tokens.
 double RelativeEffort(const Job& job);
