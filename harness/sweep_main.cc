@@ -82,9 +82,9 @@ ABSL_FLAG(std::string, case_timeout, "60s",
 ABSL_FLAG(
     std::string, time_budget, "5m",
     "For the whole sweep. Accuracy takes at most a third; then lengths are measured from the "
-    "shortest on, and one that would not fit is left out for all techniques alike, with a line "
-    "that says so; what is left buys samples. A length that has begun is finished, for at most "
-    "a fifth more. 0: no limit.");
+    "shortest on, and one that would not fit, by what the shorter ones took, is left out for all "
+    "techniques alike, with a line that says so; what is left buys samples. A length that has "
+    "begun is finished, for at most a fifth more. 0: no limit.");
 ABSL_FLAG(std::string, memory_limit, "",
           "Of a case, as in 16GiB: checked before it is allocated. Empty: 80% of what is free.");
 

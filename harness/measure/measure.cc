@@ -435,6 +435,7 @@ absl::Status Measurer::PlaceInputs(const std::vector<TensorSpec>& specs, Batch* 
   const std::string key = SpecsKey(specs);
   auto inputs = batch->inputs.find(key);
   if (inputs == batch->inputs.end()) {
+    const double begin = options_.clock->Seconds();
     absl::StatusOr<NamedTensors> made = MakeInputs(job.input, specs, job.problem, job.seed);
     // An input that does not fit the problem is not an error of the technique.
     if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
@@ -443,6 +444,7 @@ absl::Status Measurer::PlaceInputs(const std::vector<TensorSpec>& specs, Batch* 
     batch->held_bytes += BytesOf(*made);
     inputs =
         batch->inputs.emplace(key, Batch::PlacedInputs{*std::move(made), std::move(placed)}).first;
+    prepared->report.set_input_seconds(options_.clock->Seconds() - begin);
   }
   prepared->inputs = &inputs->second.host;
   prepared->timed.bound.inputs = inputs->second.placed.inputs();

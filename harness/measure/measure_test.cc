@@ -74,6 +74,7 @@ class MeasureTest : public ::testing::Test {
         return;
       }
       const std::string name = cases_[report.index()].DisplayName();
+      input_seconds_[name] = report.input_seconds();
       EXPECT_TRUE(records.emplace(name, std::move(*report.mutable_record())).second)
           << name << " is reported twice";
     };
@@ -90,6 +91,7 @@ class MeasureTest : public ::testing::Test {
   std::vector<Case> so_far_;
   std::vector<std::map<std::string, int>> activities_at_so_far_;
   std::vector<Activity> sequence_;
+  std::map<std::string, double> input_seconds_;  // by display name
   std::string pass_ = "forward";
   double seconds_left_ = 0;  // 0: there is no such limit
   bool check_ = true, case_check_ = true, stopped_ = false, kept_device_ = true;
@@ -116,6 +118,16 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
   EXPECT_LT(outcome.elapsed_seconds(), 100 * 1e-4);
   EXPECT_EQ(outcome.statistics().at("rounds"), 1);
   EXPECT_EQ(records.at("toy_mean").technique().weights(), TechniqueDescription::WEIGHTS_NONE);
+}
+
+TEST_F(MeasureTest, InputsTakeTimeForTheFirstCaseThatReadsThem) {
+  TickingClock clock(1e-3);
+  options_.clock = &clock;
+  Measure("toy_mean,toy_causal,toy_hidden");
+  // The clock is read before and after.
+  EXPECT_NEAR(input_seconds_.at("toy_mean") + input_seconds_.at("toy_causal"), 1e-3, 1e-9);
+  EXPECT_EQ(input_seconds_.at("toy_mean") * input_seconds_.at("toy_causal"), 0);
+  EXPECT_NEAR(input_seconds_.at("toy_hidden"), 1e-3, 1e-9);
 }
 
 TEST_F(MeasureTest, EachPassHasItsCostAndMemory) {

@@ -77,6 +77,10 @@ constexpr double kLockSeconds = 2;
 // The end of an unfinished record's reason that says why there are no times.
 constexpr absl::string_view kNotTimed = "times were not measured: ";
 
+bool TakesTurns(const SweepOptions& options) {
+  return !options.turns.empty() || !options.other.program.empty();
+}
+
 std::string WithoutNotTimed(absl::string_view reason) {
   return std::string(absl::StripSuffix(reason.substr(0, reason.find(kNotTimed)), "; "));
 }
@@ -138,7 +142,7 @@ class Sweep {
 
   bool follows() const { return !options_.turns.empty(); }
   bool is_quiet() const { return options_.quiet || follows(); }
-  bool takes_turns() const { return follows() || !options_.other.program.empty(); }
+  bool takes_turns() const { return TakesTurns(options_); }
   static int CloseFile(std::FILE* file) { return file == nullptr ? 0 : std::fclose(file); }
 
   // --- The file, and what it has already
@@ -306,21 +310,11 @@ class Sweep {
     if (is_done) return absl::OkStatus();
     TFB_RETURN_IF_ERROR(MeasurePeaksHere());
     TFB_RETURN_IF_ERROR(AppendObstacles());
-    MakePlan();
+    plan_ = std::make_unique<SweepPlan>(cases_, left_, PlanOptionsOf(options_));
     TFB_RETURN_IF_ERROR(TakeUnfinished());
     TFB_RETURN_IF_ERROR(follows() ? Follow() : Lead());
     worker_.reset();
     return absl::OkStatus();
-  }
-
-  void MakePlan() {
-    SweepPlanOptions how;
-    how.time_budget = options_.time_budget;
-    how.repetitions = options_.measure.repetitions;
-    how.min_time = options_.measure.min_time;
-    how.rounds = options_.rounds;
-    how.takes_turns = takes_turns();
-    plan_ = std::make_unique<SweepPlan>(cases_, left_, how);
   }
 
   // Resumes the cases that an earlier sweep on this machine has checked, or timed in part.
@@ -334,7 +328,9 @@ class Sweep {
       Outcome* outcome = all.mutable_outcome();
       outcome->set_unfinished(false);
       outcome->set_reason(WithoutNotTimed(outcome->reason()));
-      visits_[index] = plan_->Resume(index, VisitedBy(all, outcome->elapsed_seconds(), 0));
+      CaseReport report;
+      report.set_preparation_seconds(outcome->elapsed_seconds());
+      visits_[index] = plan_->Resume(index, VisitedBy(report, all));
       records_[index] = all;
       if (visits_[index] >= options_.rounds) TFB_RETURN_IF_ERROR(Append(index, all));
     }
@@ -640,7 +636,7 @@ class Sweep {
     interim_.erase(index);
     const int visits = ++visits_[index];
     const Case& all = records_[index] = WithEarlierVisits(index, report.record());
-    plan_->Note(index, VisitedBy(all, report.preparation_seconds(), report.check_seconds()));
+    plan_->Note(index, VisitedBy(report, all));
     const bool can_go_on =
         all.outcome().status() == Outcome::STATUS_OK && all.outcome().timing().run_ns_size() > 0;
     if (!can_go_on) plan_->Finish(index);
@@ -650,18 +646,6 @@ class Sweep {
     }
     const bool goes_on = visits < options_.rounds && can_go_on;
     return goes_on ? AppendUnfinished(index, all) : Append(index, all);
-  }
-
-  static Visited VisitedBy(const Case& all, double preparation_seconds, double check_seconds) {
-    Visited visited;
-    visited.preparation_seconds = preparation_seconds;
-    visited.check_seconds = check_seconds;
-    visited.samples = all.outcome().timing().run_ns_size();
-    if (const auto time = RunTime(all); time.has_value()) {
-      visited.call_seconds = time->median / 1e9;
-      visited.half_width = time->relative_half_width();
-    }
-    return visited;
   }
 
   // Writes further samples of cases that the file already has: the last record of a case counts.
@@ -851,6 +835,17 @@ int64_t HostMemoryLimit(int64_t memory_limit, const std::vector<Job>& cases) {
   const bool any_on_gpu = std::any_of(cases.begin(), cases.end(),
                                       [](const Job& job) { return job.device == Device::kCuda; });
   return any_on_gpu ? 0 : memory_limit;
+}
+
+SweepPlanOptions PlanOptionsOf(const SweepOptions& options) {
+  SweepPlanOptions how;
+  how.time_budget = options.time_budget;
+  how.repetitions = options.measure.repetitions;
+  how.min_time = options.measure.min_time;
+  how.rounds = options.rounds;
+  how.takes_turns = TakesTurns(options);
+  how.graphs = options.measure.graphs;
+  return how;
 }
 
 int RunSweep(const SweepOptions& options, const std::vector<Job>& cases) {

@@ -13,6 +13,7 @@
 
 #include "harness/measure/measure.h"
 #include "harness/plan/cases.h"
+#include "harness/plan/sweep_plan.h"
 
 namespace tfb {
 
@@ -54,6 +55,9 @@ struct SweepOptions {
 // number: `memory_limit`, but no limit where a case is on a GPU, for whose sake CUDA maps more of the
 // host's addresses than the tensors take. What a case needs is compared with memory_limit before.
 int64_t HostMemoryLimit(int64_t memory_limit, const std::vector<Job>& cases);
+
+// Returns what the plan of a sweep has to know of its options.
+SweepPlanOptions PlanOptionsOf(const SweepOptions& options);
 
 // Runs the cases, prints progress to stderr and, at the end, tables and the file's path to stdout;
 // with another build's sweep, also the comparison of both (results/comparison.h).

@@ -410,6 +410,28 @@ TEST(DefaultResultPath, IsOfTheTimeAndTheHostAndOfNoFileThatIsThere) {
   EXPECT_EQ(third, stem + "-3.pb");
 }
 
+TEST(PlanOptionsOf, AreThoseOfTheSweep) {
+  SweepOptions options;
+  options.time_budget = 7;
+  options.rounds = 3;
+  options.measure.repetitions = 5;
+  options.measure.min_time = 0.25;
+  const SweepPlanOptions usual = PlanOptionsOf(options);
+  EXPECT_EQ(usual.time_budget, 7);
+  EXPECT_EQ(usual.rounds, 3);
+  EXPECT_EQ(usual.repetitions, 5);
+  EXPECT_EQ(usual.min_time, 0.25);
+  EXPECT_FALSE(usual.takes_turns);
+  EXPECT_TRUE(usual.graphs);
+  options.measure.graphs = false;
+  options.turns = "3,4";
+  EXPECT_FALSE(PlanOptionsOf(options).graphs);
+  EXPECT_TRUE(PlanOptionsOf(options).takes_turns);
+  options.turns.clear();
+  options.other.program = "other";
+  EXPECT_TRUE(PlanOptionsOf(options).takes_turns);
+}
+
 TEST(HostMemoryLimit, IsNoneWhereACaseIsOnAGpu) {
   std::vector<Job> cases(3);
   cases[2].device = Device::kSimulator;

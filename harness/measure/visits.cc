@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "harness/measure/machine_load.h"
+#include "results/statistics.h"
 
 namespace tfb {
 
@@ -47,6 +48,23 @@ void AddVisit(const Case& visit, Case* all) {
     outcome->set_status(visit.outcome().status());
     outcome->set_reason(visit.outcome().reason());
   }
+}
+
+Visited VisitedBy(const CaseReport& visit, const Case& all) {
+  Visited visited;
+  visited.preparation_seconds = visit.preparation_seconds();
+  visited.check_seconds = visit.check_seconds();
+  visited.input_seconds = visit.input_seconds();
+  const Timing& timing = all.outcome().timing();
+  visited.samples = timing.run_ns_size();
+  if (const auto setup = Median(timing.setup_ns()); setup.has_value()) {
+    visited.setup_seconds = setup->median / 1e9;
+  }
+  if (const auto time = RunTime(all); time.has_value()) {
+    visited.call_seconds = time->median / 1e9;
+    visited.half_width = time->relative_half_width();
+  }
+  return visited;
 }
 
 }  // namespace tfb

@@ -2,6 +2,8 @@
 #ifndef TFB_HARNESS_MEASURE_VISITS_H_
 #define TFB_HARNESS_MEASURE_VISITS_H_
 
+#include "harness/measure/worker_messages.pb.h"
+#include "harness/plan/sweep_plan.h"
 #include "results/results.pb.h"
 
 namespace tfb {
@@ -9,6 +11,10 @@ namespace tfb {
 // Adds the samples of a further visit to the same case. What stands once (errors, memory) is the
 // first's; a status that is not ok is the case's.
 void AddVisit(const Case& visit, Case* all);
+
+// Returns the findings of a visit: the parts of its preparation, and the samples of `all`, the record
+// with those of all visits.
+Visited VisitedBy(const CaseReport& visit, const Case& all);
 
 }  // namespace tfb
 

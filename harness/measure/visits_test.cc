@@ -136,5 +136,29 @@ TEST(Visits, AVisitWithoutTimesChangesNoneAndItsFailureIsTheCases) {
   EXPECT_EQ(all.outcome().status(), Outcome::STATUS_FAILED);
 }
 
+TEST(Visits, FindingsAreOfTheLastPreparationAndOfAllSamples) {
+  CaseReport report;
+  report.set_preparation_seconds(5);
+  report.set_check_seconds(2);
+  report.set_input_seconds(1);
+  const Visited none = VisitedBy(report, Case());
+  EXPECT_EQ(none.preparation_seconds, 5);
+  EXPECT_EQ(none.check_seconds, 2);
+  EXPECT_EQ(none.input_seconds, 1);
+  EXPECT_EQ(none.samples, 0);
+  EXPECT_EQ(none.call_seconds, 0);
+  EXPECT_EQ(none.half_width, 0);
+  EXPECT_EQ(none.setup_seconds, 0);
+  const Visited some = VisitedBy(report, Parsed(R"(outcome {
+    status: STATUS_OK
+    timing { run_ns: [ 3e9, 5e9, 4e9 ] setup_ns: [ 7e9, 6e9, 9e9 ] }
+  })"));
+  EXPECT_EQ(some.preparation_seconds, 5);
+  EXPECT_EQ(some.samples, 3);
+  EXPECT_EQ(some.call_seconds, 4);
+  EXPECT_EQ(some.half_width, 0.25);
+  EXPECT_EQ(some.setup_seconds, 7);
+}
+
 }  // namespace
 }  // namespace tfb

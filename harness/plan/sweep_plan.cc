@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "harness/contestants/interface.h"
+#include "harness/plan/check_time.h"
 #include "harness/plan/quantities.h"
 #include "results/reader.h"
 
@@ -31,11 +32,7 @@ constexpr double kRepetitionShare = 2;
 // The assumed time of a case whose technique has no times yet, times its relative effort.
 constexpr double kGuessSeconds = 0.2;
 
-double TokensOf(const Job& job) {
-  const Problem& problem = job.problem;
-  return static_cast<double>(
-      std::max<int64_t>(1, std::max(problem.query_tokens, problem.kv_tokens)));
-}
+double TokensOf(const Job& job) { return static_cast<double>(std::max<int64_t>(1, LengthOf(job))); }
 
 bool IsAccuracy(const Job& job) { return job.purpose == Case::PURPOSE_ACCURACY; }
 bool IsContestant(const Job& job) { return AsContestant(*job.technique) != nullptr; }
@@ -53,19 +50,39 @@ std::string SeriesKey(const Job& job) {
   return absl::StrCat(CaseKey(key), job.added ? " added" : "");
 }
 
-// Returns the exponent with which a time grew between two lengths, if it is known.
-std::optional<double> LocalExponent(double tokens_before, double before, double tokens,
-                                    double now) {
-  if (before <= 0 || now <= 0 || tokens <= tokens_before) return std::nullopt;
-  return std::log(now / before) / std::log(tokens / tokens_before);
+// The calls that the preparation of a case makes. A backward pass has a run before it, which is the
+// smaller part of a training step: see RelativeEffort.
+double PreparationCalls(const Job& job) {
+  return job.pass == Case::PASS_BACKWARD ? 1 + 1 / 2.5 : 1;
 }
 
-// Returns the exponent with which a time grows from the last length on: the one between the last
-// two lengths where it is known, but at least halfway from there to `growth`, since fixed costs
-// hide the asymptotic growth.
-double Exponent(double growth, std::optional<double> local) {
-  if (!local.has_value()) return growth;
-  return *local >= growth ? std::min(*local, growth + 1) : (std::max(*local, 0.0) + growth) / 2;
+// A time at a length.
+struct TimeAt {
+  double tokens = 0;
+  double seconds = 0;  // 0: unknown
+};
+
+// Returns the time at a longer length: a + b tokens^growth through both times with b >= 0, or where
+// the time grew faster than that, a power of the tokens. `then` is of the shorter length; without it
+// the time grows as tokens^growth_of_one.
+double Extrapolate(const TimeAt& then, const TimeAt& now, double tokens, double growth,
+                   double growth_of_one) {
+  const double ratio = tokens / now.tokens;
+  if (then.seconds <= 0 || now.seconds <= 0 || now.tokens <= then.tokens) {
+    return now.seconds * std::pow(ratio, growth_of_one);
+  }
+  const double ratio_before = now.tokens / then.tokens;
+  const double exponent = std::log(now.seconds / then.seconds) / std::log(ratio_before);
+  if (exponent >= growth) return now.seconds * std::pow(ratio, std::min(exponent, growth + 1));
+  // The growing part at `now` is b now.tokens^growth.
+  const double growing =
+      std::max(now.seconds - then.seconds, 0.0) / (1 - std::pow(ratio_before, -growth));
+  const double most = now.seconds + growing * (std::pow(ratio, growth) - 1);
+  if (growth <= 1) return most;
+  // That is too much where a part grows more slowly, as projections do beside attention. Then an
+  // exponent halfway between that of the two times and `growth` is closer.
+  const double halfway = (std::max(exponent, 0.0) + growth) / 2;
+  return std::min(most, now.seconds * std::pow(ratio, halfway));
 }
 
 }  // namespace
@@ -137,58 +154,83 @@ void SweepPlan::FindCounterparts() {
 // --- Estimates of times
 
 SweepPlan::Observation SweepPlan::ObservationOf(size_t index, const Visited& visited) const {
-  Observation seen = {TokensOf(cases_[index]), visited.preparation_seconds, visited.call_seconds,
-                      0};
-  if (IsContestant(cases_[index])) {
-    seen.preparation_seconds =
-        std::min(visited.preparation_seconds, visited.check_seconds + visited.call_seconds);
-    seen.start_seconds = visited.preparation_seconds - seen.preparation_seconds;
-  }
+  Observation seen;
+  seen.tokens = TokensOf(cases_[index]);
+  seen.input_seconds = visited.input_seconds;
+  seen.setup_seconds = IsContestant(cases_[index]) ? 0 : visited.setup_seconds;
+  seen.check_seconds = visited.check_seconds;
+  seen.call_seconds = visited.call_seconds;
+  seen.start_seconds = std::max(visited.preparation_seconds - PreparationSeconds(index, seen), 0.0);
   return seen;
 }
 
+double SweepPlan::PreparationSeconds(size_t index, const Observation& times) const {
+  return times.input_seconds + times.start_seconds + times.setup_seconds + times.check_seconds +
+         PreparationCalls(cases_[index]) * times.call_seconds;
+}
+
 SweepPlan::Observation SweepPlan::Foretell(size_t index) const {
-  const double tokens = TokensOf(cases_[index]);
+  const Job& job = cases_[index];
+  Observation foretold;
+  foretold.tokens = TokensOf(job);
   const auto found = observations_.find(series_[index]);
   if (found == observations_.end() || found->second.empty()) {
-    return {tokens, kGuessSeconds * RelativeEffort(cases_[index]), 0, 0};
+    foretold.start_seconds = kGuessSeconds * RelativeEffort(job);
+    return foretold;
   }
   const std::vector<Observation>& seen = found->second;
   const Observation& last = seen.back();
-  const Observation before = seen.size() > 1 ? seen[seen.size() - 2] : Observation{0, 0, 0, 0};
+  const Observation before = seen.size() > 1 ? seen[seen.size() - 2] : Observation();
+  const auto grown = [&](double Observation::*part, double growth, double growth_of_one) {
+    return Extrapolate({before.tokens, before.*part}, {last.tokens, last.*part}, foretold.tokens,
+                       growth, growth_of_one);
+  };
   // The growth that a technique states need not hold with the options of a counterpart.
-  const double growth = cases_[index].added ? 2 : cases_[index].technique->info().growth;
-  const auto local = [&](double earlier, double now) {
-    return LocalExponent(before.tokens, earlier, last.tokens, now);
-  };
-  const auto grown = [&](double now, double exponent) {
-    return now * std::pow(tokens / last.tokens, exponent);
-  };
-  const double of_start = local(before.start_seconds, last.start_seconds).value_or(0);
-  return {tokens,
-          grown(last.preparation_seconds,
-                Exponent(growth, local(before.preparation_seconds, last.preparation_seconds))),
-          grown(last.call_seconds, Exponent(growth, local(before.call_seconds, last.call_seconds))),
-          grown(last.start_seconds, std::clamp(of_start, 0.0, growth + 1))};
+  const double growth = job.added ? 2 : job.technique->info().growth;
+  foretold.input_seconds = grown(&Observation::input_seconds, 1, 1);
+  foretold.start_seconds = grown(&Observation::start_seconds, 1, 0);
+  foretold.setup_seconds = grown(&Observation::setup_seconds, 1, 1);
+  foretold.call_seconds = grown(&Observation::call_seconds, growth, growth);
+  foretold.check_seconds = ForetellCheck(index, before, last);
+  return foretold;
+}
+
+double SweepPlan::ForetellCheck(size_t index, const Observation& before,
+                                const Observation& last) const {
+  const Job& job = cases_[index];
+  const double tokens = TokensOf(job);
+  const double at_most = MostCheckSeconds(last.check_seconds, last.tokens, tokens);
+  if (at_most > CheckLimitSeconds(job.purpose, ItemFor(index, /*repeats=*/false))) return 0;
+  const double growth = job.technique->info().input_kind == InputKind::kQkv ? 1 : 2;
+  return std::min(at_most, Extrapolate({before.tokens, before.check_seconds},
+                                       {last.tokens, last.check_seconds}, tokens, growth, growth));
 }
 
 // Estimates the time from the end of the preparation on. Each sample of a contestant is tried before
 // it, on new inputs, with a check that is no longer than that of the preparation.
 double SweepPlan::TimingSeconds(const Visit::Item& item, const Observation& times) const {
-  const bool is_tried = IsContestant(cases_[item.index()]);
+  const Job& job = cases_[item.index()];
+  const bool on_gpu = job.device == Device::kCuda;
   SampleWishes wishes;
   wishes.repetitions = item.repetitions();
   wishes.min_time = options_.min_time;
-  wishes.flush_seconds = options_.flush_seconds;
-  wishes.trial_seconds = is_tried ? times.preparation_seconds : 0;
-  wishes.setup_seconds = times.start_seconds;
+  wishes.graph = on_gpu && options_.graphs;
+  // A GPU reads through its caches in less than a millisecond.
+  wishes.flush_seconds = on_gpu ? 0 : options_.flush_seconds;
+  if (IsContestant(job)) {
+    wishes.trial_seconds = times.check_seconds + times.call_seconds;
+    wishes.setup_seconds = times.start_seconds;
+  }
   const double pilot = std::max(options_.min_time, times.call_seconds) + wishes.trial_seconds;
-  return pilot + PlanSamples(wishes, times.call_seconds, item.share_seconds()).seconds;
+  const SamplePlan samples = PlanSamples(wishes, times.call_seconds, item.share_seconds());
+  // The worker takes the setups of the suite's own code to be as long as calls.
+  const double longer_setups = std::max(times.setup_seconds - times.call_seconds, 0.0);
+  return pilot + samples.seconds + samples.setups * longer_setups;
 }
 
 double SweepPlan::VisitSeconds(size_t index) const {
   const Observation foretold = Foretell(index);
-  return foretold.start_seconds + foretold.preparation_seconds +
+  return PreparationSeconds(index, foretold) +
          TimingSeconds(ItemFor(index, /*repeats=*/false), foretold);
 }
 

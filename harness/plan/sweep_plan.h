@@ -5,8 +5,8 @@
 //      timed once where there are scaling cases, which report times; else it is timed as these are.
 //   2. Breadth: scaling cases by length, the shortest first. Every case of a length gets at least
 //      three samples before the next length begins. The time of a length is extrapolated from the
-//      shorter ones; a length that would not fit is left out for all techniques, and so are longer
-//      ones.
+//      shorter ones, each part of it by its own law (SweepPlan::Foretell); a length that would not
+//      fit is left out for all techniques, and so are longer ones.
 //   3. Repetition: the rest of the budget is spent on samples where the interval of the median is
 //      widest, each time together with the dense counterpart, since both are in the ratio.
 //
@@ -34,7 +34,8 @@ struct SweepPlanOptions {
   double min_time = 0.01;       // as SampleWishes
   int rounds = 1;               // visits to each case in the breadth phase, one after the other
   bool takes_turns = false;     // with another build, so that each visit takes twice as long
-  double flush_seconds = 0.05;  // as SampleWishes; an estimate
+  double flush_seconds = 0.05;  // as SampleWishes, of the CPU's caches; an estimate
+  bool graphs = true;           // whether runs on a GPU are also timed as CUDA graphs
 };
 
 // The findings of a visit to a case.
@@ -43,7 +44,9 @@ struct Visited {
   double check_seconds = 0;        // of the check alone
   double call_seconds = 0;         // median of a run; 0 where there is no sample
   int samples = 0;                 // of a run, over all visits
-  double half_width = 0;  // of the median's interval over all visits, relative to the median
+  double half_width = 0;     // of the median's interval over all visits, relative to the median
+  double input_seconds = 0;  // of the preparation, for making the inputs; 0 where another case did
+  double setup_seconds = 0;  // median of a setup; 0 where there is no sample
 };
 
 // Cases that are not measured, and why.
@@ -80,14 +83,17 @@ class SweepPlan {
   double ExpectedSeconds(double elapsed_seconds) const;
 
  private:
-  // The times of a technique with its options at one length.
+  // The times of a technique with its options at one length. Their sum, with the call counted as
+  // often as the preparation makes one, is the preparation.
   struct Observation {
-    double tokens;
-    double preparation_seconds;  // without the start
-    double call_seconds;
-    // Somebody else's code starts a process and may compile before its first call, which takes
-    // about as long for every length; 0 for the suite's own.
-    double start_seconds;
+    double tokens = 0;
+    double input_seconds = 0;  // making the inputs and copying them to the device
+    // What the creation and the first run take beyond the other parts, e.g. for loading kernels.
+    // Somebody else's code starts a process and may compile. It has its setup in here.
+    double start_seconds = 0;
+    double setup_seconds = 0;  // of one warm setup
+    double check_seconds = 0;  // comparing the outputs with float64; 0 where it was left out
+    double call_seconds = 0;   // of one warm call
   };
   struct State {
     int visits = 0;
@@ -125,7 +131,28 @@ class SweepPlan {
   double RepetitionSeconds(size_t index) const;
   double TierSeconds(const Tier& tier) const;
   Observation ObservationOf(size_t index, const Visited& visited) const;
+  // Estimates the times of a case from those of its technique at shorter lengths.
+  //
+  // With two lengths and more a part of the time is a fixed part and one that grows as a power p of
+  // the tokens, which the last two determine: a + b n^p, with b >= 0; for p > 1 at most a power with
+  // the exponent halfway from the one between the two to p. Where it grew faster than n^p, it is a
+  // power with the exponent between the two, at most p + 1. With one length nothing separates the
+  // fixed part from the other:
+  //
+  //   part    p                                                  with one length
+  //   input   1, as tensors                                      grows
+  //   start   1, as the memory that a first run touches          fixed: kernels are loaded, and
+  //                                                              processes started, once
+  //   setup   1, as masks and indices                            grows
+  //   check   1 where rows are sampled, 2 for whole networks     grows; none where CheckForecast
+  //                                                              would leave it out
+  //   call    the technique's growth                             grows
+  //
+  // So fixed costs are never taken to grow as a technique's work does. On a GPU they are nearly all
+  // of the time of short inputs.
   Observation Foretell(size_t index) const;
+  double ForetellCheck(size_t index, const Observation& before, const Observation& last) const;
+  double PreparationSeconds(size_t index, const Observation& times) const;
   double TimingSeconds(const Visit::Item& item, const Observation& times) const;
   double turns() const { return options_.takes_turns ? 2 : 1; }
 
