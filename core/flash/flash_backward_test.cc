@@ -1541,26 +1541,32 @@ TEST_P(FlashBackward16, OfListedQueries) {
   Case16(s).Expect();
 }
 
-// A tile of keys or queries that is taken for nothing changes no gradient, but these numbers.
-TEST_F(FlashBackwardF32, TheWorkOfAListIsAsOnRecord) {
-  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts work";
+// Returns the work of a backward pass with a list of queries, of which a window sees keys. A tile of
+// queries or keys that is taken for nothing changes no gradient, but these numbers.
+std::string WorkOfList(DType dtype, const std::vector<std::string>& terms) {
   Band window;
   window.first_key = 70;
   window.low = -20;
   window.high = 30;
-  const auto work = [&](const std::vector<std::string>& terms) {
-    Setting s = Listed("a list", 16, window);
-    s.terms = terms;
-    s.farthest = 40;
-    const Case16 one(s);
-    std::string of_backward;
-    Place place = {KernelDevice(), 1};
-    place.work = &of_backward;
-    EngineGradients(one.s, one.x, one.g, one.e, place);
-    return of_backward;
-  };
-  EXPECT_EQ(work({}), "3 launches, 339 blocks, 413 barriers, 7324 collectives");
-  EXPECT_EQ(work({"u", "w", "r"}), "7 launches, 368 blocks, 1489 barriers, 7472 collectives");
+  Setting s = Listed("a list", 16, window);
+  s.dtype = dtype;
+  s.terms = terms;
+  s.farthest = 40;
+  const Case16 one(s);
+  std::string work;
+  Place place = {KernelDevice(), 1};
+  place.work = &work;
+  EngineGradients(one.s, one.x, one.g, one.e, place);
+  return work;
+}
+
+TEST(FlashBackwardCall, TheWorkOfAListIsAsOnRecord) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts work";
+  EXPECT_EQ(WorkOfList(DType::kF32, {}), "3 launches, 339 blocks, 413 barriers, 7324 collectives");
+  EXPECT_EQ(WorkOfList(DType::kF32, {"u", "w", "r"}),
+            "7 launches, 368 blocks, 1489 barriers, 7472 collectives");
+  EXPECT_EQ(WorkOfList(DType::kBF16, {}),
+            "3 launches, 339 blocks, 245 barriers, 21138 collectives");
 }
 
 // A block may go through several tiles of queries of which none has a gradient.
