@@ -181,10 +181,9 @@ class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
     return (shared_.flags[0] | shared_.flags[1]) != 0;
   }
 
-  // Loads the tile's queries, and their gradients where these have memory of their own, and what their scores need.
-  // Begins and ends with a barrier.
+  // Loads the tile's queries, and their gradients where these have memory of their own, and what their scores need. It
+  // follows LoadNumbers, behind whose barriers nothing reads what lay there, and ends with a barrier.
   __device__ void LoadTile() {
-    __syncthreads();  // all have read the flags, and what lay here
     this->LoadQueries([&](int row) { return IsActive(row); });
     if (HoldsBoth(kDim)) LoadGradientChannels();
     __syncthreads();
@@ -461,7 +460,6 @@ class KeyOwner : public GradientTile<kDim, kRule, KeyThreads(kDim, kRule)> {
   };
   __device__ Walk BeginWalk() const {
     Walk walk = {};
-    if (a_.packs_asked) return walk;
     const TransposedView& schedule = b_.transposed;
     const int64_t chunk =
         task_.head % schedule.heads * schedule.chunks + key_tile_ / kChunkKeyTiles;
