@@ -78,6 +78,18 @@ TEST(RootOf, IsTheLeastWhoseSquareIsNotBelow) {
   EXPECT_EQ(RootOf(int64_t{1} << 60), int64_t{1} << 30);
 }
 
+TEST(TermIndex, MovesOnAsTheQuotientAndTheRemainder) {
+  for (const int64_t begin : {0, 4, 5, 29, 30, 31}) {
+    TermIndex token(begin, 5), head(token.outer, 3);
+    for (int64_t n = begin; n < begin + 70; ++n, head.Next(token.Next())) {
+      EXPECT_EQ(token.inner, n % 5) << n;
+      EXPECT_EQ(token.outer, n / 5) << n;
+      EXPECT_EQ(head.inner, n / 5 % 3) << n;
+      EXPECT_EQ(head.outer, n / 15) << n;
+    }
+  }
+}
+
 // ---- Sums ----
 
 class SumInRunsOnDevice : public testing::TestWithParam<Device> {
