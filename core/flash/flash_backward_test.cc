@@ -1191,6 +1191,18 @@ TEST_P(FlashBackward16, AQueryThatGivesNothingMayHoldAnything) {
   }
 }
 
+// Such a query has no weights, and the infinite gradient of its output gives a D that is no number.
+TEST_P(FlashBackward16, AQueryWhoseScoresAreAllMinusInfinityReachesNothing) {
+  Case16 one = Make("scores of -inf", Sized(1, 64, 64, 64, 64));
+  for (int64_t key = 0; key < 64; ++key) *one.Key(0, key) = -1;
+  std::fill_n(one.OutGradient(0, 30), 64, 0.0);
+  one.e[30] = 0;
+  const Numbers expected = EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1});
+  std::fill_n(one.Query(0, 30), 64, 0.0);
+  *one.Query(0, 30) = *one.OutGradient(0, 30) = INFINITY;
+  EXPECT_EQ(EngineGradients(one.s, one.x, one.g, one.e, {KernelDevice(), 1}), expected);
+}
+
 TEST_P(FlashBackward16, GradientsAreAddedToWhatIsThere) {
   const Case16 one = Make("sums", Sized(2, 70, 90, 40, 24));
   Place place = {KernelDevice(), 1};
@@ -1508,6 +1520,17 @@ Setting Listed(const std::string& name, int64_t dim, const Band& band,
   return s;
 }
 
+// Gives a setting of a list an order of its queries, and rows of the output by place. The places that
+// name other tokens than their own are listed in batch rows 0 and 2, as these tokens are.
+Setting Ordered(Setting s) {
+  s.query_order.resize(s.problem.query_tokens);
+  std::iota(s.query_order.begin(), s.query_order.end(), 0);
+  std::swap(s.query_order[102], s.query_order[104]);
+  s.query_order[106] = s.query_order[110];
+  s.out_by_row = true;
+  return s;
+}
+
 TEST_F(FlashBackwardF32, OfListedQueries) {
   // In batch row 2 query 170 ends a tile, and sees key 256, with which a tile begins; query 86 begins
   // a tile, and sees key 63, with which one ends.
@@ -1517,7 +1540,7 @@ TEST_F(FlashBackwardF32, OfListedQueries) {
   window.first_key = 5;
   for (const Band& band : {causal, window}) {
     Case16(Listed("a list", 16, band, /*ends_with_tile=*/true)).Expect();
-    Case16(Listed("a list", 80, band)).Expect();
+    Case16(Ordered(Listed("a list and an order", 80, band))).Expect();
   }
   Setting relative = Listed("relative keys", 16, window);
   relative.terms = {"u", "w", "r"};
@@ -1536,7 +1559,7 @@ TEST_F(FlashBackwardF32, OfListedQueries) {
 TEST_P(FlashBackward16, OfListedQueries) {
   Band causal;
   causal.high = 70;
-  Setting s = Listed("a list", 64, causal);
+  Setting s = Ordered(Listed("a list and an order", 64, causal));
   s.dtype = GetParam();
   Case16(s).Expect();
 }
