@@ -1,6 +1,7 @@
 #include "core/flash/planned_layer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -255,7 +256,7 @@ TEST_P(Planned, OrdersAndKeyMasksMayBeTensors) {
 }
 
 // Marked queries see all keys, of a tensor of their own; the others a band.
-TEST_P(Planned, QueriesThatATensorMarksHaveASoftmaxOfTheirOwn) {
+TEST_P(Planned, QueriesThatATensorMarksHaveASoftmaxAndGradientsOfTheirOwn) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 130, 16, causal);
     std::vector<TensorSpec> specs = QkvInputs(problem);
@@ -273,22 +274,44 @@ TEST_P(Planned, QueriesThatATensorMarksHaveASoftmaxOfTheirOwn) {
     // Of q_marked no row is known to be read.
     EXPECT_EQ(layer_->cost().bytes, 4 * 4 * 2 * 2 * 130 * 16 + 2 * 130);
     EXPECT_FALSE(layer_->cost().flops.has_value());
-    const DoubleTensor q(inputs.at("q").view()), q_marked(inputs.at("q_marked").view());
-    const DoubleTensor k(inputs.at("k").view());
-    NamedTensors expected;
-    DefineAttention(
-        problem, ViewsOf(inputs), {},
-        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
-          const bool is_marked = *inputs.at("marks").view().At<uint8_t>(b, i) != 0;
-          const bool sees = is_marked ? !causal || j <= i : j <= i && j >= i - 9;
-          const double* query = (is_marked ? q_marked : q).Row(b, h, i);
-          return sees ? Dot(query, k.Row(b, h, j), 16) / 4 : kNotSeen;
-        },
-        &expected);
+    const auto define = [&] {
+      const DoubleTensor q(inputs.at("q").view()), q_marked(inputs.at("q_marked").view());
+      const DoubleTensor k(inputs.at("k").view());
+      NamedTensors outputs;
+      DefineAttention(
+          problem, ViewsOf(inputs), {},
+          [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+            const bool is_marked = *inputs.at("marks").view().At<uint8_t>(b, i) != 0;
+            const bool sees = is_marked ? !causal || j <= i : j <= i && j >= i - 9;
+            const double* query = (is_marked ? q_marked : q).Row(b, h, i);
+            return sees ? Dot(query, k.Row(b, h, j), 16) / 4 : kNotSeen;
+          },
+          &outputs);
+      return outputs;
+    };
+    const NamedTensors expected = define();
     for (const char* name : {"out", "log_sum_exp"}) {
       EXPECT_LE(MaxDifference(outputs->at(name).view(), expected.at(name).view()),
                 Fp32Bound(inputs.at("v").view()))
           << name;
+    }
+    const NamedTensors g = RandomOutputGradients(*layer_, 5);
+    const auto gradients = GradientsOn(GetParam(), *layer_, ViewsOf(inputs), g);
+    ASSERT_TRUE(gradients.ok()) << gradients.status();
+    // Each term of the four sums over keys or queries, of a pass and back, rounds once.
+    const double bound =
+        4 * 130 * 0x1p-24 * std::sqrt(SumOfProducts(g.at("out").view(), g.at("out").view()));
+    for (const char* name : {"q", "q_marked", "k", "v"}) {
+      Tensor kept = inputs.at(name).CloneAs(DType::kF64);
+      std::swap(kept, inputs.at(name));
+      const Tensor d = RandomDirection(kept.shape(), 23);
+      const double slope = CentralDifference(&inputs.at(name), d.view(), [&] {
+        const NamedTensors outputs = define();
+        return SumOfProducts(outputs.at("out").view(), g.at("out").view()) +
+               SumOfProducts(outputs.at("log_sum_exp").view(), g.at("log_sum_exp").view());
+      });
+      EXPECT_NEAR(SumOfProducts(gradients->at(name).view(), d.view()), slope, bound) << name;
+      std::swap(kept, inputs.at(name));
     }
   }
 }
