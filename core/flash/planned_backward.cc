@@ -245,8 +245,7 @@ absl::Status PlannedLayer::FindRowNumbers(const Softmax& softmax, const ConstTen
   call->numbers = memory.numbers;
   call->numbers.rows = out.dim(2);
   const bool is_marked = !rows.marked.tensor.empty();
-  ConstTensorView marks = is_marked ? tensors_.Get(rows.marked.tensor) : call->overwritten;
-  if (is_marked) marks = Crop(marks, 1, rows.queries);
+  const ConstTensorView marks = is_marked ? tensors_.Get(rows.marked.tensor) : call->overwritten;
   return FlashRowNumbers(runtime, *call, out, log_sum_exp_gradient, marks, is_marked, execution);
 }
 
