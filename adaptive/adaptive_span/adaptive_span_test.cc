@@ -103,6 +103,47 @@ TEST(AdaptiveSpan, GradientsOfDynamicSpansAreTheCpusOnAllDevices) {
   }
 }
 
+// The gradients of the gate's weight and bias sum over the tokens of both sequences. Each of the three
+// that are compared is rounded to fp32 once.
+TEST(AdaptiveSpan, GradientsOfTheGateAreThoseOfEachSequenceAddedUp) {
+  const Options options = {{"dynamic", "true"}, {"max_span", "128"}, {"span", "40"}, {"ramp", "8"}};
+  const Problem both = Problem::SelfAttention(2, kHeads, 150, 16, /*causal=*/true);
+  const NamedTensors inputs = Inputs1(both, options);
+  NamedTensors g;
+  g["out"] = Tensor(DType::kF32, {2, kHeads, 150, 16});
+  FillNormal(&g["out"], 5, "out_gradient");
+  const RunRequest request{options};  // parameters, too, are the same for both problems
+  const RunAndGradients all =
+      BackwardOfTechnique(AdaptiveSpan(), both, ViewsOf(inputs), g, request).value();
+  const auto slice = [](const NamedTensors& of, int64_t b) {
+    NamedTensors one;
+    for (const auto& [name, tensor] : of) {
+      const ConstTensorView view = Slice(tensor.view(), 0, b, 1);
+      one[name] = Tensor(view.dtype, view.shape());
+      CopyElements(view, one[name].view());
+    }
+    return one;
+  };
+  Problem single = both;
+  single.batch = 1;
+  std::vector<RunAndGradients> of_each;
+  for (int64_t b = 0; b < 2; ++b) {
+    const NamedTensors own = slice(inputs, b);
+    of_each.push_back(
+        BackwardOfTechnique(AdaptiveSpan(), single, ViewsOf(own), slice(g, b), request).value());
+  }
+  for (const char* name : {"span_weight", "span_bias"}) {
+    const ConstTensorView sum = all.parameters.at(name).view();
+    const ConstTensorView first = of_each[0].parameters.at(name).view();
+    const ConstTensorView second = of_each[1].parameters.at(name).view();
+    const double largest = std::max({MaxAbs(sum), MaxAbs(first), MaxAbs(second)});
+    EXPECT_GT(MaxDifference(sum, first), 0.1 * MaxAbs(second)) << name;
+    for (int64_t n = 0; n < sum.num_elements(); ++n) {
+      EXPECT_NEAR(sum.Get(n), first.Get(n) + second.Get(n), 3 * 0x1p-24 * largest) << name;
+    }
+  }
+}
+
 TEST(AdaptiveSpan, TheFirstTokenSeesNothing) {
   const Problem problem = Problem::SelfAttention(1, kHeads, 10, 16, /*causal=*/true);
   const NamedTensors out = RunTechnique(AdaptiveSpan(), problem, ViewsOf(Inputs1(problem))).value();
