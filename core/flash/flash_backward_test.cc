@@ -736,6 +736,16 @@ TEST_P(FlashBackward, OfTermsWithMoreAndWithFewerKeysThanQueries) {
   }
 }
 
+TEST_P(FlashBackward, OfRelativeKeysOfMoreOffsetsThanThePairsHave) {
+  for (const int64_t position : {0, 30}) {
+    Setting s{"far", Problem::SelfAttention(1, 2, 70, 8, false)};
+    s.terms = {"r", "w"};
+    s.farthest = 130;
+    s.query_position = position;
+    ExpectGradients(s, GetParam());
+  }
+}
+
 TEST_P(FlashBackward, OfRelativeKeysThatAreTheSameBeyondADistance) {
   for (const int64_t clip : {0, 3, 16, 40}) {
     for (const bool causal : {false, true}) {
