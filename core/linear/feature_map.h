@@ -23,7 +23,7 @@ constexpr bool IsPair(Feature feature) {
 // fp32 number.
 constexpr float kLeastLength = 8.67361738e-19f;
 
-// A key that is seen and whose |k|^2 / 2 is beyond fp32 has a rho of -inf, which in a reference stands
+// A key that is seen and whose square is beyond fp32 has a rho of -inf, which in a reference stands
 // for no keys: it counts as this number there.
 constexpr float kLeastReference = -3.40282347e+38f;
 

@@ -60,7 +60,7 @@
 // row, so a causal row may have its own, and whatever s and S are, no exponent above 0 is taken:
 // the four terms are divided by max(exp(lambda_i - s), epsilon) max(exp(R - S), epsilon). Only F_i
 // . E_j itself can underflow, when no feature is within e^87 of the largest of both q_i and k_j.
-// The features of a key whose |k_j|^2 / 2 is beyond fp32 are epsilon: its rho_j is -inf, and R the least
+// The features of a key whose square is beyond fp32 are epsilon: its rho_j is -inf, and R the least
 // fp32 number where no other key is seen. Without epsilon such keys have no weight.
 //
 // Causal problems go by chunks of 64 keys: the sums at the chunk's beginning stand for all earlier

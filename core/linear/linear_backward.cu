@@ -39,14 +39,14 @@
 //
 //   key_sums                               64         4
 //   query_sums, matrix, inputs, features   70 to 80   3, of features 2 on sm_89 with 84
-//   query_gradients, key_gradients, rows   103 to 115 2
+//   query_gradients, key_gradients, rows   101 to 115 2
 //
 // features has a stack of 32 B besides, for the arguments of sines far from 0.
 //
 // Rate. Products of tiles 64 deep take 1,280 instructions of sm_90a a thread, of which 1,024 are
 // multiply-adds and 128 loads of 16 B, 3 passes over the banks against 4 cycles of the FMA units;
-// loading the operands, an element at a time from tensors of any stride, takes 740 (pairs) to 1,600
-// (values, W). So 36 to 51 % of an H100's fp32 peak, 24 to 34 of 67 TFLOP/s, is to be expected at
+// loading the operands, an element at a time from tensors of any stride, took 740 (pairs) to 1,600
+// (values, W) before four of them were stored at once. So 36 to 51 % of an H100's fp32 peak, 24 to 34 of 67 TFLOP/s, is to be expected at
 // most, with 2 TB/s from L2 (16 FLOPs a byte). It is not measured.
 #include "core/cuda/register_tile.cuh"
 #include "core/linear/linear_backward_kernels.h"

@@ -424,6 +424,18 @@ TEST(LinearCuda, EqualsItsFormulaWhereSquaresOfKeysAreBeyondFp32) {
   }
 }
 
+// The only key that rows see has a square of 1.9e38, and the weight 1.
+TEST(LinearCuda, AKeyWhoseSquareIsJustWithinFp32HasWeightWithoutEpsilon) {
+  for (const bool causal : {false, true}) {
+    LinearCase c{LinearProblem(1, 1, causal, 1, 4), LinearMap(Feature::kExp, 16, 4)};
+    LinearTensors tensors(c);
+    Fill(tensors.k.view(), 0);
+    tensors.k.span<float>()[2] = 0x1.8p63f;
+    const LinearResults results = RunEngine(c, tensors);
+    EXPECT_LE(MaxDifference(results.out.view(), tensors.v.view()), 1e-6);
+  }
+}
+
 TEST(LinearCuda, LetsANaNInANonCausalKeyValueOrQueryReachTheOutput) {
   for (const char which : {'q', 'k', 'v'}) {
     LinearCase c{LinearProblem(100, 100, false), LinearMap(Feature::kExp, 16, 16, 1e-4)};

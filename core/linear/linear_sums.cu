@@ -227,12 +227,13 @@ class SumBlock {
       normalisers_[i] *= rescale;
       const int row = first_row + Math::Row(i);
       const bool is_seen = seen_[row] != 0;
-      const float shift = HalfSquareOf(a_, half_square_[row]) + Shift(reference);
-      const float scale = a_.map.gated ? ExpOf(gates[i] - Shift(reference)) : 1;
+      const float half_square = HalfSquareOf(a_, half_square_[row]), shift = Shift(reference);
+      const float scale = a_.map.gated ? ExpOf(gates[i] - shift) : 1;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float x = features->at[i][j];
-        const float feature = IsExponential(a_) ? ExpOf(x - shift) : scale * x;
+        // In this order of subtractions no exponent is above 0.
+        const float feature = IsExponential(a_) ? ExpOf(x - half_square - shift) : scale * x;
         features->at[i][j] = is_seen ? feature : 0;
       }
     }

@@ -84,7 +84,7 @@ void ForEachAppendedNaNKeys(
 void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
                         const LinearResults& clean);
 
-// A call in which keys whose |k|^2 / 2 is beyond fp32, which some rows see, are the first of all keys or
+// A call in which keys whose squares are beyond fp32, which some rows see, are the first of all keys or
 // the only ones.
 struct LongKeys {
   LinearCase c;
