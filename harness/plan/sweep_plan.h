@@ -88,8 +88,8 @@ class SweepPlan {
   struct Observation {
     double tokens = 0;
     double input_seconds = 0;  // making the inputs and copying them to the device
-    // What the creation and the first run take beyond the other parts, e.g. for loading kernels.
-    // Somebody else's code starts a process and may compile. It has its setup in here.
+    // The creation and the first run beyond the other parts, e.g. the loading of kernels. Somebody
+    // else's code starts a process and may compile. It has its setup in here.
     double start_seconds = 0;
     double setup_seconds = 0;  // of one warm setup
     double check_seconds = 0;  // comparing the outputs with float64; 0 where it was left out

@@ -48,7 +48,7 @@ double TokensOf(const Job& one) {
 // The seconds of the parts of a visit to a case.
 struct Laws {
   std::function<double(const Job&)> call, check;
-  // Of the preparation, beyond the check.
+  // The preparation without the check.
   std::function<double(const Job&)> preparation;
   double flush_seconds = 0;
   double begin_seconds = 0;  // before the first visit
@@ -280,7 +280,7 @@ TEST(OnAGpu, FixedCostsAreNotTakenToGrowAsTheWorkDoes) {
   EXPECT_EQ(measured(45, 1), "1024: 30, 4096: 30, 16384: 0, 65536: 0");
   EXPECT_EQ(measured(60, 1), "1024: 30, 4096: 30, 16384: 30, 65536: 0");
   EXPECT_EQ(measured(120, 1), "1024: 30, 4096: 30, 16384: 30, 65536: 30");
-  // Of a machine that is slower by four, the same in four times the time.
+  // A machine that is slower by four needs four times the time.
   EXPECT_EQ(measured(120, 4), "1024: 30, 4096: 0, 16384: 0, 65536: 0");
   EXPECT_EQ(measured(180, 4), "1024: 30, 4096: 30, 16384: 0, 65536: 0");
   EXPECT_EQ(measured(240, 4), "1024: 30, 4096: 30, 16384: 30, 65536: 0");
