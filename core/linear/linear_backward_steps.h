@@ -95,15 +95,16 @@ struct LinearRunThroughChunk {
     const bool is_sequence = a.forward.map.stabiliser == KeyStabiliser::kSequence;
     if (is_sequence) maximum = a.key_chunk.maximum[slot * (a.key_chunks + 1) + a.key_chunks];
     for (int64_t row = n * kLinearTile; row < (n + 1) * kLinearTile; ++row) {
-      if (a.key.seen[row] != 0) {
-        reference = fmaxf(reference, fmaxf(a.key.log_scale[row], kLeastReference));
+      const float seen = a.key.seen[row], log_scale = a.key.log_scale[row];
+      if (seen != 0) {
+        reference = fmaxf(reference, fmaxf(log_scale, kLeastReference));
         if (!is_sequence) maximum = fmaxf(maximum, a.keys.maximum[row]);
       }
-      tokens += a.key.seen[row];
+      tokens += seen;
       a.key.running_reference[row] = reference;
       a.key.running_maximum[row] = maximum;
       a.key.running_tokens[row] = tokens;
-      a.key.scale[row] = expf(a.key.log_scale[row] - shift);
+      a.key.scale[row] = expf(log_scale - shift);
     }
   }
 };
