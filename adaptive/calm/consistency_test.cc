@@ -35,11 +35,14 @@ TEST(Consistency, LabelsTellWhereAnExitSaysWhatTheModelSays) {
   const Tensor logits =
       Floats({1, 2, 0, /**/ 5, 4, 4,      // exit 1 says 1 and 0
               3, 1, 3, /**/ nan, -9, -1,  // exit 2 says 0, the first of two, and 2
-              0, 7, 1, /**/ 0, -1, 2},    // the model says 1 and 2
+              8, 7, 8, /**/ 0, -1, 2},    // the model says 0, likewise, and 2
              {1, 3, 2, 3});
   const Tensor labels = ConsistencyLabels(logits.view()).value();
   EXPECT_EQ(labels.shape(), Shape({1, 2, 2}));
-  EXPECT_THAT(labels.span<int32_t>(), ElementsAre(1, 0, 0, 1));
+  EXPECT_THAT(labels.span<int32_t>(), ElementsAre(0, 1, 0, 1));
+  // The first of two that are equal counts.
+  const Tensor ties = Floats({3, 1, 3, /**/ 3, 1, 2}, {1, 2, 1, 3});
+  EXPECT_THAT(ConsistencyLabels(ties.view())->span<int32_t>(), ElementsAre(1));
 }
 
 TEST(Consistency, ALossByHand) {
