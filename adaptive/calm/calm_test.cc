@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/calm/confidence_rule.h"
+#include "core/backward_testing.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/layers/exits/exit_probabilities.h"
@@ -633,6 +634,45 @@ TEST(Calm, GradientsOfItsOwnExitsAreTheCpusOnEveryDevice) {
     }
     const ConstTensorView of_x = expected->inputs.at("x").view();
     EXPECT_LE(MaxDifference(found->inputs.at("x").view(), of_x), 2 * Fp32Bound(of_x));
+  }
+}
+
+// Segments without a memory, so that no gradient stops between them.
+TEST(Calm, GradientsOfTheLogitsAreThoseOfTheDefinitionOnEveryDevice) {
+  const Problem problem = CausalProblem(2, 2, 13, 4);
+  const Options options = {{"layers", "4"},
+                           {"segment", "5"},
+                           {"memory", "0"},
+                           {"feed_forward_dim", "9"},
+                           {"confidence", "classifier"}};
+  NamedTensors inputs = InputsFor(problem);
+  inputs["exits"] = Tensor(DType::kI32, {2, 13});
+  for (int e = 0; e < 26; ++e) inputs["exits"].span<int32_t>()[e] = (e * e + e / 7) % 4 + 1;
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
+  const auto layer = Calm().Create(problem, options, Device::kCpu, 1).value();
+  const NamedTensors of_all = RandomOutputGradients(*layer, 7);
+  ASSERT_EQ(of_all.count(kConfidenceLogits), 1u);
+  const Calm technique;
+  for (const Device device : TestedDevices()) {
+    for (const bool of_logits_alone : {true, false}) {
+      SCOPED_TRACE(absl::StrCat(Name(device), " ", of_logits_alone));
+      NamedTensors of_outputs;
+      for (const auto& [name, gradient] : of_all) {
+        if (!of_logits_alone || name == kConfidenceLogits) of_outputs[name] = gradient.Clone();
+      }
+      auto pass = BackwardOfTechnique(technique, problem, ViewsOf(inputs), of_outputs,
+                                      {options, device, 1, &parameters});
+      ASSERT_TRUE(pass.ok()) << pass.status();
+      NamedTensors gradients = std::move(pass->parameters);
+      gradients["x"] = std::move(pass->inputs.at("x"));
+      EXPECT_EQ(gradients.size(), parameters.size() + 1);
+      const auto slopes =
+          SlopesOf({&technique, problem, options, &parameters, &inputs, &of_outputs}, gradients);
+      ASSERT_TRUE(slopes.ok()) << slopes.status();
+      for (const Slope& slope : *slopes) {
+        EXPECT_LE(std::abs(slope.of_layer - slope.of_definition), slope.bound) << slope.name;
+      }
+    }
   }
 }
 
