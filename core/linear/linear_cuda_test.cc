@@ -424,15 +424,11 @@ TEST(LinearCuda, EqualsItsFormulaWhereSquaresOfKeysAreBeyondFp32) {
   }
 }
 
-// The only key that rows see has a square of 1.9e38, and the weight 1.
 TEST(LinearCuda, AKeyWhoseSquareIsJustWithinFp32HasWeightWithoutEpsilon) {
   for (const bool causal : {false, true}) {
-    LinearCase c{LinearProblem(1, 1, causal, 1, 4), LinearMap(Feature::kExp, 16, 4)};
-    LinearTensors tensors(c);
-    Fill(tensors.k.view(), 0);
-    tensors.k.span<float>()[2] = 0x1.8p63f;
-    const LinearResults results = RunEngine(c, tensors);
-    EXPECT_LE(MaxDifference(results.out.view(), tensors.v.view()), 1e-6);
+    const OneLongKey one(causal);
+    const LinearResults results = RunEngine(one.c, one.tensors);
+    EXPECT_LE(MaxDifference(results.out.view(), one.tensors.v.view()), 1e-6);
   }
 }
 

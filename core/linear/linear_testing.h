@@ -93,6 +93,16 @@ struct LongKeys {
   int64_t first, last;    // the keys' places in the first head
   LinearResults expected;
 };
+// A call whose only key has a square of 1.9e38, just within fp32, and the weight 1.
+struct OneLongKey {
+  explicit OneLongKey(bool causal)
+      : c{LinearProblem(1, 1, causal, 1, 4), LinearMap(Feature::kExp, 16, 4)}, tensors(c) {
+    Fill(tensors.k.view(), 0);
+    tensors.k.span<float>()[2] = 0x1.8p63f;
+  }
+  LinearCase c;
+  LinearTensors tensors;
+};
 // Calls body(LongKeys) for causal calls and others, with each map of features.
 void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dtype = DType::kF32);
 // Does the same with the lengths of segments, for the calls whose keys can be appended.
