@@ -21,10 +21,19 @@ bool IsFew(const Problem& problem) {
   return RowsOf(problem) >= 1 && RowsOf(problem) <= kFlashDecodeRows;
 }
 
+// Tells whether a problem that IsFew is for tensor cores. With one row the other kernel has as few
+// instructions a key as memory needs.
+bool IsForTensorCores(const Problem& problem) {
+  return problem.dtype != DType::kF32 && RowsOf(problem) > 1;
+}
+
 // Returns the work of a problem that IsFew.
 DecodeWork DecodeWorkOf(const CudaRuntime& runtime, const Problem& problem) {
+  const int64_t blocks = IsForTensorCores(problem)
+                             ? FlashDecodeMmaBlocks(std::max(problem.head_dim, problem.value_dim))
+                             : FlashDecodeBlocks(RowsOf(problem));
   return {problem.batch * problem.kv_heads, (problem.kv_tokens + kFlashTile - 1) / kFlashTile,
-          FlashDecodeBlocks(RowsOf(problem)) * int64_t{runtime.properties().multiprocessors}};
+          blocks * runtime.properties().multiprocessors};
 }
 
 int64_t PartialFloats(const Problem& problem, int64_t splits) {
@@ -57,7 +66,11 @@ bool PacksAsked(const Problem& problem, const FlashArguments& a) {
 
 using Forward = const char* (*)(const FlashArguments&, void*);
 Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArguments& a) {
-  if (IsForDecoding(problem, a)) return KernelsOn<FlashDecodeKernels>(target).forward;
+  if (IsForDecoding(problem, a)) {
+    return IsForTensorCores(problem) && a.k.element != Element::kF32
+               ? KernelsOn<FlashDecodeMmaKernels>(target).forward
+               : KernelsOn<FlashDecodeKernels>(target).forward;
+  }
   switch (problem.dtype) {
     case DType::kBF16:
       return KernelsOn<FlashBf16Kernels>(target).forward;

@@ -19,10 +19,11 @@ namespace tfb {
 // in both.
 constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
-// The most rows (query heads of a key-value head times queries) that the decoding kernel takes.
+// The most rows (query heads of a key-value head times queries) that the decoding kernels take.
 constexpr int kFlashDecodeRows = 8;
-// Returns the blocks of the decoding kernel that a multiprocessor runs at a time.
+// Returns the blocks of a decoding kernel that a multiprocessor runs at a time.
 constexpr int FlashDecodeBlocks(int64_t rows) { return rows == 1 ? 5 : 3; }
+constexpr int FlashDecodeMmaBlocks(int64_t widest) { return widest > 128 ? 2 : 3; }
 
 // Ids of tokens, for label keys.
 struct DeviceIds {
@@ -88,8 +89,11 @@ struct FlashF32Kernels {
   const char* (*combine)(const FlashArguments& arguments, void* stream);
 };
 // Decoding kernels. They take up to kFlashDecodeRows rows, no rule but a bias, one pattern for all
-// heads or no grouped heads, and k and v of one dtype.
+// heads or no grouped heads, and k and v of one dtype, which is of 16 bits for those on tensor cores.
 struct FlashDecodeKernels {
+  const char* (*forward)(const FlashArguments& arguments, void* stream);
+};
+struct FlashDecodeMmaKernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
 };
 struct FlashBf16Kernels {

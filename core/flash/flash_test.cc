@@ -890,6 +890,29 @@ TEST(FlashCudaCall, TheWorkOfACallIsAsOnRecord) {
             "1 launches, 20 blocks, 280 barriers, 8800 collectives");
 }
 
+// Few rows of 16 bits are multiplied on tensor cores where they are several that read the same keys, by
+// another kernel where it is one, and as in f32 where the problem is.
+TEST(FlashCudaCall, TheKernelForFewRowsGoesByTheirNumberAndTheProblemsDType) {
+  const auto work = [](DType dtype, DType of_keys, int64_t heads) {
+    Problem problem = Make(1, 300, 64, 64, /*causal=*/false, heads, 2);
+    problem.dtype = dtype;
+    Harness harness(Device::kSimulator, problem);
+    for (auto [name, view] : {std::pair{"k", &harness.call.k}, {"v", &harness.call.v}}) {
+      harness.input(name) = harness.input(name).CloneAs(of_keys);
+      *view = harness.input(name).view();
+    }
+    return WorkOf([&] { harness.Run(); });
+  };
+  EXPECT_EQ(work(DType::kBF16, DType::kBF16, 8),
+            "2 launches, 12 blocks, 40 barriers, 2342 collectives");
+  EXPECT_EQ(work(DType::kBF16, DType::kBF16, 2),
+            "2 launches, 9 blocks, 34 barriers, 2336 collectives");
+  EXPECT_EQ(work(DType::kF32, DType::kBF16, 8),
+            "2 launches, 12 blocks, 40 barriers, 6796 collectives");
+  EXPECT_EQ(work(DType::kBF16, DType::kF32, 8),
+            "2 launches, 12 blocks, 40 barriers, 7164 collectives");
+}
+
 TEST(FlashCudaCall, TheWorkOfARuleIsAsOnRecord) {
   Tensor table(DType::kF32, {1, 600, 40});
   FillNormal(&table, 3, "table");

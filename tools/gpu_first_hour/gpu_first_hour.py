@@ -76,6 +76,7 @@ PROFILED = r'==PROF== Profiling'
 KERNEL_TESTS = [
     'core/cuda/for_each_test', 'core/cuda/hopper_test', 'core/cuda/sum_in_runs_test', 'core/layers/layers_test',
     'core/layers/list_rows_test', 'core/layers/copy_rows_test', 'core/flash/flash_test', 'core/flash/flash_mma_test',
+    'core/flash/flash_decode_mma_test',
     'core/flash/flash_parts_test', 'core/flash/flash_backward_test', 'core/flash/gradient_sums_test',
     'core/flash/token_rule_test', 'core/flash/planned_layer_test', 'core/flash/key_value_cache_test',
     'core/linear/linear_cuda_test', 'core/linear/linear_backward_test', 'core/gather/gather_test', 'core/search/search_test',

@@ -1,0 +1,382 @@
+// Engine flash for a few rows against many keys of 16 bits, on tensor cores: decoding where query heads
+// share keys and values. Tasks, blocks and warps are those of flash_decode.cuh.
+//
+// Both products are mma.sync m16n8k16 with f32 sums, and no operand but the queries passes through
+// shared memory: a warp reads its 16 keys and values as they lie in memory, in vectors of 16 bytes, and
+// the channels and keys of an operand are numbered so that what a lane has read is what it needs.
+//
+//   scores [rows x 16 keys]        = Q K^T   lane 4 g + t has read channels 8 t to 8 t + 7 of every 32
+//                                            of keys g and g + 8: of two steps, two words each
+//   outputs^T [channels x rows]   += V^T P^T lane 4 g + t has read channels 8 g to 8 g + 7 of every 64
+//                                            (of 32: 4 of them) of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9;
+//                                            a word has two channels of a key, two words exchange
+//                                            halves and are two keys of each of the channels
+//
+// The scores of a lane are row g's with the keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9: rounded to 16 bits, their
+// weights are the right operand of the second product. Of the 16 rows that the first product has room
+// for, 8 are used.
+//
+// Arithmetic of 16 keys, D = 128: 16 reads of 16 bytes, 32 exchanges of halves, 16 + 8 products, and with
+// addresses, masks and the softmax some 500 instructions a warp, 32 a key, where an H100 has 136 for the
+// time in which memory delivers it (flash_decode.cu's several rows: 100). In flight are 8 KiB a warp, 96
+// KiB a multiprocessor, six times the bandwidth times a latency of 1,000 cycles. Nothing of it has been
+// measured on a GPU.
+//
+// As in flash_mma.cuh, the queries and the weights are rounded to 16 bits; the sum of the weights is taken
+// before.
+#include "core/flash/flash_decode.cuh"
+#include "core/flash/flash_mma_tile.cuh"
+
+namespace tfb {
+namespace {
+
+constexpr int kRows = kFlashDecodeRows;
+
+// Bits of 16-bit numbers, two of which are a word. The marks of a word are its bits 15 and 31.
+template <class T>
+struct Marks {
+  // The number 1, whose exponent is all ones but for the first.
+  static constexpr unsigned kOne = Sixteen<T>::kExponent >> 1 & Sixteen<T>::kExponent;
+  static constexpr unsigned kAll = 0x80008000u;
+
+  // Marks NaNs: without their sign, they are above infinity.
+  __device__ static unsigned Nans(unsigned pair) {
+    return ((pair & ~kAll) + (0x7fffu - Sixteen<T>::kExponent) * 0x10001u) & kAll;
+  }
+  // Returns 1 where there is a mark, and 0 elsewhere.
+  __device__ static unsigned Ones(unsigned marks) { return (marks >> 15) * kOne; }
+  // Returns a pair with zeros in the place of marked numbers.
+  __device__ static unsigned Clear(unsigned pair, unsigned marks) {
+    return pair & ~((marks >> 15) * 0xffffu);
+  }
+};
+
+template <class T, int kDim>
+class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
+  using Base = DecodeBlock<T, kRows>;
+  using Base::a_;
+  using Base::common_;
+  using Base::rows_;
+
+ public:
+  static constexpr int kPart = kDim + 4;  // a row's outputs, maximum and sum
+
+  struct Shared {
+    union {
+      unsigned queries[kRows][kDim / 2];  // pairs
+      float parts[kWarps][kRows][kPart];  // at the end, of each warp
+    };
+    typename Base::Common common;
+  };
+
+  __device__ FlashDecodeMmaBlock(const FlashArguments& a, int64_t task, Shared& shared)
+      : Base(a, shared.common), shared_(shared) {
+    this->FindTask(task, 16, kEach * sizeof(T));
+    T* queries = reinterpret_cast<T*>(shared.queries[0]);
+    for (int n = rows_ * kDim + threadIdx.x; n < kRows * kDim; n += kThreads) {
+      StoreElement(queries, Sixteen<T>::kElement, n, 0);
+    }
+    this->template LoadQueries<kDim>(task, [&](int row, int channel, float x) {
+      StoreElement(queries, Sixteen<T>::kElement, row * kDim + channel, x);
+    });
+    __syncthreads();
+  }
+
+  __device__ void Run() {
+    if (!this->IsAnyAsked()) return;
+    this->BeginWalk();
+#pragma unroll
+    for (int c = 0; c < kHeldChunks; ++c) LoadQuery(c, queries_[c]);
+    for (KeyTile tile = this->NextTile(); tile.index >= 0; tile = this->NextTile()) AddTile(tile);
+    Merge();
+  }
+
+ private:
+  static constexpr int kChunks = kDim / 32;               // of a key's channels
+  static constexpr int kEach = kDim < 64 ? kDim / 8 : 8;  // channels of a vector of values
+  static constexpr int kWords = kEach / 2;
+  static constexpr int kVectors = kDim / (8 * kEach);  // of a value, a lane
+  // Registers have room for so many chunks of queries, the others are read from shared memory, and
+  // for keys and values at once.
+  static constexpr int kHeldChunks = kChunks < 4 ? kChunks : 4;
+  static constexpr bool kLoadsTogether = kDim <= 128;
+
+  // A lane is g = group() and t = member() of the numbering above.
+  __device__ static int group() { return Lane() / 4; }
+  __device__ static int member() { return Lane() % 4; }
+  // Returns the row that this lane has in the softmax; lanes beyond the rows repeat the last.
+  __device__ int row() const { return min(group(), rows_ - 1); }
+  // Returns the key of the lane's score e of product n.
+  __device__ static int KeyOf(int n, int e) { return 8 * n + 2 * member() + e; }
+  // Returns the first of the channels that are a lane's word w of vector v.
+  __device__ static int ChannelOf(int v, int w) { return (v * 8 + group()) * kEach + 2 * w; }
+
+  // Adds the keys of a tile that are this warp's.
+  __device__ void AddTile(const KeyTile& tile) {
+    const typename Base::Keys of_tile = this->KeysOf(tile, row());
+    const unsigned visible = of_tile.visible;
+    if (__any_sync(kAllLanes, visible != 0) == 0) return;
+    unsigned keys[2][kChunks][4], values[kVectors][4][kWords];
+    StartKeys(of_tile.token, keys);
+    if (kLoadsTogether) StartValues(of_tile.token, values);
+    float scores[2][4] = {};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      unsigned read[4];
+      if (c >= kHeldChunks) LoadQuery(c, read);
+      const unsigned(&query)[4] = c < kHeldChunks ? queries_[c % kHeldChunks] : read;
+#pragma unroll
+      for (int step = 0; step < 4; step += 2) {
+        const unsigned left[4] = {query[step], 0, query[step + 1], 0};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) Sixteen<T>::Multiply(scores[n], left, keys[n][c] + step);
+      }
+    }
+    unsigned weights[2];
+    FindWeights(visible, this->BiasesOf(tile.index, row()), scores, weights);
+    if (!kLoadsTogether) StartValues(of_tile.token, values);
+    const bool hides = __any_sync(kAllLanes, visible != of_tile.tokens) != 0;
+    if (hides && HasNonFinite(values)) SetAsideNonFinite(visible, values);
+    ForEachPairOfChannels(values, [&](const unsigned(&left)[4], float(&sums)[4]) {
+      Sixteen<T>::Multiply(sums, left, weights);
+    });
+  }
+
+  // Loads this lane's part of a chunk of its group's query.
+  __device__ void LoadQuery(int chunk, unsigned (&to)[4]) const {
+    LoadVectors(shared_.queries[group()] + chunk * 16 + member() * 4, to);
+  }
+  // Loads this lane's channels of the keys and values that it needs; reads of all are in flight
+  // together.
+  __device__ void StartKeys(int token, unsigned (&keys)[2][kChunks][4]) const {
+    if (common_.keys_in_vectors) {
+      LoadKeys<true>(token, keys);
+    } else {
+      LoadKeys<false>(token, keys);
+    }
+  }
+  template <bool kInVectors>
+  __device__ void LoadKeys(int token, unsigned (&keys)[2][kChunks][4]) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int64_t t = __shfl_sync(kAllLanes, token, group() + 8 * n);
+      const T* row = common_.keys + max(t, int64_t{0}) * a_.k.strides[2];
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        LoadChannels(row, a_.k.strides[3], c * 32 + member() * 8, t < 0 ? 0 : a_.head_dim,
+                     kInVectors, keys[n][c]);
+      }
+    }
+  }
+  __device__ void StartValues(int token, unsigned (&values)[kVectors][4][kWords]) const {
+    if (common_.values_in_vectors) {
+      LoadValues<true>(token, values);
+    } else {
+      LoadValues<false>(token, values);
+    }
+  }
+  template <bool kInVectors>
+  __device__ void LoadValues(int token, unsigned (&values)[kVectors][4][kWords]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int64_t t = __shfl_sync(kAllLanes, token, KeyOf(n / 2, n % 2));
+      const T* row = common_.values + max(t, int64_t{0}) * a_.v.strides[2];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        LoadChannels(row, a_.v.strides[3], ChannelOf(v, 0), t < 0 ? 0 : a_.value_dim, kInVectors,
+                     values[v][n]);
+      }
+    }
+  }
+
+  // Turns the scores of this lane's row into weights relative to the largest so far, which the
+  // outputs are brought to, and packs them.
+  __device__ void FindWeights(unsigned visible, const float* biases, float (&scores)[2][4],
+                              unsigned (&weights)[2]) {
+    float largest = maximum_;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int key = KeyOf(n, e);
+        const bool sees = (visible >> key & 1) != 0;
+        const float extra = sees && biases != nullptr ? biases[key] : 0;
+        scores[n][e] = sees ? scores[n][e] * a_.scale + extra : -INFINITY;
+        largest = fmaxf(largest, scores[n][e]);
+      }
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    const float shift = largest == -INFINITY ? 0 : largest;
+    if (__any_sync(kAllLanes, largest != maximum_) != 0) Rescale(ExpOf(maximum_ - shift));
+    maximum_ = largest;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      float weight[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        weight[e] = ExpOf(scores[n][e] - shift);
+        sum_ += weight[e];
+      }
+      weights[n] = Pair<T>(weight[0], weight[1]);
+    }
+  }
+
+  // Multiplies the sums of each row with the factor that the row's lanes bring.
+  __device__ void Rescale(float own) {
+    sum_ *= own;
+    // The lane's outputs are those of rows 2 t and 2 t + 1.
+    const float factors[2] = {__shfl_sync(kAllLanes, own, member() * 8),
+                              __shfl_sync(kAllLanes, own, member() * 8 + 4)};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) outputs_[v][w][e] *= factors[e % 2];
+      }
+    }
+  }
+
+  // Calls act(left, sums) for every two channels of the lane's group: the left operand that they are,
+  // and their sums.
+  template <class Act>
+  __device__ void ForEachPairOfChannels(const unsigned (&values)[kVectors][4][kWords],
+                                        const Act& act) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const unsigned left[4] = {LowHalves(values[v][0][w], values[v][1][w]),
+                                  HighHalves(values[v][0][w], values[v][1][w]),
+                                  LowHalves(values[v][2][w], values[v][3][w]),
+                                  HighHalves(values[v][2][w], values[v][3][w])};
+        act(left, outputs_[v][w]);
+      }
+    }
+  }
+  __device__ static unsigned LowHalves(unsigned a, unsigned b) { return (a & 0xffffu) | b << 16; }
+  __device__ static unsigned HighHalves(unsigned a, unsigned b) {
+    return a >> 16 | (b & 0xffff0000u);
+  }
+
+  // ---- Values that are not finite, some of which a row does not see ----
+
+  __device__ static bool HasNonFinite(const unsigned (&values)[kVectors][4][kWords]) {
+    unsigned found = 0;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) found |= NonFinite<T>(values[v][n][w]);
+      }
+    }
+    return __any_sync(kAllLanes, found != 0) != 0;
+  }
+  // Adds the values that are not finite to the rows that see them, and puts zeros in their place. The
+  // rows' numbers of them are products of ones; NaN is infinite with both signs.
+  __device__ void SetAsideNonFinite(unsigned visible, unsigned (&values)[kVectors][4][kWords]) {
+    unsigned sees[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      sees[n] = Pair<T>(visible >> KeyOf(n, 0) & 1, visible >> KeyOf(n, 1) & 1);
+    }
+    ForEachPairOfChannels(values, [&](const unsigned(&left)[4], float(&sums)[4]) {
+#pragma unroll
+      for (int sign = 0; sign < 2; ++sign) {
+        unsigned ones[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const unsigned signs = (sign == 0 ? ~left[n] : left[n]) | Marks<T>::Nans(left[n]);
+          ones[n] = Marks<T>::Ones(NonFinite<T>(left[n]) & signs);
+        }
+        float counts[4] = {};
+        Sixteen<T>::Multiply(counts, ones, sees);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (counts[e] != 0) sums[e] += sign == 0 ? INFINITY : -INFINITY;
+        }
+      }
+    });
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          values[v][n][w] = Marks<T>::Clear(values[v][n][w], NonFinite<T>(values[v][n][w]));
+        }
+      }
+    }
+  }
+
+  // Merges the softmaxes of the warps through shared memory.
+  __device__ void Merge() {
+    sum_ += __shfl_xor_sync(kAllLanes, sum_, 1);
+    sum_ += __shfl_xor_sync(kAllLanes, sum_, 2);
+    __syncthreads();  // all have read the queries
+    auto& parts = shared_.parts[Warp()];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int row = member() * 2 + e;
+          if (row >= rows_) break;
+          *reinterpret_cast<float2*>(parts[row] + ChannelOf(v, w)) =
+              make_float2(outputs_[v][w][e], outputs_[v][w][e + 2]);
+        }
+      }
+    }
+    if (member() == 0 && group() < rows_) {
+      parts[group()][kDim] = maximum_;
+      parts[group()][kDim + 1] = sum_;
+    }
+    __syncthreads();
+    this->template StoreRows<kDim>([&](int warp, int row) { return shared_.parts[warp][row]; },
+                                   [](int channel) { return channel; });
+  }
+
+  Shared& shared_;
+  unsigned queries_[kHeldChunks][4];
+  float maximum_ = -INFINITY;  // of this lane's row
+  float sum_ = 0;              // of the keys whose weights it has found
+  float outputs_[kVectors][kWords][4] = {};
+};
+
+template <class T, int kDim>
+__global__ void __launch_bounds__(kThreads, FlashDecodeMmaBlocks(kDim))
+    FlashDecodeMma(const FlashArguments a) {
+  RunDecodingTasks<FlashDecodeMmaBlock<T, kDim>>(a);
+}
+
+template <class T, int kDim>
+const char* LaunchDecode(const FlashArguments& a, void* stream) {
+  return Launch("FlashDecodeMma", &FlashDecodeMma<T, kDim>,
+                {BlocksInTurns(DecodingTasks(a), a.max_blocks), kThreads,
+                 sizeof(typename FlashDecodeMmaBlock<T, kDim>::Shared)},
+                stream, a);
+}
+
+// All instantiations: two dtypes of keys and values, four head sizes.
+template <class T>
+const char* DecodeOf(const FlashArguments& a, void* stream) {
+  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
+  if (widest <= 32) return LaunchDecode<T, 32>(a, stream);
+  if (widest <= 64) return LaunchDecode<T, 64>(a, stream);
+  if (widest <= 128) return LaunchDecode<T, 128>(a, stream);
+  return LaunchDecode<T, 256>(a, stream);
+}
+
+const char* Decode(const FlashArguments& a, void* stream) {
+  return a.k.element == Element::kBf16 ? DecodeOf<__nv_bfloat16>(a, stream)
+                                       : DecodeOf<__half>(a, stream);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(FlashDecodeMmaKernels, {&Decode});
+
+}  // namespace tfb

@@ -1,0 +1,368 @@
+// Tests the decoding kernels on tensor cores, called through their table. flash_test.cc tests the engine
+// around them.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda/work_testing.h"
+#include "core/flash/flash.h"
+#include "core/flash/flash_mma_testing.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using flash_mma::Make;
+
+// A call of up to 8 rows.
+class Decoding : public flash_mma::Subject {
+ public:
+  explicit Decoding(const Problem& problem, const Pattern* of_keys = nullptr)
+      : Subject(problem, of_keys) {
+    decodes = true;
+  }
+};
+
+class FlashDecodeMma : public testing::TestWithParam<DType> {};
+INSTANTIATE_TEST_SUITE_P(In, FlashDecodeMma, testing::Values(DType::kBF16, DType::kF16),
+                         [](const auto& dtype) { return std::string(Name(dtype.param)); });
+
+TEST_P(FlashDecodeMma, MatchesLoopsForEveryHeadDim) {
+  for (int64_t dim : {1, 7, 24, 32, 40, 64, 80, 128, 136, 200, 256}) {
+    Decoding(Make(GetParam(), {2, 90, dim, dim, 6, 2})).ExpectMatchesLoops();
+    Decoding(Make(GetParam(), {1, 90, dim, 257 - dim, 4})).ExpectMatchesLoops();
+  }
+}
+
+TEST_P(FlashDecodeMma, MatchesLoopsForEveryNumberOfRowsAndKeys) {
+  for (auto [queries, group] :
+       {std::pair{1, 1}, {2, 1}, {1, 3}, {2, 2}, {5, 1}, {1, 6}, {7, 1}, {4, 2}, {1, 8}}) {
+    for (int64_t keys : {1, 3, 15, 16, 17, 47, 63, 64, 65, 200}) {
+      for (bool causal : {false, true}) {
+        Decoding(Make(GetParam(), {queries, keys, 64, 40, group * 2, 2, 2}, causal))
+            .ExpectMatchesLoops();
+      }
+    }
+  }
+}
+
+TEST_P(FlashDecodeMma, EmptySequencesAndBatchesAreDefined) {
+  Decoding no_keys(Make(GetParam(), {2, 0, 16, 16}));
+  no_keys.ExpectMatchesLoops();
+  EXPECT_EQ(MaxAbs(no_keys.out().view()), 0);
+  Problem no_batch = Make(GetParam(), {2, 5, 16, 16});
+  no_batch.batch = 0;
+  Decoding(no_batch).ExpectMatchesLoops();
+}
+
+// Edges of the band lie within the keys of a warp and of a lane; with and without tables of it.
+TEST_P(FlashDecodeMma, BandsAndKeyMasksHideWhatTheyHide) {
+  for (const int64_t low : {20, 21, 40, 100}) {
+    const Band band = {0, low, low + 77};
+    const BandPattern pattern(band.low, band.high);
+    for (const Band* tables : {static_cast<const Band*>(nullptr), &band}) {
+      Decoding subject(Make(GetParam(), {4, 200, 40, 40, 4, 2, 2}), &pattern);
+      subject.band = tables;
+      Tensor mask(DType::kU8, {2, 200});
+      for (int64_t n = 0; n < 400; ++n) {
+        mask.span<uint8_t>()[n] = n % 7 != 0 && (n < 130 || n > 290);
+      }
+      subject.call.key_mask = mask.view();
+      subject.ExpectMatchesLoops();
+    }
+  }
+}
+
+// A pattern in which each head, and each query, sees other keys.
+class OwnPattern : public Pattern {
+ public:
+  int64_t heads() const override { return 3; }
+  int64_t AddKeys(int64_t head, int64_t i, KeyList* keys) const override {
+    constexpr int64_t kMost = 256;
+    for (int64_t j = 0; j < kMost; ++j) {
+      if ((j / 8 + i) % 3 == head) keys->Add(j, j + 1);
+    }
+    return i + 1;
+  }
+};
+TEST_P(FlashDecodeMma, HeadsHavePatternsOfTheirOwn) {
+  const OwnPattern pattern;
+  Decoding(Make(GetParam(), {5, 200, 32, 32, 3, 3}), &pattern).ExpectMatchesLoops();
+}
+
+TEST_P(FlashDecodeMma, DistanceBiasesAreReadAtTheirOffset) {
+  const auto bias = [](int64_t h, int64_t offset) {
+    return std::sin(0.1f * static_cast<float>(offset)) * static_cast<float>(h + 1);
+  };
+  for (const int64_t dim : {16, 128}) {
+    for (const int64_t position : {0, 150}) {
+      Decoding subject(Make(GetParam(), {3, 200, dim, dim, 4, 2, 2}));
+      const DistanceTable table(4, position + 3, 200, bias);
+      subject.call.rule.bias = table.entries();
+      subject.call.rule.query_position = position;
+      subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+        return s + bias(h, j - i - position);
+      };
+      subject.ExpectMatchesLoops();
+    }
+  }
+}
+
+TEST_P(FlashDecodeMma, PartsOfTheKeysAreMerged) {
+  for (int splits : {2, 3, 7}) {
+    Decoding subject(Make(GetParam(), {3, 500, 32, 40, 4, 2}, /*causal=*/true));
+    subject.splits = splits;
+    subject.ExpectMatchesLoops();
+  }
+  // Some rows see no key, and some parts have none.
+  Decoding few(Make(GetParam(), {6, 3, 16, 16}, /*causal=*/true));
+  few.splits = 5;
+  few.ExpectMatchesLoops();
+}
+
+TEST_P(FlashDecodeMma, ResultsAreBitwiseTheSameInAnyOrderAndOnAnyGrid) {
+  Decoding subject(Make(GetParam(), {2, 300, 64, 64, 8, 2, 3}, /*causal=*/true));
+  subject.splits = 2;
+  subject.Run(1);
+  const Tensor first = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
+  for (auto [seed, max_blocks] : {std::pair<int, int>{2, 1 << 20}, {3, 1}, {4, 5}}) {
+    Fill(subject.out().view(), NAN);
+    subject.max_blocks = max_blocks;
+    subject.Run(seed);
+    EXPECT_EQ(std::memcmp(first.raw(), subject.out().raw(), first.bytes()), 0) << seed;
+    EXPECT_EQ(std::memcmp(sums.raw(), subject.log_sum_exp().raw(), sums.bytes()), 0) << seed;
+  }
+}
+
+// Returns the elements as [batch, heads, tokens, channels] in `memory`, with rows of an odd stride.
+TensorView WithOddRows(const TensorView& view, Tensor* memory) {
+  *memory = Tensor(view.dtype, {view.dim(0), view.dim(1), view.dim(2), view.dim(3) | 1});
+  const TensorView strided = Slice(memory->view(), 3, 0, view.dim(3));
+  CopyElements(view, strided);
+  return strided;
+}
+
+TEST_P(FlashDecodeMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
+  for (const int64_t dim : {24, 64, 128}) {
+    const Problem problem = Make(GetParam(), {2, 150, dim, dim, 4, 2, 2});
+    Decoding plain(problem);
+    plain.ExpectMatchesLoops();
+    Decoding strided(problem);
+    // Queries and outputs as [batch, tokens, heads, channels] and keys with channels outermost.
+    Tensor q(GetParam(), {2, 2, 4, dim}), k(GetParam(), {dim, 2, 2, 150}),
+        out(GetParam(), {2, 2, 4, dim});
+    CopyElements(strided.call.q, Transpose(q.view(), 1, 2));
+    strided.call.q = Transpose(std::as_const(q).view(), 1, 2);
+    const TensorView keys(k.raw(), GetParam(), {2, 2, 150, dim}, {300, 150, 1, 600});
+    CopyElements(strided.call.k, keys);
+    strided.call.k = keys;
+    strided.call.out = Transpose(out.view(), 1, 2);
+    strided.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << dim;
+
+    Decoding odd(problem);
+    Tensor k_rows, v_rows;
+    odd.call.k = WithOddRows(odd.input("k").view(), &k_rows);
+    odd.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
+    odd.call.v = WithOddRows(odd.input("v").view(), &v_rows);
+    odd.Run();
+    EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
+
+    for (const int64_t shift : {1, 4}) {  // from 16 bytes
+      Decoding misaligned(problem);
+      misaligned.shift = shift;
+      misaligned.Run();
+      EXPECT_EQ(MaxDifference(plain.call.out, misaligned.call.out), 0) << dim << " " << shift;
+    }
+  }
+}
+
+TEST_P(FlashDecodeMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
+  for (const int64_t dim : {7, 64, 256}) {
+    Decoding subject(Make(GetParam(), {2, 90, dim, dim, 4, 2, 2}));
+    subject.ExpectRest();
+    subject.splits = 2;
+    subject.ExpectRest();
+  }
+}
+
+TEST_P(FlashDecodeMma, TokenOrdersGatherAndScatter) {
+  // Reversed queries over every third key give the same as attention over those keys with the
+  // result reversed.
+  const int64_t tokens = 3, keys = 70;
+  Decoding subject(Make(GetParam(), {tokens, keys, 32, 16, 4, 2, 2}));
+  Tensor k(GetParam(), {2, 2, 210, 32}), v(GetParam(), {2, 2, 210, 16});
+  FillNormal(&k, 9, "k");
+  FillNormal(&v, 9, "v");
+  subject.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
+  subject.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
+  Tensor mask(DType::kU8, {2, 210}), own_mask(DType::kU8, {2, keys});
+  for (int64_t n = 0; n < 420; ++n) mask.span<uint8_t>()[n] = n % 11 != 0;
+  CopyElements(Slice(std::as_const(mask).view(), 1, 0, keys, 3), own_mask.view());
+  subject.call.key_mask = own_mask.view();
+  subject.ExpectMatchesLoops();
+  const Tensor expected = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
+
+  std::vector<int32_t> key_order(keys);
+  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
+  const std::vector<int32_t> query_order = {2, 1, 0};
+  Tensor q(GetParam(), {2, 4, tokens, 32});
+  for (int64_t i = 0; i < tokens; ++i) {
+    CopyElements(Slice(subject.call.q, 2, i, 1), Slice(q.view(), 2, tokens - 1 - i, 1));
+  }
+  subject.call.q = q.view();
+  subject.call.k = k.view();
+  subject.call.v = v.view();
+  subject.call.key_mask = mask.view();
+  subject.call.query_order = {query_order.data(), 0, 0, 1};
+  subject.call.key_order = {key_order.data(), 0, 0, 1};
+  Fill(subject.out().view(), NAN);
+  subject.Run();
+  const auto row = [&](const Tensor& tensor, int64_t i) { return Slice(tensor.view(), 2, i, 1); };
+  for (int64_t i = 0; i < tokens; ++i) {
+    EXPECT_EQ(MaxDifference(row(expected, i), row(subject.out(), tokens - 1 - i)), 0) << i;
+    EXPECT_EQ(MaxDifference(row(sums, i), row(subject.log_sum_exp(), tokens - 1 - i)), 0) << i;
+  }
+}
+
+TEST_P(FlashDecodeMma, RingsOfTilesAreReadFromTheirFirst) {
+  const int64_t keys = 300, tiles = 6;
+  Decoding subject(Make(GetParam(), {2, keys, 32, 32, 4, 2, 2}, /*causal=*/true));
+  subject.ExpectMatchesLoops();
+  const Tensor expected = subject.out().Clone();
+  for (int64_t first : {2, 5, 6}) {
+    Tensor ring[2];
+    for (int which = 0; which < 2; ++which) {
+      ConstTensorView& view = which == 0 ? subject.call.k : subject.call.v;
+      const Tensor& own = subject.input(which == 0 ? "k" : "v");
+      ring[which] = Tensor(GetParam(), {2, 2, tiles * 64, 32});
+      Fill(ring[which].view(), NAN);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t place = (j / 64 + first) % tiles * 64 + j % 64;
+        CopyElements(Slice(own.view(), 2, j, 1), Slice(ring[which].view(), 2, place, 1));
+      }
+      view = ring[which].view();
+    }
+    subject.call.ring = {tiles, first};
+    Fill(subject.out().view(), NAN);
+    subject.Run();
+    EXPECT_EQ(MaxDifference(expected.view(), subject.call.out), 0) << first;
+  }
+}
+
+// ---- Numbers ----
+
+TEST_P(FlashDecodeMma, InfiniteValuesReachTheRowsThatSeeThemWithTheirSign) {
+  const BandPattern band(-4, 40);
+  for (int64_t dim : {32, 64, 256}) {
+    Decoding subject(Make(GetParam(), {8, 60, dim, dim}), &band);
+    subject.Run();
+    const Tensor clean = subject.out().Clone();
+    // Keys 0 to 47 are of three warps; rows from 5 on do not see key 0, and so on.
+    const auto set = [&](int64_t j, int64_t c, double value) {
+      subject.input("v").view().Set(j * dim + c, value);
+    };
+    set(0, 3, INFINITY);
+    set(1, 4, -INFINITY);
+    set(2, 3, NAN);
+    set(0, 9, INFINITY);
+    set(3, 9, -INFINITY);
+    set(44, dim - 1, INFINITY);
+    set(43, dim - 2, NAN);
+    subject.input("k").view().Set(41 * dim, NAN);
+    subject.Run();
+    const auto sees = [](int64_t i, int64_t j) { return j - i >= -4 && j - i <= 40; };
+    for (int64_t i = 0; i < 8; ++i) {
+      for (int64_t c = 0; c < dim; ++c) {
+        double expected = clean.view().Get(clean.view().Offset(0, 0, i, c));
+        if (c == 3 && sees(i, 0)) expected = INFINITY;
+        if (c == 3 && sees(i, 2)) expected = NAN;
+        if (c == 4 && sees(i, 1)) expected = -INFINITY;
+        if (c == 9 && sees(i, 0)) expected = INFINITY;
+        if (c == 9 && sees(i, 3)) expected = sees(i, 0) ? NAN : -INFINITY;
+        if (c == dim - 1 && sees(i, 44)) expected = INFINITY;
+        if (c == dim - 2 && sees(i, 43)) expected = NAN;
+        if (sees(i, 41)) expected = NAN;
+        const double value = subject.Out(0, 0, i, c);
+        EXPECT_TRUE(value == expected || (std::isnan(value) && std::isnan(expected)))
+            << dim << " " << i << " " << c << ": " << value << ", not " << expected;
+      }
+    }
+  }
+}
+
+TEST_P(FlashDecodeMma, NansInPaddedKeysDoNotReachTheOutput) {
+  Decoding subject(Make(GetParam(), {2, 70, 16, 16}));
+  Tensor mask(DType::kU8, {1, 70});
+  Fill(mask.view(), 1);
+  for (const int64_t key : {5, 69}) {
+    mask.span<uint8_t>()[key] = 0;
+    for (int64_t c = 0; c < 16; ++c) {
+      subject.input("k").view().Set(key * 16 + c, NAN);
+      subject.input("v").view().Set(key * 16 + c, NAN);
+    }
+  }
+  subject.call.key_mask = mask.view();
+  subject.Run();
+  for (int64_t n = 0; n < 32; ++n) EXPECT_TRUE(std::isfinite(subject.call.out.Get(n))) << n;
+}
+
+TEST_P(FlashDecodeMma, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
+  Decoding subject(Make(GetParam(), {8, 3, 64, 64}, /*causal=*/true));  // 5 rows see nothing
+  subject.ExpectMatchesLoops();
+  EXPECT_EQ(subject.Out(0, 0, 4, 0), 0);
+  EXPECT_EQ(subject.call.log_sum_exp.Get(4), -INFINITY);
+  EXPECT_NE(subject.Out(0, 0, 5, 0), 0);
+}
+
+TEST_P(FlashDecodeMma, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
+  // All scores are near the lowest float.
+  Decoding low(Make(GetParam(), {3, 70, 1, 1}));
+  Fill(low.input("q").view(), -1);
+  Fill(low.input("k").view(), GetParam() == DType::kBF16 ? 3.38e38 : 65504);
+  low.call.scale = GetParam() == DType::kBF16 ? 1 : 5e33;
+  low.ExpectMatchesLoops();
+  // Scores are +-1e4, and one key of a warp, or of another, dominates those before it.
+  Decoding wide(Make(GetParam(), {7, 200, 1, 4}));
+  wide.call.scale = 1;
+  Fill(wide.input("q").view(), 1);
+  for (int64_t n = 0; n < 200; ++n) {
+    wide.input("k").view().Set(n, n % 100 == 77 ? 6e4 : (n % 2 != 0 ? 1e4 : -1e4));
+  }
+  wide.ExpectMatchesLoops();
+  Decoding reversed(Make(GetParam(), {4, 100, 16, 16}));
+  reversed.call.scale = -0.3;
+  reversed.ExpectMatchesLoops();
+}
+
+TEST_P(FlashDecodeMma, ConstantValuesComeBackAndZeroQueriesGiveTheMean) {
+  Decoding subject(Make(GetParam(), {3, 130, 64, 64, 2, 1}));
+  Fill(subject.input("v").view(), 3);
+  Fill(subject.input("q").view(), 0);
+  subject.Run();
+  for (int64_t n = 0; n < subject.out().num_elements(); ++n) {
+    ASSERT_EQ(subject.call.out.Get(n), 3) << n;  // weights of 1 are exact
+  }
+}
+
+// Of 5 tiles, whose last has keys for 3 of the 4 warps: a warp's 6 walks of 2 shuffles, and for each
+// tile with keys 2 to find them, 6 to read them, 24 products of 128 channels or 6 of 32, 2 shuffles of the
+// maximum, 2 votes, and 2 shuffles where the maximum has grown, which 29 times it has; at the end 2.
+TEST(FlashDecodeMmaCall, TheWorkOfACallIsAsOnRecord) {
+  if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts work";
+  const auto work = [](int64_t dim) {
+    Decoding subject(Make(DType::kBF16, {1, 300, dim, dim, 8, 2}));
+    return WorkOf([&] { subject.Run(); });
+  };
+  EXPECT_EQ(work(128), "1 launches, 2 blocks, 8 barriers, 1542 collectives");
+  EXPECT_EQ(work(32), "1 launches, 2 blocks, 8 barriers, 868 collectives");
+}
+
+}  // namespace
+}  // namespace tfb
