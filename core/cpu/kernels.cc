@@ -27,6 +27,7 @@ constexpr int kTileVectors = 2;
 typedef float Floats __attribute__((vector_size(kLanes * 4), may_alias));
 typedef float UnalignedFloats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4), may_alias));
 typedef int32_t UnalignedInts __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
@@ -108,7 +109,8 @@ inline Floats Exp(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const Ints exponent = (reinterpret_cast<const Ints&>(shifted) - 0x4B400000 + 127) << 23;
+  // Words may overflow, as they do where x is far below all whose result is not 0.
+  const Words exponent = (reinterpret_cast<const Words&>(shifted) - 0x4B400000 + 127) << 23;
   const Floats result = p * reinterpret_cast<const Floats&>(exponent);
   return x < -87.33f ? Floats{} : result;
 }

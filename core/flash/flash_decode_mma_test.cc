@@ -148,7 +148,7 @@ TensorView WithOddRows(const TensorView& view, Tensor* memory) {
 }
 
 TEST_P(FlashDecodeMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
-  for (const int64_t dim : {24, 64, 128}) {
+  for (const int64_t dim : {20, 24, 64, 128}) {
     const Problem problem = Make(GetParam(), {2, 150, dim, dim, 4, 2, 2});
     Decoding plain(problem);
     plain.ExpectMatchesLoops();
@@ -173,6 +173,20 @@ TEST_P(FlashDecodeMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
     odd.call.v = WithOddRows(odd.input("v").view(), &v_rows);
     odd.Run();
     EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
+
+    // Rows of 4 more channels, and every second of twice as many, with NaN in between.
+    for (const auto& [more, step] : {std::pair<int64_t, int64_t>{4, 1}, {8 + dim, 2}}) {
+      Decoding apart(problem);
+      Tensor k_of(GetParam(), {2, 2, 150, dim + more}), v_of(GetParam(), {2, 2, 150, dim + more});
+      for (auto [view, memory] : {std::pair{&apart.call.k, &k_of}, {&apart.call.v, &v_of}}) {
+        Fill(memory->view(), NAN);
+        const TensorView own = Slice(memory->view(), 3, 0, dim, step);
+        CopyElements(*view, own);
+        *view = own;
+      }
+      apart.Run();
+      EXPECT_EQ(MaxDifference(plain.call.out, apart.call.out), 0) << dim << " " << step;
+    }
 
     for (const int64_t shift : {1, 4}) {  // from 16 bytes
       Decoding misaligned(problem);
@@ -275,7 +289,7 @@ TEST_P(FlashDecodeMma, InfiniteValuesReachTheRowsThatSeeThemWithTheirSign) {
     set(3, 9, -INFINITY);
     set(44, dim - 1, INFINITY);
     set(43, dim - 2, NAN);
-    subject.input("k").view().Set(41 * dim, NAN);
+    subject.input("k").view().Set(47 * dim, NAN);
     subject.Run();
     const auto sees = [](int64_t i, int64_t j) { return j - i >= -4 && j - i <= 40; };
     for (int64_t i = 0; i < 8; ++i) {
@@ -288,7 +302,7 @@ TEST_P(FlashDecodeMma, InfiniteValuesReachTheRowsThatSeeThemWithTheirSign) {
         if (c == 9 && sees(i, 3)) expected = sees(i, 0) ? NAN : -INFINITY;
         if (c == dim - 1 && sees(i, 44)) expected = INFINITY;
         if (c == dim - 2 && sees(i, 43)) expected = NAN;
-        if (sees(i, 41)) expected = NAN;
+        if (sees(i, 47)) expected = NAN;
         const double value = subject.Out(0, 0, i, c);
         EXPECT_TRUE(value == expected || (std::isnan(value) && std::isnan(expected)))
             << dim << " " << i << " " << c << ": " << value << ", not " << expected;
@@ -301,7 +315,7 @@ TEST_P(FlashDecodeMma, NansInPaddedKeysDoNotReachTheOutput) {
   Decoding subject(Make(GetParam(), {2, 70, 16, 16}));
   Tensor mask(DType::kU8, {1, 70});
   Fill(mask.view(), 1);
-  for (const int64_t key : {5, 69}) {
+  for (const int64_t key : {0, 5, 69}) {
     mask.span<uint8_t>()[key] = 0;
     for (int64_t c = 0; c < 16; ++c) {
       subject.input("k").view().Set(key * 16 + c, NAN);
@@ -362,6 +376,11 @@ TEST(FlashDecodeMmaCall, TheWorkOfACallIsAsOnRecord) {
   };
   EXPECT_EQ(work(128), "1 launches, 2 blocks, 8 barriers, 1542 collectives");
   EXPECT_EQ(work(32), "1 launches, 2 blocks, 8 barriers, 868 collectives");
+  // A product with a value that is not finite takes two more, where a row does not see a key.
+  Decoding causal(Make(DType::kBF16, {2, 64, 32, 32}, /*causal=*/true));
+  EXPECT_EQ(WorkOf([&] { causal.Run(); }), "1 launches, 1 blocks, 4 barriers, 105 collectives");
+  causal.input("v").view().Set(63 * 32, INFINITY);
+  EXPECT_EQ(WorkOf([&] { causal.Run(); }), "1 launches, 1 blocks, 4 barriers, 109 collectives");
 }
 
 }  // namespace
