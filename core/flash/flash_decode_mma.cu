@@ -86,7 +86,9 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
     if (!this->IsAnyAsked()) return;
     this->BeginWalk();
 #pragma unroll
-    for (int c = 0; c < kHeldChunks; ++c) LoadQuery(c, queries_[c]);
+    for (int c = 0; c < kChunks; ++c) {
+      LoadVectors(shared_.queries[group()] + c * 16 + member() * 4, queries_[c]);
+    }
     for (KeyTile tile = this->NextTile(); tile.index >= 0; tile = this->NextTile()) AddTile(tile);
     Merge();
   }
@@ -96,9 +98,7 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
   static constexpr int kEach = kDim < 64 ? kDim / 8 : 8;  // channels of a vector of values
   static constexpr int kWords = kEach / 2;
   static constexpr int kVectors = kDim / (8 * kEach);  // of a value, a lane
-  // Registers have room for so many chunks of queries, the others are read from shared memory, and
-  // for keys and values at once.
-  static constexpr int kHeldChunks = kChunks < 4 ? kChunks : 4;
+  // Whether registers have room for keys and values at once.
   static constexpr bool kLoadsTogether = kDim <= 128;
 
   // A lane is g = group() and t = member() of the numbering above.
@@ -122,12 +122,9 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
     float scores[2][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      unsigned read[4];
-      if (c >= kHeldChunks) LoadQuery(c, read);
-      const unsigned(&query)[4] = c < kHeldChunks ? queries_[c % kHeldChunks] : read;
 #pragma unroll
       for (int step = 0; step < 4; step += 2) {
-        const unsigned left[4] = {query[step], 0, query[step + 1], 0};
+        const unsigned left[4] = {queries_[c][step], 0, queries_[c][step + 1], 0};
 #pragma unroll
         for (int n = 0; n < 2; ++n) Sixteen<T>::Multiply(scores[n], left, keys[n][c] + step);
       }
@@ -142,10 +139,6 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
     });
   }
 
-  // Loads this lane's part of a chunk of its group's query.
-  __device__ void LoadQuery(int chunk, unsigned (&to)[4]) const {
-    LoadVectors(shared_.queries[group()] + chunk * 16 + member() * 4, to);
-  }
   // Loads this lane's channels of the keys and values that it needs; reads of all are in flight
   // together.
   __device__ void StartKeys(int token, unsigned (&keys)[2][kChunks][4]) const {
@@ -283,7 +276,7 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
       sees[n] = Pair<T>(visible >> KeyOf(n, 0) & 1, visible >> KeyOf(n, 1) & 1);
     }
     ForEachPairOfChannels(values, [&](const unsigned(&left)[4], float(&sums)[4]) {
-#pragma unroll
+#pragma unroll 1  // unrolled it would take registers from the path of finite values
       for (int sign = 0; sign < 2; ++sign) {
         unsigned ones[4];
 #pragma unroll
@@ -340,7 +333,7 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
   }
 
   Shared& shared_;
-  unsigned queries_[kHeldChunks][4];
+  unsigned queries_[kChunks][4];
   float maximum_ = -INFINITY;  // of this lane's row
   float sum_ = 0;              // of the keys whose weights it has found
   float outputs_[kVectors][kWords][4] = {};
