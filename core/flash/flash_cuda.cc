@@ -17,20 +17,22 @@ constexpr int64_t kTilesPerPart = 2;
 // Returns the rows that read the same keys.
 int64_t RowsOf(const Problem& problem) { return problem.query_tokens * problem.group(); }
 
-bool IsFew(const Problem& problem) {
-  return RowsOf(problem) >= 1 && RowsOf(problem) <= kFlashDecodeRows;
-}
+int64_t Widest(const Problem& problem) { return std::max(problem.head_dim, problem.value_dim); }
 
-// Tells whether a problem that IsFew is for tensor cores. With one row the other kernel has as few
-// instructions a key as memory needs.
-bool IsForTensorCores(const Problem& problem) {
-  return problem.dtype != DType::kF32 && RowsOf(problem) > 1;
+// Tells whether a problem has rows for decoding on tensor cores. With one row the other kernel has as
+// few instructions a key as memory needs.
+bool IsFewOf16Bits(const Problem& problem) {
+  return problem.dtype != DType::kF32 && RowsOf(problem) > 1 &&
+         RowsOf(problem) <= FlashDecodeMmaRows(Widest(problem));
+}
+bool IsFew(const Problem& problem) {
+  return IsFewOf16Bits(problem) || (RowsOf(problem) >= 1 && RowsOf(problem) <= kFlashDecodeRows);
 }
 
 // Returns the work of a problem that IsFew.
 DecodeWork DecodeWorkOf(const CudaRuntime& runtime, const Problem& problem) {
-  const int64_t blocks = IsForTensorCores(problem)
-                             ? FlashDecodeMmaBlocks(std::max(problem.head_dim, problem.value_dim))
+  const int64_t blocks = IsFewOf16Bits(problem)
+                             ? FlashDecodeMmaBlocks(RowsOf(problem), Widest(problem))
                              : FlashDecodeBlocks(RowsOf(problem));
   return {problem.batch * problem.kv_heads, (problem.kv_tokens + kFlashTile - 1) / kFlashTile,
           blocks * runtime.properties().multiprocessors};
@@ -47,18 +49,24 @@ int SplitsWithin(const Problem& problem, size_t bytes) {
   return static_cast<int>(std::clamp<int64_t>(held, 1, INT32_MAX));
 }
 
-// Tells whether the decoding kernel takes the call, see FlashDecodeKernels. Strides do not matter,
-// so that they change no bit of the result.
-bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
+enum class Decoding { kNone, kOnLanes, kOnTensorCores };
+
+// Returns the decoding kernel that takes the call, see FlashDecodeKernels. Strides do not matter, so
+// that they change no bit of the result.
+Decoding DecodingOf(const Problem& problem, const FlashArguments& a) {
   ScoreRule rule = a.rule;
   rule.bias = {};
-  return IsFew(problem) && rule.content_bias == nullptr && rule.is_plain() &&
-         (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
+  if (!IsFew(problem) || rule.content_bias != nullptr || !rule.is_plain() ||
+      (a.schedule.heads != 1 && problem.group() != 1) || a.k.element != a.v.element) {
+    return Decoding::kNone;
+  }
+  if (IsFewOf16Bits(problem) && a.k.element != Element::kF32) return Decoding::kOnTensorCores;
+  return RowsOf(problem) <= kFlashDecodeRows ? Decoding::kOnLanes : Decoding::kNone;
 }
 
 // Tells whether tiles are filled from the list, see FlashCall::asked.
 bool PacksAsked(const Problem& problem, const FlashArguments& a) {
-  if (a.asked.rows == nullptr || IsForDecoding(problem, a)) return false;
+  if (a.asked.rows == nullptr || DecodingOf(problem, a) != Decoding::kNone) return false;
   return problem.dtype == DType::kF32
              ? a.rule.is_plain_but_for_relative_keys()
              : a.rule.is_plain() && a.rule.content_bias == nullptr && a.scale > 0;
@@ -66,10 +74,13 @@ bool PacksAsked(const Problem& problem, const FlashArguments& a) {
 
 using Forward = const char* (*)(const FlashArguments&, void*);
 Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArguments& a) {
-  if (IsForDecoding(problem, a)) {
-    return IsForTensorCores(problem) && a.k.element != Element::kF32
-               ? KernelsOn<FlashDecodeMmaKernels>(target).forward
-               : KernelsOn<FlashDecodeKernels>(target).forward;
+  switch (DecodingOf(problem, a)) {
+    case Decoding::kOnLanes:
+      return KernelsOn<FlashDecodeKernels>(target).forward;
+    case Decoding::kOnTensorCores:
+      return KernelsOn<FlashDecodeMmaKernels>(target).forward;
+    case Decoding::kNone:
+      break;
   }
   switch (problem.dtype) {
     case DType::kBF16:

@@ -144,23 +144,23 @@ class FlashDecodeBlock : DecodeBlock<T, kRows> {
 
   // Adds the keys of a tile that are this warp's.
   __device__ void AddTile(const KeyTile& tile) {
-    const typename Base::Keys keys = this->KeysOf(tile, row());
-    if (__any_sync(kAllLanes, keys.visible != 0) == 0) return;
+    const typename Base::Keys keys = this->KeysOf(tile);
+    const unsigned visible = this->VisibleTo(row(), tile, keys);
+    if (__any_sync(kAllLanes, visible != 0) == 0) return;
     const float* biases = this->BiasesOf(tile.index, row());
 #pragma unroll 1
-    for (int pass = 0; pass < kPasses; pass += kAtOnce) AddKeys(pass, keys, biases);
+    for (int pass = 0; pass < kPasses; pass += kAtOnce) AddKeys(pass, keys.token, visible, biases);
   }
   __device__ static int KeyOf(int pass) { return pass * kKeysPerPass + group(); }  // of the warp's
 
-  // Adds the keys of passes `first` to first + kAtOnce - 1 of a tile. `biases` are those of this
-  // lane's row.
-  __device__ void AddKeys(int first, const typename Base::Keys& of_tile, const float* biases) {
+  // Adds the keys of passes `first` to first + kAtOnce - 1 of a tile. Lane n has the token of the
+  // warp's key n. Bit n of `visible` says that this lane's row sees it, and `biases` are the row's.
+  __device__ void AddKeys(int first, int token, unsigned visible, const float* biases) {
     const typename Base::Common& common = shared_.common;
-    const unsigned visible = of_tile.visible;
     int tokens[kAtOnce];
 #pragma unroll
     for (int p = 0; p < kAtOnce; ++p) {
-      tokens[p] = __shfl_sync(kAllLanes, of_tile.token, KeyOf(first + p));
+      tokens[p] = __shfl_sync(kAllLanes, token, KeyOf(first + p));
     }
     OfKey keys[kAtOnce], values[kAtOnce];
 #pragma unroll

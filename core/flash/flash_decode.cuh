@@ -154,21 +154,22 @@ class DecodeBlock {
     return {__shfl_sync(kAllLanes, tile.index, 0), __shfl_sync(kAllLanes, tile.mask, 0)};
   }
 
-  // The warp's 16 keys of a tile, as a lane that has row `row` knows them.
+  // The warp's 16 keys of a tile.
   struct Keys {
-    int token;         // of key lane % 16; -1 where that is none
-    unsigned tokens;   // bit n: key n is a token
-    unsigned visible;  // bit n: the row sees key n
+    int token;        // of key lane % 16; -1 where that is none
+    unsigned tokens;  // bit n: key n is a token
   };
-  __device__ Keys KeysOf(const KeyTile& tile, int row) const {
-    const int first = Warp() * kKeysPerWarp;
+  __device__ Keys KeysOf(const KeyTile& tile) const {
     Keys keys;
-    keys.token = TokenOf(tile.index, first + Lane() % kKeysPerWarp);
+    keys.token = TokenOf(tile.index, Warp() * kKeysPerWarp + Lane() % kKeysPerWarp);
     keys.tokens = __ballot_sync(kAllLanes, Lane() < kKeysPerWarp && keys.token >= 0);
+    return keys;
+  }
+  // Returns a word whose bit n says that a row sees key n.
+  __device__ unsigned VisibleTo(int row, const KeyTile& tile, const Keys& keys) const {
     const int query = common_.row_queries[row];
     const uint64_t mask = MaskOf(a_.schedule, tile, query, query, a_.decode_queries);
-    keys.visible = static_cast<unsigned>(mask >> first) & keys.tokens;
-    return keys;
+    return static_cast<unsigned>(mask >> Warp() * kKeysPerWarp) & keys.tokens;
   }
   // Returns the biases of a row for the warp's keys of a tile, or null where there are none.
   __device__ const float* BiasesOf(int64_t tile, int row) const {

@@ -13,8 +13,9 @@
 //                                            halves and are two keys of each of the channels
 //
 // The scores of a lane are row g's with the keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9: rounded to 16 bits, their
-// weights are the right operand of the second product. Of the 16 rows that the first product has room
-// for, 8 are used.
+// weights are the right operand of the second product. The first product has room for 16 rows. Up to 8
+// leave half of it empty; more, for which there are registers up to 128 channels, have two right operands
+// of the second product.
 //
 // Arithmetic of 16 keys, D = 128: 16 reads of 16 bytes, 32 exchanges of halves, 16 + 8 products, and with
 // addresses, masks and the softmax some 500 instructions a warp, 32 a key, where an H100 has 136 for the
@@ -29,8 +30,6 @@
 
 namespace tfb {
 namespace {
-
-constexpr int kRows = kFlashDecodeRows;
 
 // Bits of 16-bit numbers, two of which are a word. The marks of a word are its bits 15 and 31.
 template <class T>
@@ -51,8 +50,10 @@ struct Marks {
   }
 };
 
-template <class T, int kDim>
-class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
+// A block for 8 kRowTiles rows.
+template <class T, int kDim, int kRowTiles>
+class FlashDecodeMmaBlock : DecodeBlock<T, 8 * kRowTiles> {
+  static constexpr int kRows = 8 * kRowTiles;
   using Base = DecodeBlock<T, kRows>;
   using Base::a_;
   using Base::common_;
@@ -71,6 +72,8 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
 
   __device__ FlashDecodeMmaBlock(const FlashArguments& a, int64_t task, Shared& shared)
       : Base(a, shared.common), shared_(shared) {
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) maximum_[r] = -INFINITY;
     this->FindTask(task, 16, kEach * sizeof(T));
     T* queries = reinterpret_cast<T*>(shared.queries[0]);
     for (int n = rows_ * kDim + threadIdx.x; n < kRows * kDim; n += kThreads) {
@@ -86,8 +89,11 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
     if (!this->IsAnyAsked()) return;
     this->BeginWalk();
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      LoadVectors(shared_.queries[group()] + c * 16 + member() * 4, queries_[c]);
+    for (int r = 0; r < kRowTiles; ++r) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        LoadVectors(shared_.queries[r * 8 + group()] + c * 16 + member() * 4, queries_[r][c]);
+      }
     }
     for (KeyTile tile = this->NextTile(); tile.index >= 0; tile = this->NextTile()) AddTile(tile);
     Merge();
@@ -104,18 +110,25 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
   // A lane is g = group() and t = member() of the numbering above.
   __device__ static int group() { return Lane() / 4; }
   __device__ static int member() { return Lane() % 4; }
-  // Returns the row that this lane has in the softmax; lanes beyond the rows repeat the last.
-  __device__ int row() const { return min(group(), rows_ - 1); }
-  // Returns the key of the lane's score e of product n.
+  // Returns the row that this lane has in the softmax of a row tile; lanes beyond the rows repeat the
+  // last.
+  __device__ int RowOf(int row_tile) const { return min(row_tile * 8 + group(), rows_ - 1); }
+  // Returns the key of score e, and of e + 2, of product n, whose rows are a row tile each.
   __device__ static int KeyOf(int n, int e) { return 8 * n + 2 * member() + e; }
   // Returns the first of the channels that are a lane's word w of vector v.
   __device__ static int ChannelOf(int v, int w) { return (v * 8 + group()) * kEach + 2 * w; }
 
   // Adds the keys of a tile that are this warp's.
   __device__ void AddTile(const KeyTile& tile) {
-    const typename Base::Keys of_tile = this->KeysOf(tile, row());
-    const unsigned visible = of_tile.visible;
-    if (__any_sync(kAllLanes, visible != 0) == 0) return;
+    const typename Base::Keys of_tile = this->KeysOf(tile);
+    unsigned visible[kRowTiles], any = 0, all = of_tile.tokens;
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      visible[r] = this->VisibleTo(RowOf(r), tile, of_tile);
+      any |= visible[r];
+      all &= visible[r];
+    }
+    if (__any_sync(kAllLanes, any != 0) == 0) return;
     unsigned keys[2][kChunks][4], values[kVectors][4][kWords];
     StartKeys(of_tile.token, keys);
     if (kLoadsTogether) StartValues(of_tile.token, values);
@@ -124,18 +137,29 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int step = 0; step < 4; step += 2) {
-        const unsigned left[4] = {queries_[c][step], 0, queries_[c][step + 1], 0};
+        unsigned left[4] = {};
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+          left[r] = queries_[r][c][step];
+          left[r + 2] = queries_[r][c][step + 1];
+        }
 #pragma unroll
         for (int n = 0; n < 2; ++n) Sixteen<T>::Multiply(scores[n], left, keys[n][c] + step);
       }
     }
-    unsigned weights[2];
-    FindWeights(visible, this->BiasesOf(tile.index, row()), scores, weights);
+    unsigned weights[kRowTiles][2];
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      FindWeights(r, visible[r], this->BiasesOf(tile.index, RowOf(r)), scores, weights[r]);
+    }
     if (!kLoadsTogether) StartValues(of_tile.token, values);
-    const bool hides = __any_sync(kAllLanes, visible != of_tile.tokens) != 0;
+    const bool hides = __any_sync(kAllLanes, all != of_tile.tokens) != 0;
     if (hides && HasNonFinite(values)) SetAsideNonFinite(visible, values);
-    ForEachPairOfChannels(values, [&](const unsigned(&left)[4], float(&sums)[4]) {
-      Sixteen<T>::Multiply(sums, left, weights);
+    ForEachPairOfChannels(values, [&](const unsigned(&left)[4], int v, int w) {
+#pragma unroll
+      for (int r = 0; r < kRowTiles; ++r) {
+        Sixteen<T>::Multiply(outputs_[r][v][w], left, weights[r]);
+      }
     });
   }
 
@@ -182,11 +206,11 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
     }
   }
 
-  // Turns the scores of this lane's row into weights relative to the largest so far, which the
-  // outputs are brought to, and packs them.
-  __device__ void FindWeights(unsigned visible, const float* biases, float (&scores)[2][4],
-                              unsigned (&weights)[2]) {
-    float largest = maximum_;
+  // Turns the scores of this lane's row of a row tile into weights relative to the largest so far, which
+  // the outputs are brought to, and packs them.
+  __device__ void FindWeights(int row_tile, unsigned visible, const float* biases,
+                              const float (&scores)[2][4], unsigned (&weights)[2]) {
+    float of_row[2][2], largest = maximum_[row_tile];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
 #pragma unroll
@@ -194,30 +218,32 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
         const int key = KeyOf(n, e);
         const bool sees = (visible >> key & 1) != 0;
         const float extra = sees && biases != nullptr ? biases[key] : 0;
-        scores[n][e] = sees ? scores[n][e] * a_.scale + extra : -INFINITY;
-        largest = fmaxf(largest, scores[n][e]);
+        of_row[n][e] = sees ? scores[n][row_tile * 2 + e] * a_.scale + extra : -INFINITY;
+        largest = fmaxf(largest, of_row[n][e]);
       }
     }
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
     const float shift = largest == -INFINITY ? 0 : largest;
-    if (__any_sync(kAllLanes, largest != maximum_) != 0) Rescale(ExpOf(maximum_ - shift));
-    maximum_ = largest;
+    if (__any_sync(kAllLanes, largest != maximum_[row_tile]) != 0) {
+      Rescale(row_tile, ExpOf(maximum_[row_tile] - shift));
+    }
+    maximum_[row_tile] = largest;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       float weight[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        weight[e] = ExpOf(scores[n][e] - shift);
-        sum_ += weight[e];
+        weight[e] = ExpOf(of_row[n][e] - shift);
+        sum_[row_tile] += weight[e];
       }
       weights[n] = Pair<T>(weight[0], weight[1]);
     }
   }
 
-  // Multiplies the sums of each row with the factor that the row's lanes bring.
-  __device__ void Rescale(float own) {
-    sum_ *= own;
+  // Multiplies the sums of each row of a row tile with the factor that the row's lanes bring.
+  __device__ void Rescale(int row_tile, float own) {
+    sum_[row_tile] *= own;
     // The lane's outputs are those of rows 2 t and 2 t + 1.
     const float factors[2] = {__shfl_sync(kAllLanes, own, member() * 8),
                               __shfl_sync(kAllLanes, own, member() * 8 + 4)};
@@ -226,16 +252,15 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) outputs_[v][w][e] *= factors[e % 2];
+        for (int e = 0; e < 4; ++e) outputs_[row_tile][v][w][e] *= factors[e % 2];
       }
     }
   }
 
-  // Calls act(left, sums) for every two channels of the lane's group: the left operand that they are,
-  // and their sums.
+  // Calls act(left, v, w) with the left operand that word w of vector v is, for all words.
   template <class Act>
-  __device__ void ForEachPairOfChannels(const unsigned (&values)[kVectors][4][kWords],
-                                        const Act& act) {
+  __device__ static void ForEachPairOfChannels(const unsigned (&values)[kVectors][4][kWords],
+                                               const Act& act) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -244,7 +269,7 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
                                   HighHalves(values[v][0][w], values[v][1][w]),
                                   LowHalves(values[v][2][w], values[v][3][w]),
                                   HighHalves(values[v][2][w], values[v][3][w])};
-        act(left, outputs_[v][w]);
+        act(left, v, w);
       }
     }
   }
@@ -269,29 +294,19 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
   }
   // Adds the values that are not finite to the rows that see them, and puts zeros in their place. The
   // rows' numbers of them are products of ones; NaN is infinite with both signs.
-  __device__ void SetAsideNonFinite(unsigned visible, unsigned (&values)[kVectors][4][kWords]) {
-    unsigned sees[2];
+  __device__ void SetAsideNonFinite(const unsigned (&visible)[kRowTiles],
+                                    unsigned (&values)[kVectors][4][kWords]) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      sees[n] = Pair<T>(visible >> KeyOf(n, 0) & 1, visible >> KeyOf(n, 1) & 1);
-    }
-    ForEachPairOfChannels(values, [&](const unsigned(&left)[4], float(&sums)[4]) {
-#pragma unroll 1  // unrolled it would take registers from the path of finite values
-      for (int sign = 0; sign < 2; ++sign) {
-        unsigned ones[4];
+    for (int r = 0; r < kRowTiles; ++r) {
+      unsigned sees[2];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const unsigned signs = (sign == 0 ? ~left[n] : left[n]) | Marks<T>::Nans(left[n]);
-          ones[n] = Marks<T>::Ones(NonFinite<T>(left[n]) & signs);
-        }
-        float counts[4] = {};
-        Sixteen<T>::Multiply(counts, ones, sees);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (counts[e] != 0) sums[e] += sign == 0 ? INFINITY : -INFINITY;
-        }
+      for (int n = 0; n < 2; ++n) {
+        sees[n] = Pair<T>(visible[r] >> KeyOf(n, 0) & 1, visible[r] >> KeyOf(n, 1) & 1);
       }
-    });
+      ForEachPairOfChannels(values, [&](const unsigned(&left)[4], int v, int w) {
+        AddNonFinite(left, sees, outputs_[r][v][w]);
+      });
+    }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -303,29 +318,50 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
       }
     }
   }
+  __device__ static void AddNonFinite(const unsigned (&left)[4], const unsigned (&sees)[2],
+                                      float (&sums)[4]) {
+#pragma unroll 1  // unrolled it would take registers from the path of finite values
+    for (int sign = 0; sign < 2; ++sign) {
+      unsigned ones[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const unsigned signs = (sign == 0 ? ~left[n] : left[n]) | Marks<T>::Nans(left[n]);
+        ones[n] = Marks<T>::Ones(NonFinite<T>(left[n]) & signs);
+      }
+      float counts[4] = {};
+      Sixteen<T>::Multiply(counts, ones, sees);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (counts[e] != 0) sums[e] += sign == 0 ? INFINITY : -INFINITY;
+      }
+    }
+  }
 
   // Merges the softmaxes of the warps through shared memory.
   __device__ void Merge() {
-    sum_ += __shfl_xor_sync(kAllLanes, sum_, 1);
-    sum_ += __shfl_xor_sync(kAllLanes, sum_, 2);
     __syncthreads();  // all have read the queries
     auto& parts = shared_.parts[Warp()];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int r = 0; r < kRowTiles; ++r) {
+      float sum = sum_[r] + __shfl_xor_sync(kAllLanes, sum_[r], 1);
+      sum += __shfl_xor_sync(kAllLanes, sum, 2);
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
+      for (int e = 0; e < 2; ++e) {
+        const int row = r * 8 + member() * 2 + e;
+        if (row >= rows_) break;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = member() * 2 + e;
-          if (row >= rows_) break;
-          *reinterpret_cast<float2*>(parts[row] + ChannelOf(v, w)) =
-              make_float2(outputs_[v][w][e], outputs_[v][w][e + 2]);
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+          for (int w = 0; w < kWords; ++w) {
+            *reinterpret_cast<float2*>(parts[row] + ChannelOf(v, w)) =
+                make_float2(outputs_[r][v][w][e], outputs_[r][v][w][e + 2]);
+          }
         }
       }
-    }
-    if (member() == 0 && group() < rows_) {
-      parts[group()][kDim] = maximum_;
-      parts[group()][kDim + 1] = sum_;
+      if (member() == 0 && r * 8 + group() < rows_) {
+        parts[r * 8 + group()][kDim] = maximum_[r];
+        parts[r * 8 + group()][kDim + 1] = sum;
+      }
     }
     __syncthreads();
     this->template StoreRows<kDim>([&](int warp, int row) { return shared_.parts[warp][row]; },
@@ -333,34 +369,39 @@ class FlashDecodeMmaBlock : DecodeBlock<T, kRows> {
   }
 
   Shared& shared_;
-  unsigned queries_[kChunks][4];
-  float maximum_ = -INFINITY;  // of this lane's row
-  float sum_ = 0;              // of the keys whose weights it has found
-  float outputs_[kVectors][kWords][4] = {};
+  unsigned queries_[kRowTiles][kChunks][4];
+  float maximum_[kRowTiles];   // of this lane's rows
+  float sum_[kRowTiles] = {};  // of the keys whose weights it has found
+  float outputs_[kRowTiles][kVectors][kWords][4] = {};
 };
 
-template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, FlashDecodeMmaBlocks(kDim))
+template <class T, int kDim, int kRowTiles>
+__global__ void __launch_bounds__(kThreads, FlashDecodeMmaBlocks(8 * kRowTiles, kDim))
     FlashDecodeMma(const FlashArguments a) {
-  RunDecodingTasks<FlashDecodeMmaBlock<T, kDim>>(a);
+  RunDecodingTasks<FlashDecodeMmaBlock<T, kDim, kRowTiles>>(a);
 }
 
-template <class T, int kDim>
-const char* LaunchDecode(const FlashArguments& a, void* stream) {
-  return Launch("FlashDecodeMma", &FlashDecodeMma<T, kDim>,
+template <class T, int kDim, int kRowTiles>
+const char* LaunchRows(const FlashArguments& a, void* stream) {
+  return Launch("FlashDecodeMma", &FlashDecodeMma<T, kDim, kRowTiles>,
                 {BlocksInTurns(DecodingTasks(a), a.max_blocks), kThreads,
-                 sizeof(typename FlashDecodeMmaBlock<T, kDim>::Shared)},
+                 sizeof(typename FlashDecodeMmaBlock<T, kDim, kRowTiles>::Shared)},
                 stream, a);
 }
+template <class T, int kDim>
+const char* LaunchDecode(const FlashArguments& a, void* stream) {
+  return a.query_heads / a.kv_heads * a.query_tokens <= 8 ? LaunchRows<T, kDim, 1>(a, stream)
+                                                          : LaunchRows<T, kDim, 2>(a, stream);
+}
 
-// All instantiations: two dtypes of keys and values, four head sizes.
+// All instantiations: two dtypes of keys and values, four head sizes, and up to 8 or 16 rows.
 template <class T>
 const char* DecodeOf(const FlashArguments& a, void* stream) {
   const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
   if (widest <= 32) return LaunchDecode<T, 32>(a, stream);
   if (widest <= 64) return LaunchDecode<T, 64>(a, stream);
   if (widest <= 128) return LaunchDecode<T, 128>(a, stream);
-  return LaunchDecode<T, 256>(a, stream);
+  return LaunchRows<T, 256, 1>(a, stream);
 }
 
 const char* Decode(const FlashArguments& a, void* stream) {

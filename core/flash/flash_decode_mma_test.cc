@@ -19,7 +19,7 @@ namespace {
 
 using flash_mma::Make;
 
-// A call of up to 8 rows.
+// A call of up to 16 rows, of more than 128 channels up to 8.
 class Decoding : public flash_mma::Subject {
  public:
   explicit Decoding(const Problem& problem, const Pattern* of_keys = nullptr)
@@ -36,12 +36,28 @@ TEST_P(FlashDecodeMma, MatchesLoopsForEveryHeadDim) {
   for (int64_t dim : {1, 7, 24, 32, 40, 64, 80, 128, 136, 200, 256}) {
     Decoding(Make(GetParam(), {2, 90, dim, dim, 6, 2})).ExpectMatchesLoops();
     Decoding(Make(GetParam(), {1, 90, dim, 257 - dim, 4})).ExpectMatchesLoops();
+    if (dim > 128) continue;
+    Decoding(Make(GetParam(), {3, 90, dim, 129 - dim, 8, 2})).ExpectMatchesLoops();
   }
 }
 
 TEST_P(FlashDecodeMma, MatchesLoopsForEveryNumberOfRowsAndKeys) {
-  for (auto [queries, group] :
-       {std::pair{1, 1}, {2, 1}, {1, 3}, {2, 2}, {5, 1}, {1, 6}, {7, 1}, {4, 2}, {1, 8}}) {
+  for (auto [queries, group] : {std::pair{1, 1},
+                                {2, 1},
+                                {1, 3},
+                                {2, 2},
+                                {5, 1},
+                                {1, 6},
+                                {7, 1},
+                                {4, 2},
+                                {1, 8},
+                                {9, 1},
+                                {2, 5},
+                                {1, 12},
+                                {13, 1},
+                                {5, 3},
+                                {16, 1},
+                                {1, 16}}) {
     for (int64_t keys : {1, 3, 15, 16, 17, 47, 63, 64, 65, 200}) {
       for (bool causal : {false, true}) {
         Decoding(Make(GetParam(), {queries, keys, 64, 40, group * 2, 2, 2}, causal))
@@ -65,9 +81,10 @@ TEST_P(FlashDecodeMma, BandsAndKeyMasksHideWhatTheyHide) {
   for (const int64_t low : {20, 21, 40, 100}) {
     const Band band = {0, low, low + 77};
     const BandPattern pattern(band.low, band.high);
-    for (const Band* tables : {static_cast<const Band*>(nullptr), &band}) {
-      Decoding subject(Make(GetParam(), {4, 200, 40, 40, 4, 2, 2}), &pattern);
-      subject.band = tables;
+    for (const int64_t queries : {4, 8, 12}) {
+      Decoding subject(Make(GetParam(), {queries, 200, 40, 40, queries == 12 ? 2 : 4, 2, 2}),
+                       &pattern);
+      subject.band = low % 2 == 0 ? nullptr : &band;
       Tensor mask(DType::kU8, {2, 200});
       for (int64_t n = 0; n < 400; ++n) {
         mask.span<uint8_t>()[n] = n % 7 != 0 && (n < 130 || n > 290);
@@ -93,6 +110,7 @@ class OwnPattern : public Pattern {
 TEST_P(FlashDecodeMma, HeadsHavePatternsOfTheirOwn) {
   const OwnPattern pattern;
   Decoding(Make(GetParam(), {5, 200, 32, 32, 3, 3}), &pattern).ExpectMatchesLoops();
+  Decoding(Make(GetParam(), {11, 200, 32, 32, 3, 3}), &pattern).ExpectMatchesLoops();
 }
 
 TEST_P(FlashDecodeMma, DistanceBiasesAreReadAtTheirOffset) {
@@ -101,14 +119,16 @@ TEST_P(FlashDecodeMma, DistanceBiasesAreReadAtTheirOffset) {
   };
   for (const int64_t dim : {16, 128}) {
     for (const int64_t position : {0, 150}) {
-      Decoding subject(Make(GetParam(), {3, 200, dim, dim, 4, 2, 2}));
-      const DistanceTable table(4, position + 3, 200, bias);
-      subject.call.rule.bias = table.entries();
-      subject.call.rule.query_position = position;
-      subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
-        return s + bias(h, j - i - position);
-      };
-      subject.ExpectMatchesLoops();
+      for (const int64_t group : {2, 5}) {
+        Decoding subject(Make(GetParam(), {3, 200, dim, dim, 2 * group, 2, 2}));
+        const DistanceTable table(2 * group, position + 3, 200, bias);
+        subject.call.rule.bias = table.entries();
+        subject.call.rule.query_position = position;
+        subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+          return s + bias(h, j - i - position);
+        };
+        subject.ExpectMatchesLoops();
+      }
     }
   }
 }
@@ -120,22 +140,24 @@ TEST_P(FlashDecodeMma, PartsOfTheKeysAreMerged) {
     subject.ExpectMatchesLoops();
   }
   // Some rows see no key, and some parts have none.
-  Decoding few(Make(GetParam(), {6, 3, 16, 16}, /*causal=*/true));
+  Decoding few(Make(GetParam(), {10, 3, 16, 16}, /*causal=*/true));
   few.splits = 5;
   few.ExpectMatchesLoops();
 }
 
 TEST_P(FlashDecodeMma, ResultsAreBitwiseTheSameInAnyOrderAndOnAnyGrid) {
-  Decoding subject(Make(GetParam(), {2, 300, 64, 64, 8, 2, 3}, /*causal=*/true));
-  subject.splits = 2;
-  subject.Run(1);
-  const Tensor first = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
-  for (auto [seed, max_blocks] : {std::pair<int, int>{2, 1 << 20}, {3, 1}, {4, 5}}) {
-    Fill(subject.out().view(), NAN);
-    subject.max_blocks = max_blocks;
-    subject.Run(seed);
-    EXPECT_EQ(std::memcmp(first.raw(), subject.out().raw(), first.bytes()), 0) << seed;
-    EXPECT_EQ(std::memcmp(sums.raw(), subject.log_sum_exp().raw(), sums.bytes()), 0) << seed;
+  for (const int64_t queries : {2, 4}) {
+    Decoding subject(Make(GetParam(), {queries, 300, 64, 64, 8, 2, 3}, /*causal=*/true));
+    subject.splits = 2;
+    subject.Run(1);
+    const Tensor first = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
+    for (auto [seed, max_blocks] : {std::pair<int, int>{2, 1 << 20}, {3, 1}, {4, 5}}) {
+      Fill(subject.out().view(), NAN);
+      subject.max_blocks = max_blocks;
+      subject.Run(seed);
+      EXPECT_EQ(std::memcmp(first.raw(), subject.out().raw(), first.bytes()), 0) << seed;
+      EXPECT_EQ(std::memcmp(sums.raw(), subject.log_sum_exp().raw(), sums.bytes()), 0) << seed;
+    }
   }
 }
 
@@ -149,50 +171,52 @@ TensorView WithOddRows(const TensorView& view, Tensor* memory) {
 
 TEST_P(FlashDecodeMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
   for (const int64_t dim : {20, 24, 64, 128}) {
-    const Problem problem = Make(GetParam(), {2, 150, dim, dim, 4, 2, 2});
-    Decoding plain(problem);
-    plain.ExpectMatchesLoops();
-    Decoding strided(problem);
-    // Queries and outputs as [batch, tokens, heads, channels] and keys with channels outermost.
-    Tensor q(GetParam(), {2, 2, 4, dim}), k(GetParam(), {dim, 2, 2, 150}),
-        out(GetParam(), {2, 2, 4, dim});
-    CopyElements(strided.call.q, Transpose(q.view(), 1, 2));
-    strided.call.q = Transpose(std::as_const(q).view(), 1, 2);
-    const TensorView keys(k.raw(), GetParam(), {2, 2, 150, dim}, {300, 150, 1, 600});
-    CopyElements(strided.call.k, keys);
-    strided.call.k = keys;
-    strided.call.out = Transpose(out.view(), 1, 2);
-    strided.Run();
-    EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << dim;
+    for (const int64_t heads : {4, 12}) {  // 4 and 12 rows
+      const Problem problem = Make(GetParam(), {2, 150, dim, dim, heads, 2, 2});
+      Decoding plain(problem);
+      plain.ExpectMatchesLoops();
+      Decoding strided(problem);
+      // Queries and outputs as [batch, tokens, heads, channels] and keys with channels outermost.
+      Tensor q(GetParam(), {2, 2, heads, dim}), k(GetParam(), {dim, 2, 2, 150}),
+          out(GetParam(), {2, 2, heads, dim});
+      CopyElements(strided.call.q, Transpose(q.view(), 1, 2));
+      strided.call.q = Transpose(std::as_const(q).view(), 1, 2);
+      const TensorView keys(k.raw(), GetParam(), {2, 2, 150, dim}, {300, 150, 1, 600});
+      CopyElements(strided.call.k, keys);
+      strided.call.k = keys;
+      strided.call.out = Transpose(out.view(), 1, 2);
+      strided.Run();
+      EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0) << dim;
 
-    Decoding odd(problem);
-    Tensor k_rows, v_rows;
-    odd.call.k = WithOddRows(odd.input("k").view(), &k_rows);
-    odd.Run();
-    EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
-    odd.call.v = WithOddRows(odd.input("v").view(), &v_rows);
-    odd.Run();
-    EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
+      Decoding odd(problem);
+      Tensor k_rows, v_rows;
+      odd.call.k = WithOddRows(odd.input("k").view(), &k_rows);
+      odd.Run();
+      EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
+      odd.call.v = WithOddRows(odd.input("v").view(), &v_rows);
+      odd.Run();
+      EXPECT_EQ(MaxDifference(plain.call.out, odd.call.out), 0) << dim;
 
-    // Rows of 4 more channels, and every second of twice as many, with NaN in between.
-    for (const auto& [more, step] : {std::pair<int64_t, int64_t>{4, 1}, {8 + dim, 2}}) {
-      Decoding apart(problem);
-      Tensor k_of(GetParam(), {2, 2, 150, dim + more}), v_of(GetParam(), {2, 2, 150, dim + more});
-      for (auto [view, memory] : {std::pair{&apart.call.k, &k_of}, {&apart.call.v, &v_of}}) {
-        Fill(memory->view(), NAN);
-        const TensorView own = Slice(memory->view(), 3, 0, dim, step);
-        CopyElements(*view, own);
-        *view = own;
+      // Rows of 4 more channels, and every second of twice as many, with NaN in between.
+      for (const auto& [more, step] : {std::pair<int64_t, int64_t>{4, 1}, {8 + dim, 2}}) {
+        Decoding apart(problem);
+        Tensor k_of(GetParam(), {2, 2, 150, dim + more}), v_of(GetParam(), {2, 2, 150, dim + more});
+        for (auto [view, memory] : {std::pair{&apart.call.k, &k_of}, {&apart.call.v, &v_of}}) {
+          Fill(memory->view(), NAN);
+          const TensorView own = Slice(memory->view(), 3, 0, dim, step);
+          CopyElements(*view, own);
+          *view = own;
+        }
+        apart.Run();
+        EXPECT_EQ(MaxDifference(plain.call.out, apart.call.out), 0) << dim << " " << step;
       }
-      apart.Run();
-      EXPECT_EQ(MaxDifference(plain.call.out, apart.call.out), 0) << dim << " " << step;
-    }
 
-    for (const int64_t shift : {1, 4}) {  // from 16 bytes
-      Decoding misaligned(problem);
-      misaligned.shift = shift;
-      misaligned.Run();
-      EXPECT_EQ(MaxDifference(plain.call.out, misaligned.call.out), 0) << dim << " " << shift;
+      for (const int64_t shift : {1, 4}) {  // from 16 bytes
+        Decoding misaligned(problem);
+        misaligned.shift = shift;
+        misaligned.Run();
+        EXPECT_EQ(MaxDifference(plain.call.out, misaligned.call.out), 0) << dim << " " << shift;
+      }
     }
   }
 }
@@ -204,6 +228,7 @@ TEST_P(FlashDecodeMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
     subject.splits = 2;
     subject.ExpectRest();
   }
+  Decoding(Make(GetParam(), {16, 90, 128, 128, 2, 2, 2})).ExpectRest();
 }
 
 TEST_P(FlashDecodeMma, TokenOrdersGatherAndScatter) {
@@ -274,8 +299,9 @@ TEST_P(FlashDecodeMma, RingsOfTilesAreReadFromTheirFirst) {
 
 TEST_P(FlashDecodeMma, InfiniteValuesReachTheRowsThatSeeThemWithTheirSign) {
   const BandPattern band(-4, 40);
-  for (int64_t dim : {32, 64, 256}) {
-    Decoding subject(Make(GetParam(), {8, 60, dim, dim}), &band);
+  for (const auto& [dim, rows] :
+       {std::pair<int64_t, int64_t>{32, 8}, {64, 8}, {256, 8}, {32, 16}, {128, 13}}) {
+    Decoding subject(Make(GetParam(), {rows, 60, dim, dim}), &band);
     subject.Run();
     const Tensor clean = subject.out().Clone();
     // Keys 0 to 47 are of three warps; rows from 5 on do not see key 0, and so on.
@@ -292,7 +318,7 @@ TEST_P(FlashDecodeMma, InfiniteValuesReachTheRowsThatSeeThemWithTheirSign) {
     subject.input("k").view().Set(47 * dim, NAN);
     subject.Run();
     const auto sees = [](int64_t i, int64_t j) { return j - i >= -4 && j - i <= 40; };
-    for (int64_t i = 0; i < 8; ++i) {
+    for (int64_t i = 0; i < rows; ++i) {
       for (int64_t c = 0; c < dim; ++c) {
         double expected = clean.view().Get(clean.view().Offset(0, 0, i, c));
         if (c == 3 && sees(i, 0)) expected = INFINITY;

@@ -19,11 +19,15 @@ namespace tfb {
 // in both.
 constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
-// The most rows (query heads of a key-value head times queries) that the decoding kernels take.
+// The most rows (query heads of a key-value head times queries) that the decoding kernels take, and
+// those on tensor cores, by the larger of head_dim and value_dim.
 constexpr int kFlashDecodeRows = 8;
+constexpr int FlashDecodeMmaRows(int64_t widest) { return widest > 128 ? 8 : 16; }
 // Returns the blocks of a decoding kernel that a multiprocessor runs at a time.
 constexpr int FlashDecodeBlocks(int64_t rows) { return rows == 1 ? 5 : 3; }
-constexpr int FlashDecodeMmaBlocks(int64_t widest) { return widest > 128 ? 2 : 3; }
+constexpr int FlashDecodeMmaBlocks(int64_t rows, int64_t widest) {
+  return widest > 128 || (widest > 64 && rows > 8) ? 2 : 3;
+}
 
 // Ids of tokens, for label keys.
 struct DeviceIds {
@@ -88,8 +92,8 @@ struct FlashF32Kernels {
   // Merges the parts, in their order, for any dtype of `out`.
   const char* (*combine)(const FlashArguments& arguments, void* stream);
 };
-// Decoding kernels. They take up to kFlashDecodeRows rows, no rule but a bias, one pattern for all
-// heads or no grouped heads, and k and v of one dtype, which is of 16 bits for those on tensor cores.
+// Decoding kernels. They take so many rows, no rule but a bias, one pattern for all heads or no grouped
+// heads, and k and v of one dtype, which is of 16 bits for those on tensor cores.
 struct FlashDecodeKernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
 };

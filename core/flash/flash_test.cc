@@ -891,8 +891,8 @@ TEST(FlashCudaCall, TheWorkOfACallIsAsOnRecord) {
             "1 launches, 20 blocks, 280 barriers, 8800 collectives");
 }
 
-// Few rows of 16 bits are multiplied on tensor cores where they are several that read the same keys, by
-// another kernel where it is one, and as in f32 where the problem is.
+// 2 to 16 rows of 16 bits that read the same keys are multiplied on tensor cores, one by another kernel,
+// and those of a problem in f32 as it is.
 TEST(FlashCudaCall, TheKernelForFewRowsGoesByTheirNumberAndTheProblemsDType) {
   const auto work = [](DType dtype, DType of_keys, int64_t heads) {
     Problem problem = Make(1, 300, 64, 64, /*causal=*/false, heads, 2);
@@ -906,6 +906,12 @@ TEST(FlashCudaCall, TheKernelForFewRowsGoesByTheirNumberAndTheProblemsDType) {
   };
   EXPECT_EQ(work(DType::kBF16, DType::kBF16, 8),
             "2 launches, 12 blocks, 40 barriers, 2342 collectives");
+  EXPECT_EQ(work(DType::kBF16, DType::kBF16, 32),
+            "2 launches, 24 blocks, 64 barriers, 3334 collectives");
+  EXPECT_EQ(work(DType::kBF16, DType::kF32, 32),
+            "2 launches, 20 blocks, 1004 barriers, 43920 collectives");
+  EXPECT_EQ(work(DType::kBF16, DType::kBF16, 34),
+            "1 launches, 4 blocks, 280 barriers, 45032 collectives");
   EXPECT_EQ(work(DType::kBF16, DType::kBF16, 2),
             "2 launches, 9 blocks, 34 barriers, 2336 collectives");
   EXPECT_EQ(work(DType::kF32, DType::kBF16, 8),
