@@ -28,8 +28,8 @@ What is measured, profiled and tested by name stands in gpu_first_hour.json in t
 
   smoke     techniques whose engines are tried with every head_dim
   sweeps    {"name": ..., "flags": [flags of the sweep]}
-  decoding  {"name": ..., "flags": [...]}, likewise, of one query beside many keys
-  profiles  {"kernel": regular expression, "flags": [flags of check]}, for ncu
+  decoding  {"name": ..., "query_heads": 8 or more, "flags": [...]}, likewise, of one query beside many keys of 8 heads
+  profiles  {"kernel": regular expression, "flags": [flags of check]}, for ncu; --input may be the name of such a case
   tests     programs that skip no test, by their path in the repository
 
 Sweeps time runs both kernel by kernel and as one CUDA graph. The test core/cuda/hopper_test holds wgmma's descriptors of matrices
@@ -139,19 +139,25 @@ def read_families(binaries):
     return joined
 
 
-def write_decoding_tensors(path, tokens=8192, heads=8, channels=128):
+def write_decoding_tensors(path, query_heads, tokens=8192, heads=8, channels=128):
     """Writes q of one token, and k and v of many, N(0, 1) with repetitions, as a safetensors file."""
     generator = random.Random(1)
     block = array.array('f', (generator.gauss(0, 1) for _ in range(65521))).tobytes()  # a prime: no two rows are alike
     header, data, begin = {}, [], 0
-    for name, rows in (('q', 1), ('k', tokens), ('v', tokens)):
-        size = 4 * heads * rows * channels
-        header[name] = {'dtype': 'F32', 'shape': [1, heads, rows, channels], 'data_offsets': [begin, begin + size]}
+    for name, of_tensor, rows in (('q', query_heads, 1), ('k', heads, tokens), ('v', heads, tokens)):
+        size = 4 * of_tensor * rows * channels
+        header[name] = {'dtype': 'F32', 'shape': [1, of_tensor, rows, channels], 'data_offsets': [begin, begin + size]}
         data.append((block * (size // len(block) + 1))[:size])
         begin += size
     text = json.dumps(header).encode()
     text += b' ' * (-len(text) % 8)
     path.write_bytes(struct.pack('<Q', len(text)) + text + b''.join(data))
+
+
+def decoding_inputs(output, families):
+    """Returns the tensors of each case of decoding, by its name: their file and number of query heads."""
+    return {case['name']: (output / f'{case["name"].replace(" ", "_")}.safetensors', case.get('query_heads', 8))
+            for case in families['decoding']}
 
 
 def plan(binaries, output, families, shards=2):
@@ -162,7 +168,7 @@ def plan(binaries, output, families, shards=2):
     check, sweep, render = program('harness/check'), program('harness/sweep'), program('tools/render')
     conformance = program('harness/all_conformance')
     smoke = ','.join(families['smoke'])
-    decoding_input = output / 'decoding.safetensors'
+    inputs = {name: path for name, (path, _) in decoding_inputs(output, families).items()}
     steps = [
         Step('nvidia-smi', ['nvidia-smi', '-q'], MINUTE, needs=('nvidia-smi',)),
         Step('probe', [program('core/cuda/device_probe_test')], 2 * MINUTE, GPU_ENVIRONMENT, shows=(TESTED,),
@@ -200,7 +206,7 @@ def plan(binaries, output, families, shards=2):
         flags = ['--input=gaussian', '--accuracy=false', *case['flags']]
         if case in families['decoding']:
             # Cases of a file's tensors have times and errors.
-            flags = [f'--input={decoding_input}', *case['flags']]
+            flags = [f'--input={inputs[name]}', *case['flags']]
         steps += [
             Step(f'sweep {name}', [sweep, '--devices=cuda', '--time_budget=4m', f'--output={file}', *flags], 8 * MINUTE,
                  dry=[sweep, '--devices=cpu', '--dry_run', *flags], alone=True),
@@ -211,7 +217,8 @@ def plan(binaries, output, families, shards=2):
     for case in families['profiles']:
         kernel = case['kernel']
         file = output / f'ncu_{re.sub("[^A-Za-z0-9]+", "_", kernel)}'
-        flags = [flag.replace('DECODING', str(decoding_input)) for flag in case['flags']]
+        flags = [f'--input={inputs[flag[8:]]}' if flag.startswith('--input=') and flag[8:] in inputs else flag
+                 for flag in case['flags']]
         profile = ['ncu', '--target-processes', 'all', '--kernel-name', f'regex:{kernel}', '--launch-count', '1', '--set', 'full',
                    '--export', str(file), '--force-overwrite']
         steps.append(Step(f'ncu {kernel}', profile + [check, '--devices=cuda', '--rows=1', *flags], 5 * MINUTE, needs=('ncu',),
@@ -431,7 +438,8 @@ def main(argv):
     if not steps:
         print(f'gpu_first_hour: --only={arguments.only} leaves no step', file=sys.stderr)
         return 2
-    write_decoding_tensors(output / 'decoding.safetensors')
+    for path, query_heads in decoding_inputs(output, families).values():
+        write_decoding_tensors(path, query_heads)
     try:
         results = run_all(steps, arguments, (binaries, output))
     except Stopped as stopped:

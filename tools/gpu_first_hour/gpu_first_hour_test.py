@@ -30,8 +30,9 @@ WORK = """288 cases: 200 ok, 0 failed, 88 unsupported
 FAMILY = {
     'smoke': ['near'],
     'sweeps': [{'name': 'near and far', 'flags': ['--techniques=near,far']}],
-    'decoding': [{'name': 'one query', 'flags': ['--techniques=near']}],
-    'profiles': [{'kernel': 'Near<.*>', 'flags': ['--techniques=near', '--input=DECODING']}],
+    'decoding': [{'name': 'one query', 'flags': ['--techniques=near']},
+                 {'name': 'groups', 'query_heads': 32, 'flags': ['--techniques=far']}],
+    'profiles': [{'kernel': 'Near<.*>', 'flags': ['--techniques=near', '--input=groups']}],
     'tests': ['family/near/near_test'],
 }
 
@@ -118,7 +119,8 @@ class GpuFirstHour(unittest.TestCase):
     def test_what_measures_time_or_fills_the_memory_is_alone(self):
         alone = {step.name for step in script.plan(self.binaries, self.output, FAMILY) if step.alone}
         self.assertEqual(alone, {'test harness/measure/device_peaks_test', 'sweep near and far', 'report near and far',
-                                 'sweep one query', 'report one query', 'ncu Near<.*>', 'conformance, the case of tens of GiB'})
+                                 'sweep groups', 'report groups', 'sweep one query', 'report one query', 'ncu Near<.*>',
+                                 'conformance, the case of tens of GiB'})
 
     def run_steps(self, steps, jobs):
         self.output.mkdir()
@@ -282,14 +284,21 @@ class GpuFirstHour(unittest.TestCase):
 
     def test_the_decoding_tensors_are_a_safetensors_file_of_one_query_and_many_keys(self):
         path = self.folder / 'd.safetensors'
-        script.write_decoding_tensors(path, tokens=300, heads=2, channels=16)
+        script.write_decoding_tensors(path, query_heads=6, tokens=300, heads=2, channels=16)
         data = path.read_bytes()
         (size,) = struct.unpack('<Q', data[:8])
         header = json.loads(data[8:8 + size])
         self.assertEqual((8 + size) % 8, 0)
-        self.assertEqual([header[name]['shape'] for name in 'qkv'], [[1, 2, 1, 16], [1, 2, 300, 16], [1, 2, 300, 16]])
-        self.assertEqual([header[name]['data_offsets'] for name in 'qkv'], [[0, 128], [128, 38528], [38528, 76928]])
-        self.assertEqual(len(data), 8 + size + 76928)
+        self.assertEqual([header[name]['shape'] for name in 'qkv'], [[1, 6, 1, 16], [1, 2, 300, 16], [1, 2, 300, 16]])
+        self.assertEqual([header[name]['data_offsets'] for name in 'qkv'], [[0, 384], [384, 38784], [38784, 77184]])
+        self.assertEqual(len(data), 8 + size + 77184)
+
+    def test_each_case_of_decoding_and_its_profile_have_tensors_of_its_query_heads(self):
+        self.assertEqual(script.decoding_inputs(self.output, FAMILY), {
+            'one query': (self.output / 'one_query.safetensors', 8), 'groups': (self.output / 'groups.safetensors', 32)})
+        steps = {step.name: step.command for step in script.plan(self.binaries, self.output, FAMILY)}
+        for step, path in (('sweep one query', 'one_query'), ('sweep groups', 'groups'), ('ncu Near<.*>', 'groups')):
+            self.assertIn(f'--input={self.output / path}.safetensors', steps[step])
 
     def test_the_build_file_carries_every_program_that_the_steps_name(self):
         family = json.loads((pathlib.Path.cwd() / 'attention/gpu_first_hour.json').read_text(encoding='utf-8'))
