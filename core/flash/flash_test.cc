@@ -247,8 +247,8 @@ TEST_P(Flash, BandsAndKeyMasksHideWhatTheyHide) {
   harness.ExpectMatchesLoops();
 }
 
-// On CUDA a separate kernel does up to 8 rows of grouped heads, for each dtype of keys and values,
-// and another one row.
+// On CUDA a separate kernel does up to 8 rows of grouped heads in f32, for each dtype of keys and values,
+// and another one row; flash_decode_mma_test has those of 16 bits.
 TEST_P(Flash, FewQueriesOfGroupedHeadsReadTheirKeysOnce) {
   const DType dtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
   int n = 0;
