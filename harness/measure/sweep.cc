@@ -189,13 +189,9 @@ class Sweep {
       const Outcome& outcome = found->second->outcome();
       if (outcome.status() == Outcome::STATUS_SKIPPED) {
         skipped_before_[i] = outcome.reason();
-      } else if (outcome.unfinished()) {
-        unfinished_before_[i] = found->second;
       } else {
-        left_[i] = false;
-        finished_before_.insert(i);
-      }
-      if (outcome.status() != Outcome::STATUS_SKIPPED) {
+        recorded_before_[i] = found->second;
+        left_[i] = outcome.unfinished();
         origins_.insert(found->second->environment_id());
       }
       if (outcome.status() == Outcome::STATUS_FAILED) failed_.insert(i);
@@ -245,7 +241,10 @@ class Sweep {
   // Writes the record of an unfinished case, for a sweep that resumes this one. Does nothing where
   // the file already has a complete record.
   absl::Status AppendUnfinished(size_t index, Case record) {
-    if (finished_before_.count(index) > 0) return absl::OkStatus();
+    const auto before = recorded_before_.find(index);
+    if (before != recorded_before_.end() && !before->second->outcome().unfinished()) {
+      return absl::OkStatus();
+    }
     record.mutable_outcome()->set_unfinished(true);
     return AppendRecord(record);
   }
@@ -311,30 +310,38 @@ class Sweep {
     TFB_RETURN_IF_ERROR(MeasurePeaksHere());
     TFB_RETURN_IF_ERROR(AppendObstacles());
     plan_ = std::make_unique<SweepPlan>(cases_, left_, PlanOptionsOf(options_));
-    TFB_RETURN_IF_ERROR(TakeUnfinished());
+    TFB_RETURN_IF_ERROR(TakeEarlier());
     TFB_RETURN_IF_ERROR(follows() ? Follow() : Lead());
     worker_.reset();
     return absl::OkStatus();
   }
 
-  // Resumes the cases that an earlier sweep on this machine has checked, or timed in part.
-  absl::Status TakeUnfinished() {
-    for (const auto& [index, record] : unfinished_before_) {
+  // Takes over what an earlier sweep on this machine has found: the times of complete cases, and those
+  // that it has checked, or timed in part.
+  absl::Status TakeEarlier() {
+    for (const auto& [index, record] : recorded_before_) {
       const Environment* origin = FindEnvironment(appender_->existing(), record->environment_id());
       const bool is_here = origin != nullptr && MachineDifferences(*origin, environment_).empty();
-      if (!left_[index] || !is_here) continue;
+      if (!is_here) continue;
+      if (!record->outcome().unfinished()) {
+        if (HasTimes(*record)) plan_->Learn(index, VisitedEarlier(*record));
+        continue;
+      }
+      if (!left_[index]) continue;
       Case all = *record;
       all.clear_environment_id();
       Outcome* outcome = all.mutable_outcome();
       outcome->set_unfinished(false);
       outcome->set_reason(WithoutNotTimed(outcome->reason()));
-      CaseReport report;
-      report.set_preparation_seconds(outcome->elapsed_seconds());
-      visits_[index] = plan_->Resume(index, VisitedBy(report, all));
+      visits_[index] = plan_->Resume(index, VisitedEarlier(all));
       records_[index] = all;
       if (visits_[index] >= options_.rounds) TFB_RETURN_IF_ERROR(Append(index, all));
     }
     return absl::OkStatus();
+  }
+  static bool HasTimes(const Case& record) {
+    return record.outcome().status() == Outcome::STATUS_OK &&
+           record.outcome().timing().run_ns_size() > 0;
   }
 
   static bool Stopped() { return signals_seen > 0; }
@@ -637,8 +644,7 @@ class Sweep {
     const int visits = ++visits_[index];
     const Case& all = records_[index] = WithEarlierVisits(index, report.record());
     plan_->Note(index, VisitedBy(report, all));
-    const bool can_go_on =
-        all.outcome().status() == Outcome::STATUS_OK && all.outcome().timing().run_ns_size() > 0;
+    const bool can_go_on = HasTimes(all);
     if (!can_go_on) plan_->Finish(index);
     if (visits > options_.rounds) {
       improved_.insert(index);
@@ -810,11 +816,10 @@ class Sweep {
   Environment environment_;
   bool environment_appended_ = false;
   bool measures_ = false;  // measuring has begun
-  // The contents of the file when it was opened: the reasons of skipped cases, the records of
-  // unfinished ones, and the environments of all that were tried.
+  // The contents of the file when it was opened: the reasons of skipped cases, the records of all
+  // others, and the environments of these.
   std::map<size_t, std::string> skipped_before_;
-  std::map<size_t, const Case*> unfinished_before_;
-  std::set<size_t> finished_before_;
+  std::map<size_t, const Case*> recorded_before_;
   std::set<std::string> origins_;
   std::vector<int> visits_;         // by case
   std::set<size_t> open_;           // cases that the visit at hand waits for

@@ -138,6 +138,22 @@ TEST_F(SweepByClock, ALengthThatDoesNotFitIsOutForAllAndResumeMeasuresIt) {
   }
 }
 
+// A case of toy_slow takes 12 s at any length: two or three first calls and three samples.
+TEST_F(SweepByClock, AResumedSweepKnowsTheTimesOfTheLengthsThatItDoesNotMeasure) {
+  options_.time_budget = 0;
+  EXPECT_EQ(Sweep("toy_slow:ms=2000", "16,32"), 0);
+  options_.resume = true;
+  options_.time_budget = 8;
+  EXPECT_EQ(Sweep("toy_slow:ms=2000", "16,32,64"), 0);
+  EXPECT_LT(elapsed_, 1);
+  const Outcome outcome = Outcomes()["toy_slow 64"];
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_SKIPPED);
+  EXPECT_THAT(outcome.reason(), HasSubstr(": left out for all techniques alike; "));
+  options_.time_budget = 30;
+  EXPECT_EQ(Sweep("toy_slow:ms=2000", "16,32,64"), 0);
+  EXPECT_EQ(Outcomes()["toy_slow 64"].status(), Outcome::STATUS_OK);
+}
+
 TEST_F(SweepByClock, WhatIsLeftOfTheBudgetBuysSamplesAndTheLastRecordHasThemAll) {
   options_.time_budget = 100;
   options_.measure.repetitions = 33;

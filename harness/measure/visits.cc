@@ -1,11 +1,29 @@
 #include "harness/measure/visits.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <numeric>
 
 #include "harness/measure/machine_load.h"
 #include "results/statistics.h"
 
 namespace tfb {
+namespace {
+
+// Returns the time that samples took. Those of runs are of several calls each.
+double SecondsOfSamples(const Timing& timing) {
+  const auto sum = [](const auto& samples) {
+    return std::accumulate(samples.begin(), samples.end(), 0.0);
+  };
+  const double calls = static_cast<double>(std::max<int64_t>(timing.calls_per_sample(), 1));
+  double nanoseconds = calls * (sum(timing.run_ns()) + sum(timing.graph_run_ns())) +
+                       sum(timing.setup_ns()) + sum(timing.cold_run_ns()) +
+                       sum(timing.end_to_end_ns());
+  for (const SegmentTiming& segment : timing.segments()) nanoseconds += sum(segment.append_ns());
+  return nanoseconds / 1e9;
+}
+
+}  // namespace
 
 void AddVisit(const Case& visit, Case* all) {
   const Timing& more = visit.outcome().timing();
@@ -65,6 +83,14 @@ Visited VisitedBy(const CaseReport& visit, const Case& all) {
     visited.half_width = time->relative_half_width();
   }
   return visited;
+}
+
+Visited VisitedEarlier(const Case& record) {
+  const Outcome& outcome = record.outcome();
+  CaseReport report;
+  report.set_preparation_seconds(
+      std::max(outcome.elapsed_seconds() - SecondsOfSamples(outcome.timing()), 0.0));
+  return VisitedBy(report, record);
 }
 
 }  // namespace tfb

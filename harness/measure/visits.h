@@ -16,6 +16,10 @@ void AddVisit(const Case& visit, Case* all);
 // with those of all visits.
 Visited VisitedBy(const CaseReport& visit, const Case& all);
 
+// Returns the findings of an earlier sweep that left the record: its preparation, whose parts the
+// record does not tell, is what the samples leave of the case's time.
+Visited VisitedEarlier(const Case& record);
+
 }  // namespace tfb
 
 #endif  // TFB_HARNESS_MEASURE_VISITS_H_

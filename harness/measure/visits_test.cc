@@ -160,5 +160,30 @@ TEST(Visits, FindingsAreOfTheLastPreparationAndOfAllSamples) {
   EXPECT_EQ(some.setup_seconds, 7);
 }
 
+TEST(Visits, AnEarlierPreparationIsWhatSamplesLeaveOfTheTime) {
+  Case record = Parsed(R"(outcome {
+    status: STATUS_OK
+    elapsed_seconds: 100
+    timing {
+      calls_per_sample: 4
+      run_ns: [ 3e9, 1e9, 2e9 ]
+      graph_run_ns: 0.5e9
+      setup_ns: [ 7e9, 8e9 ]
+      cold_run_ns: 9e9
+      end_to_end_ns: 10e9
+      segments { append_ns: [ 11e9, 1e9 ] }
+    }
+  })");
+  const Visited earlier = VisitedEarlier(record);
+  EXPECT_EQ(earlier.preparation_seconds, 100 - (4 * 6.5 + 15 + 9 + 10 + 12));
+  EXPECT_EQ(earlier.call_seconds, 2);
+  EXPECT_EQ(earlier.samples, 3);
+  EXPECT_EQ(earlier.setup_seconds, 7.5);
+  record.mutable_outcome()->set_elapsed_seconds(1);  // times of a clock that was set
+  EXPECT_EQ(VisitedEarlier(record).preparation_seconds, 0);
+  record.mutable_outcome()->clear_timing();
+  EXPECT_EQ(VisitedEarlier(record).preparation_seconds, 1);
+}
+
 }  // namespace
 }  // namespace tfb

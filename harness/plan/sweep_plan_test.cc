@@ -528,6 +528,37 @@ TEST(SweepPlan, OfAStoppedCaseOnlyTheSamplesThatItLacksAreTaken) {
   EXPECT_EQ(AskedFor(cases, &in_rounds)[0], 6);
 }
 
+// The longest length alone is left. On a machine on which it does not fit, a plan that knows the times of
+// the shorter ones begins no case of it.
+TEST(SweepPlan, TimesOfAnEarlierSweepTellWhetherALongerLengthFits) {
+  std::vector<Job> cases = DefaultCases();
+  cases.erase(std::remove_if(cases.begin(), cases.end(), &IsAccuracy), cases.end());
+  const double longest = TokensOf(cases.back());
+  std::vector<bool> left;
+  for (const Job& one : cases) left.push_back(TokensOf(one) == longest);
+  for (const bool fits : {false, true}) {
+    const Machine machine(fits ? 1e4 : 1);
+    SweepPlan plan(cases, left, DefaultOptions());
+    for (size_t i = 0; i < cases.size(); ++i) {
+      if (left[i]) continue;
+      Visited earlier;
+      earlier.call_seconds = machine.CallSeconds(cases[i]);
+      earlier.preparation_seconds = 3 * earlier.call_seconds + machine.CheckSeconds(cases[i]);
+      earlier.samples = kFewestSamples;
+      plan.Learn(i, earlier);
+    }
+    const std::optional<Visit> visit = plan.Next(/*elapsed_seconds=*/0);
+    EXPECT_EQ(visit.has_value(), fits);
+    const std::vector<LeftOut> left_out = plan.TakeLeftOut();
+    ASSERT_EQ(left_out.size(), fits ? 0u : 1u);
+    if (fits) continue;
+    EXPECT_EQ(left_out[0].cases.size(), std::count(left.begin(), left.end(), true));
+    EXPECT_THAT(left_out[0].reason, HasSubstr("left out for all techniques alike"));
+  }
+  SweepPlan unaware(cases, left, DefaultOptions());
+  EXPECT_TRUE(unaware.Next(/*elapsed_seconds=*/0).has_value());
+}
+
 TEST(SweepPlan, AFinishedCaseIsNotVisitedAgain) {
   const std::vector<Job> cases = DefaultCases();
   SweepPlan plan(cases, std::vector<bool>(cases.size(), true), DefaultOptions());
