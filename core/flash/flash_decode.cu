@@ -314,20 +314,14 @@ const char* LaunchRows(const FlashArguments& a, void* stream) {
                 stream, a);
 }
 
-template <class T, int kDim>
-const char* LaunchDecode(const FlashArguments& a, void* stream) {
-  const bool one = a.query_heads == a.kv_heads && a.query_tokens == 1;
-  return one ? LaunchRows<T, kDim, 1>(a, stream) : LaunchRows<T, kDim, kFlashDecodeRows>(a, stream);
-}
-
 // All instantiations: three dtypes of keys and values, four head sizes, one row and several.
 template <class T>
 const char* DecodeOf(const FlashArguments& a, void* stream) {
-  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
-  if (widest <= 32) return LaunchDecode<T, 32>(a, stream);
-  if (widest <= 64) return LaunchDecode<T, 64>(a, stream);
-  if (widest <= 128) return LaunchDecode<T, 128>(a, stream);
-  return LaunchDecode<T, 256>(a, stream);
+  const bool one = a.query_heads == a.kv_heads && a.query_tokens == 1;
+  return LaunchForChannels(a, [&](auto dim) {
+    return one ? LaunchRows<T, dim(), 1>(a, stream)
+               : LaunchRows<T, dim(), kFlashDecodeRows>(a, stream);
+  });
 }
 
 const char* Decode(const FlashArguments& a, void* stream) {

@@ -8,6 +8,8 @@
 #ifndef TFB_CORE_FLASH_FLASH_DECODE_CUH_
 #define TFB_CORE_FLASH_FLASH_DECODE_CUH_
 
+#include <type_traits>
+
 #include "core/cuda/register_tile.cuh"
 #include "core/flash/flash_tile.cuh"
 
@@ -244,6 +246,17 @@ class DecodeBlock {
     if (Lane() == 0) StoreSums(a_, task, i, token, largest, sum);
   }
 };
+
+// Returns launch(dim) with the least of the kernels' channels that holds the call's heads, as a
+// constant.
+template <class Launcher>
+const char* LaunchForChannels(const FlashArguments& a, const Launcher& launch) {
+  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
+  if (widest <= 32) return launch(std::integral_constant<int, 32>());
+  if (widest <= 64) return launch(std::integral_constant<int, 64>());
+  if (widest <= 128) return launch(std::integral_constant<int, 128>());
+  return launch(std::integral_constant<int, 256>());
+}
 
 // Does the tasks of a grid, each with a Block.
 template <class Block>

@@ -388,20 +388,14 @@ const char* LaunchRows(const FlashArguments& a, void* stream) {
                  sizeof(typename FlashDecodeMmaBlock<T, kDim, kRowTiles>::Shared)},
                 stream, a);
 }
-template <class T, int kDim>
-const char* LaunchDecode(const FlashArguments& a, void* stream) {
-  return a.query_heads / a.kv_heads * a.query_tokens <= 8 ? LaunchRows<T, kDim, 1>(a, stream)
-                                                          : LaunchRows<T, kDim, 2>(a, stream);
-}
-
 // All instantiations: two dtypes of keys and values, four head sizes, and up to 8 or 16 rows.
 template <class T>
 const char* DecodeOf(const FlashArguments& a, void* stream) {
-  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
-  if (widest <= 32) return LaunchDecode<T, 32>(a, stream);
-  if (widest <= 64) return LaunchDecode<T, 64>(a, stream);
-  if (widest <= 128) return LaunchDecode<T, 128>(a, stream);
-  return LaunchRows<T, 256, 1>(a, stream);
+  const bool few = a.query_heads / a.kv_heads * a.query_tokens <= 8;
+  return LaunchForChannels(a, [&](auto dim) {
+    constexpr int kRowTiles = FlashDecodeMmaRows(dim()) / 8;
+    return few ? LaunchRows<T, dim(), 1>(a, stream) : LaunchRows<T, dim(), kRowTiles>(a, stream);
+  });
 }
 
 const char* Decode(const FlashArguments& a, void* stream) {

@@ -232,67 +232,11 @@ TEST_P(FlashDecodeMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
 }
 
 TEST_P(FlashDecodeMma, TokenOrdersGatherAndScatter) {
-  // Reversed queries over every third key give the same as attention over those keys with the
-  // result reversed.
-  const int64_t tokens = 3, keys = 70;
-  Decoding subject(Make(GetParam(), {tokens, keys, 32, 16, 4, 2, 2}));
-  Tensor k(GetParam(), {2, 2, 210, 32}), v(GetParam(), {2, 2, 210, 16});
-  FillNormal(&k, 9, "k");
-  FillNormal(&v, 9, "v");
-  subject.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
-  subject.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
-  Tensor mask(DType::kU8, {2, 210}), own_mask(DType::kU8, {2, keys});
-  for (int64_t n = 0; n < 420; ++n) mask.span<uint8_t>()[n] = n % 11 != 0;
-  CopyElements(Slice(std::as_const(mask).view(), 1, 0, keys, 3), own_mask.view());
-  subject.call.key_mask = own_mask.view();
-  subject.ExpectMatchesLoops();
-  const Tensor expected = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
-
-  std::vector<int32_t> key_order(keys);
-  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
-  const std::vector<int32_t> query_order = {2, 1, 0};
-  Tensor q(GetParam(), {2, 4, tokens, 32});
-  for (int64_t i = 0; i < tokens; ++i) {
-    CopyElements(Slice(subject.call.q, 2, i, 1), Slice(q.view(), 2, tokens - 1 - i, 1));
-  }
-  subject.call.q = q.view();
-  subject.call.k = k.view();
-  subject.call.v = v.view();
-  subject.call.key_mask = mask.view();
-  subject.call.query_order = {query_order.data(), 0, 0, 1};
-  subject.call.key_order = {key_order.data(), 0, 0, 1};
-  Fill(subject.out().view(), NAN);
-  subject.Run();
-  const auto row = [&](const Tensor& tensor, int64_t i) { return Slice(tensor.view(), 2, i, 1); };
-  for (int64_t i = 0; i < tokens; ++i) {
-    EXPECT_EQ(MaxDifference(row(expected, i), row(subject.out(), tokens - 1 - i)), 0) << i;
-    EXPECT_EQ(MaxDifference(row(sums, i), row(subject.log_sum_exp(), tokens - 1 - i)), 0) << i;
-  }
+  Decoding(Make(GetParam(), {3, 70, 32, 16, 4, 2, 2})).ExpectOrdersGatherAndScatter();
 }
 
 TEST_P(FlashDecodeMma, RingsOfTilesAreReadFromTheirFirst) {
-  const int64_t keys = 300, tiles = 6;
-  Decoding subject(Make(GetParam(), {2, keys, 32, 32, 4, 2, 2}, /*causal=*/true));
-  subject.ExpectMatchesLoops();
-  const Tensor expected = subject.out().Clone();
-  for (int64_t first : {2, 5, 6}) {
-    Tensor ring[2];
-    for (int which = 0; which < 2; ++which) {
-      ConstTensorView& view = which == 0 ? subject.call.k : subject.call.v;
-      const Tensor& own = subject.input(which == 0 ? "k" : "v");
-      ring[which] = Tensor(GetParam(), {2, 2, tiles * 64, 32});
-      Fill(ring[which].view(), NAN);
-      for (int64_t j = 0; j < keys; ++j) {
-        const int64_t place = (j / 64 + first) % tiles * 64 + j % 64;
-        CopyElements(Slice(own.view(), 2, j, 1), Slice(ring[which].view(), 2, place, 1));
-      }
-      view = ring[which].view();
-    }
-    subject.call.ring = {tiles, first};
-    Fill(subject.out().view(), NAN);
-    subject.Run();
-    EXPECT_EQ(MaxDifference(expected.view(), subject.call.out), 0) << first;
-  }
+  Decoding(Make(GetParam(), {2, 300, 32, 32, 4, 2, 2}, /*causal=*/true)).ExpectRingsGiveTheSame();
 }
 
 // ---- Numbers ----

@@ -241,75 +241,11 @@ TEST_P(FlashMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
 }
 
 TEST_P(FlashMma, TokenOrdersGatherAndScatter) {
-  // Reversed queries over every third key give the same as attention over those keys with the
-  // result reversed.
-  const int64_t tokens = 150, keys = 70;
-  Subject subject(Make(GetParam(), {tokens, keys, 32, 16, 2, 2, 2}));
-  Tensor k(GetParam(), {2, 2, 210, 32}), v(GetParam(), {2, 2, 210, 16});
-  FillNormal(&k, 9, "k");
-  FillNormal(&v, 9, "v");
-  subject.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
-  subject.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
-  Tensor mask(DType::kU8, {2, 210});
-  for (int64_t n = 0; n < 420; ++n) mask.span<uint8_t>()[n] = n % 11 != 0;
-  subject.call.key_mask = Slice(std::as_const(mask).view(), 1, 0, keys, 3);
-  Tensor own_mask(DType::kU8, {2, keys});
-  CopyElements(subject.call.key_mask, own_mask.view());
-  subject.call.key_mask = own_mask.view();
-  subject.ExpectMatchesLoops();
-  const Tensor expected = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
-
-  std::vector<int32_t> query_order(tokens), key_order(keys);
-  for (int64_t n = 0; n < tokens; ++n) query_order[n] = static_cast<int32_t>(tokens - 1 - n);
-  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
-  Tensor q(GetParam(), {2, 2, tokens, 32});
-  for (int64_t i = 0; i < tokens; ++i) {
-    CopyElements(Slice(subject.call.q, 2, i, 1), Slice(q.view(), 2, tokens - 1 - i, 1));
-  }
-  subject.call.q = q.view();
-  subject.call.k = k.view();
-  subject.call.v = v.view();
-  subject.call.key_mask = mask.view();
-  subject.call.query_order = {query_order.data(), 0, 0, 1};
-  subject.call.key_order = {key_order.data(), 0, 0, 1};
-  Fill(subject.out().view(), NAN);
-  subject.Run();
-  for (int64_t i = 0; i < tokens; ++i) {
-    EXPECT_EQ(MaxDifference(Slice(expected.view(), 2, i, 1),
-                            Slice(std::as_const(subject.out()).view(), 2, tokens - 1 - i, 1)),
-              0)
-        << i;
-    EXPECT_EQ(
-        MaxDifference(Slice(sums.view(), 2, i, 1),
-                      Slice(std::as_const(subject.log_sum_exp()).view(), 2, tokens - 1 - i, 1)),
-        0)
-        << i;
-  }
+  Subject(Make(GetParam(), {150, 70, 32, 16, 2, 2, 2})).ExpectOrdersGatherAndScatter();
 }
 
 TEST_P(FlashMma, RingsOfTilesAreReadFromTheirFirst) {
-  const int64_t keys = 300, tiles = 6;
-  Subject subject(Make(GetParam(), {130, keys, 32, 32, 2, 2, 2}, /*causal=*/true));
-  subject.ExpectMatchesLoops();
-  const Tensor expected = subject.out().Clone();
-  for (int64_t first : {2, 5, 6}) {
-    Tensor ring[2];
-    for (int which = 0; which < 2; ++which) {
-      ConstTensorView& view = which == 0 ? subject.call.k : subject.call.v;
-      const Tensor& own = subject.input(which == 0 ? "k" : "v");
-      ring[which] = Tensor(GetParam(), {2, 2, tiles * 64, 32});
-      Fill(ring[which].view(), NAN);
-      for (int64_t j = 0; j < keys; ++j) {
-        const int64_t place = (j / 64 + first) % tiles * 64 + j % 64;
-        CopyElements(Slice(own.view(), 2, j, 1), Slice(ring[which].view(), 2, place, 1));
-      }
-      view = ring[which].view();
-    }
-    subject.call.ring = {tiles, first};
-    Fill(subject.out().view(), NAN);
-    subject.Run();
-    EXPECT_EQ(MaxDifference(expected.view(), subject.call.out), 0) << first;
-  }
+  Subject(Make(GetParam(), {130, 300, 32, 32, 2, 2, 2}, /*causal=*/true)).ExpectRingsGiveTheSame();
 }
 
 // ---- Score rules ----

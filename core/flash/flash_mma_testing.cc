@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "core/cuda/simulator/simulator.h"
@@ -95,6 +96,69 @@ void Subject::ExpectMatchesLoops(double fp32_factor) {
   EXPECT_LE(MaxDifference(call.log_sum_exp, expected.at("log_sum_exp").view()),
             fp32_factor * 2e-5 * size)
       << problem.ToString();
+}
+
+void Subject::ExpectOrdersGatherAndScatter() {
+  constexpr int64_t kEvery = 3;
+  const int64_t tokens = problem.query_tokens, keys = problem.kv_tokens;
+  Tensor k(problem.dtype, {problem.batch, problem.kv_heads, kEvery * keys, problem.head_dim});
+  Tensor v(problem.dtype, {problem.batch, problem.kv_heads, kEvery * keys, problem.value_dim});
+  FillNormal(&k, 9, "k");
+  FillNormal(&v, 9, "v");
+  Tensor mask(DType::kU8, {problem.batch, kEvery * keys}),
+      own_mask(DType::kU8, {problem.batch, keys});
+  for (int64_t n = 0; n < mask.num_elements(); ++n) mask.span<uint8_t>()[n] = n % 11 != 0;
+  CopyElements(Slice(std::as_const(mask).view(), 1, 0, keys, kEvery), own_mask.view());
+  call.k = Slice(std::as_const(k).view(), 2, 0, keys, kEvery);
+  call.v = Slice(std::as_const(v).view(), 2, 0, keys, kEvery);
+  call.key_mask = own_mask.view();
+  ExpectMatchesLoops();
+  const Tensor expected = out().Clone(), sums = log_sum_exp().Clone();
+
+  std::vector<int32_t> query_order(tokens), key_order(keys);
+  for (int64_t n = 0; n < tokens; ++n) query_order[n] = static_cast<int32_t>(tokens - 1 - n);
+  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(kEvery * n);
+  Tensor q(problem.dtype, call.q.shape());
+  for (int64_t i = 0; i < tokens; ++i) {
+    CopyElements(Slice(call.q, 2, i, 1), Slice(q.view(), 2, tokens - 1 - i, 1));
+  }
+  call.q = q.view();
+  call.k = k.view();
+  call.v = v.view();
+  call.key_mask = mask.view();
+  call.query_order = {query_order.data(), 0, 0, 1};
+  call.key_order = {key_order.data(), 0, 0, 1};
+  Fill(out().view(), NAN);
+  Run();
+  const auto row = [](const Tensor& tensor, int64_t i) { return Slice(tensor.view(), 2, i, 1); };
+  for (int64_t i = 0; i < tokens; ++i) {
+    EXPECT_EQ(MaxDifference(row(expected, i), row(out(), tokens - 1 - i)), 0) << i;
+    EXPECT_EQ(MaxDifference(row(sums, i), row(log_sum_exp(), tokens - 1 - i)), 0) << i;
+  }
+}
+
+void Subject::ExpectRingsGiveTheSame() {
+  ExpectMatchesLoops();
+  const Tensor expected = out().Clone();
+  const int64_t tiles = (problem.kv_tokens + 63) / 64 + 1;
+  for (const int64_t first : {int64_t{2}, tiles - 1, tiles}) {
+    Tensor rings[2];
+    for (auto [name, view, ring] :
+         {std::tuple{"k", &call.k, &rings[0]}, {"v", &call.v, &rings[1]}}) {
+      const ConstTensorView own = std::as_const(input(name)).view();
+      *ring = Tensor(problem.dtype, {own.dim(0), own.dim(1), tiles * 64, own.dim(3)});
+      Fill(ring->view(), NAN);
+      for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+        const int64_t place = (j / 64 + first) % tiles * 64 + j % 64;
+        CopyElements(Slice(own, 2, j, 1), Slice(ring->view(), 2, place, 1));
+      }
+      *view = ring->view();
+    }
+    call.ring = {tiles, first};
+    Fill(out().view(), NAN);
+    Run();
+    EXPECT_EQ(MaxDifference(expected.view(), call.out), 0) << first;
+  }
 }
 
 NamedTensors Subject::Loops() const {

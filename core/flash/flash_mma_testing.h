@@ -20,6 +20,7 @@
 
 namespace tfb::flash_mma {
 
+// The sizes of a problem of one head and batch row, unless they say otherwise.
 struct Sizes {
   int64_t queries;
   int64_t keys;
@@ -66,6 +67,11 @@ class Subject {
   // rounding the output adds the unit roundoff times itself. That is the error of plain attention
   // with 16-bit probabilities. The rest is fp32's.
   void ExpectMatchesLoops(double fp32_factor = 1);
+  // Holds that reversed queries over every third key give the same bits as attention over those keys,
+  // with the result reversed.
+  void ExpectOrdersGatherAndScatter();
+  // Holds that keys and values in a ring of tiles give the same bits, whichever of them is the first.
+  void ExpectRingsGiveTheSame();
 
  private:
   NamedTensors Loops() const;
