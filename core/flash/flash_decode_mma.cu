@@ -18,10 +18,10 @@
 // of the second product.
 //
 // Arithmetic of 16 keys, D = 128: 16 reads of 16 bytes, 32 exchanges of halves, 16 + 8 products, and with
-// addresses, masks and the softmax some 500 instructions a warp, 32 a key, where an H100 has 136 for the
-// time in which memory delivers it (flash_decode.cu's several rows: 100). In flight are 8 KiB a warp, 96
-// KiB a multiprocessor, six times the bandwidth times a latency of 1,000 cycles. Nothing of it has been
-// measured on a GPU.
+// addresses, masks and the softmax some 560 instructions of sm_90a a warp, 35 a key, where an H100 has 136
+// for the time in which memory delivers it (flash_decode.cu's several rows: 100). In flight are 8 KiB a
+// warp, 96 KiB a multiprocessor, six times the bandwidth times a latency of 1,000 cycles. Nothing of it has
+// been measured on a GPU.
 //
 // As in flash_mma.cuh, the queries and the weights are rounded to 16 bits; the sum of the weights is taken
 // before.

@@ -69,11 +69,11 @@ class SweepPlan {
   Visit VisitGroup(const std::string& group_key);
 
   void Note(size_t index, const Visited& visited);
-  // Before Next, an earlier sweep's findings can be added, case by case in the order of the cases.
-  // Those on a case that is complete tell the times of longer ones.
+  // Adds the findings of an earlier sweep on a case that is complete, which tell the times of longer
+  // ones. This and Resume are called before Next, in the order of the cases.
   void Learn(size_t index, const Visited& visited) { Observe(index, visited); }
-  // Adds those on a case that was interrupted: `visited` has all its samples. Returns the number of
-  // visits that these count as.
+  // Adds the findings of an interrupted sweep on a case: `visited` has all its samples. Returns the
+  // number of visits that these count as.
   int Resume(size_t index, const Visited& visited);
   // Notes that the case needs no further visit: it failed, or it cannot run.
   void Finish(size_t index);
