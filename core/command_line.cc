@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <iostream>
 #include <map>
-#include <new>
 #include <numeric>
 
 #include "absl/flags/commandlineflag.h"
@@ -18,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "core/status.h"
 
 namespace tfb {
 namespace {
@@ -77,15 +77,6 @@ void OpenStandardStreams() {
   for (int descriptor = 0; descriptor <= 2; ++descriptor) {
     // The lowest free number is this one, since all below are open.
     if (fcntl(descriptor, F_GETFD) < 0) open("/dev/null", O_RDWR);
-  }
-}
-
-// Runs `body`, and where memory is not enough for it says so.
-absl::StatusOr<int> WithMemory(const std::function<absl::StatusOr<int>()>& body) {
-  try {
-    return body();
-  } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("an allocation failed: there is not enough memory");
   }
 }
 

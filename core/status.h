@@ -1,6 +1,10 @@
-// Early returns for absl::Status and absl::StatusOr, which Abseil itself leaves to each project.
+// Early returns for absl::Status and absl::StatusOr, which Abseil itself leaves to each project, and
+// a status for want of memory.
 #ifndef TFB_CORE_STATUS_H_
 #define TFB_CORE_STATUS_H_
+
+#include <new>
+#include <stdexcept>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -19,5 +23,23 @@
   auto value = (expression);                                \
   if (!value.ok()) return value.status();                   \
   left = *std::move(value)
+
+namespace tfb {
+
+// Returns body(), a status, or ResourceExhausted where an allocation throws, as those of containers
+// do, of a size that no container has as well.
+template <class Body>
+auto WithMemory(const Body& body) -> decltype(body()) {
+  constexpr char kNone[] = "an allocation failed: there is not enough memory";
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError(kNone);
+  } catch (const std::length_error&) {
+    return absl::ResourceExhaustedError(kNone);
+  }
+}
+
+}  // namespace tfb
 
 #endif  // TFB_CORE_STATUS_H_

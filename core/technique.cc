@@ -207,7 +207,7 @@ absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
   const ScopedFlushDenormals flush;
   backward_ready_ = false;
-  TFB_RETURN_IF_ERROR(DoSetup(inputs, execution));
+  TFB_RETURN_IF_ERROR(WithMemory([&] { return DoSetup(inputs, execution); }));
   ready_ = true;
   return absl::OkStatus();
 }
@@ -234,7 +234,7 @@ absl::Status Layer::SetUpBackward(const Inputs& inputs, const Execution& executi
   backward_ = {outputs_, output_gradients(), input_gradients(), parameter_gradients()};
   for (TensorSpec& output : backward_.outputs) output.optional = output.name != "out";
   const ScopedFlushDenormals flush;
-  TFB_RETURN_IF_ERROR(DoSetUpBackward(inputs, execution));
+  TFB_RETURN_IF_ERROR(WithMemory([&] { return DoSetUpBackward(inputs, execution); }));
   backward_ready_ = true;
   return absl::OkStatus();
 }

@@ -125,8 +125,8 @@ class Layer {
   virtual std::map<std::string, double> statistics() const { return {}; }
 
   // Does the work that need not be repeated while the inputs' sizes and the parameters stay:
-  // schedules, tables, hashing, clustering. It may allocate. It must be called before the first
-  // Run.
+  // schedules, tables, hashing, clustering. It may allocate, and returns ResourceExhausted where
+  // there is not enough memory. It must be called before the first Run.
   absl::Status Setup(const Inputs& inputs, const Execution& execution);
   // Computes the outputs. It allocates nothing and, on a GPU, does not synchronise. Optional
   // outputs may be left out.
@@ -354,8 +354,9 @@ class Technique {
                                                              const Options& options) const = 0;
   virtual absl::StatusOr<std::vector<TensorSpec>> OutputSpecs(const Problem& problem,
                                                               const Options& options) const = 0;
-  // Creates a layer. Returns InvalidArgument for a problem or options that cannot exist, and
-  // Unimplemented, with the reason, for a combination that is not supported.
+  // Creates a layer. Returns InvalidArgument for a problem or options that cannot exist,
+  // Unimplemented, with the reason, for a combination that is not supported, and ResourceExhausted
+  // where there is not enough memory.
   virtual absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                         const Options& options, Device device,
                                                         uint64_t seed) const = 0;
@@ -424,8 +425,10 @@ class TechniqueOf : public Technique {
                                                 Device device, uint64_t seed) const final {
     TFB_ASSIGN_OR_RETURN(const OptionsT parsed, ParseOptions<OptionsT>(options));
     TFB_RETURN_IF_ERROR(CheckSupported(info(), problem, device));
-    TFB_RETURN_IF_ERROR(Check(problem, parsed));
-    return MakeLayer(problem, parsed, device, seed);
+    return WithMemory([&]() -> absl::StatusOr<std::unique_ptr<Layer>> {
+      TFB_RETURN_IF_ERROR(Check(problem, parsed));
+      return MakeLayer(problem, parsed, device, seed);
+    });
   }
   absl::Status Define(const Problem& problem, const Options& options,
                       const NamedTensors& parameters, const Inputs& inputs,

@@ -6,6 +6,9 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -193,7 +196,8 @@ void Fill(const TensorView& view, double value) {
 
 Tensor::Tensor(DType dtype, absl::Span<const int64_t> shape) {
   absl::StatusOr<Tensor> tensor = Allocate(dtype, shape);
-  if (!tensor.ok()) std::abort();
+  if (absl::IsResourceExhausted(tensor.status())) throw std::bad_alloc();
+  if (!tensor.ok()) throw std::length_error(std::string(tensor.status().message()));
   *this = *std::move(tensor);
 }
 

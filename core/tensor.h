@@ -120,15 +120,18 @@ void Fill(const TensorView& view, double value);
 class Tensor {
  public:
   Tensor() = default;
-  // Allocates memory with unspecified contents: Fill or write them.
+  // Allocates memory with unspecified contents: Fill or write them. As a container does, it throws
+  // std::bad_alloc where there is not enough memory, and std::length_error for a shape that no memory
+  // holds (see WithMemory in core/status.h).
   Tensor(DType dtype, absl::Span<const int64_t> shape);
   Tensor(DType dtype, std::initializer_list<int64_t> shape)
       : Tensor(dtype, absl::MakeConstSpan(shape.begin(), shape.size())) {}
   Tensor(Tensor&&) = default;
   Tensor& operator=(Tensor&&) = default;
 
-  // Allocates like the constructor, for sizes that a caller chose: returns ResourceExhausted
-  // instead of an abort, and InvalidArgument where the product of the sizes overflows.
+  // Allocates like the constructor, for sizes that a caller chose: returns ResourceExhausted, with
+  // the size, where there is not enough memory, and InvalidArgument where the product of the sizes
+  // overflows.
   static absl::StatusOr<Tensor> Allocate(DType dtype, absl::Span<const int64_t> shape);
 
   // Returns a tensor of contiguous memory that `owner` keeps alive, such as a mapped file. It has

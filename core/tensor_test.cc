@@ -3,10 +3,14 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "core/status.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -57,6 +61,18 @@ TEST(Tensor, SizesThatOverflowAreAnErrorAndNotAnAllocation) {
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Tensor::Allocate(DType::kF32, {1, 1, 1, 1, 1, 1}).status().code(),
             absl::StatusCode::kInvalidArgument);
+}
+
+// As containers do. An abort would end the program of a caller who could go on, Python's among them.
+TEST(Tensor, AConstructorWithoutMemoryThrows) {
+  EXPECT_THROW(Tensor(DType::kF32, {int64_t{1} << 46}), std::bad_alloc);
+  EXPECT_THROW(Tensor(DType::kF32, {int64_t{1} << 40, int64_t{1} << 40}), std::length_error);
+  const auto copies = []() -> absl::Status {
+    float one = 0;
+    Tensor::Sharing(nullptr, TensorView(&one, DType::kF32, Shape{int64_t{1} << 46})).Clone();
+    return absl::OkStatus();
+  };
+  EXPECT_TRUE(absl::IsResourceExhausted(WithMemory(copies))) << WithMemory(copies);
 }
 
 TEST(Tensor, AWriteBehindTheLastElementShows) {

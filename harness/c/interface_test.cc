@@ -213,6 +213,32 @@ TEST(CInterface, TheDefinitionIsEvaluatedInFloat64) {
   EXPECT_NEAR(row, 1, 1e-12);
 }
 
+// The tensors are one row, seen from 2^36 tokens, as PyTorch's expand makes them. A caller that asks
+// too much gets a status: its process goes on.
+TEST(CInterface, WantOfMemoryIsAStatus) {
+  constexpr int64_t kTokens = int64_t{1} << 36;
+  const TfbProblem huge = {1, 1, 1, kTokens, kTokens, 16, 16, 0, kF32};
+  float row[16] = {};
+  double defined[16] = {};
+  int64_t shape[] = {1, 1, kTokens, 16}, strides[] = {16, 16, 0, 1};
+  DLTensor repeated = {row, {kDLCPU, 0}, 4, kF32, shape, strides, 0};
+  DLTensor out = {defined, {kDLCPU, 0}, 4, kF64, shape, strides, 0};
+  const std::vector<TfbTensor> inputs = {{"q", &repeated}, {"k", &repeated}, {"v", &repeated}};
+  const TfbTensor outputs = {"out", &out};
+  const LayerPtr layer = Create("dense", huge);
+  ASSERT_NE(layer, nullptr);
+  const char* json = nullptr;
+  EXPECT_EQ(tfb_evaluate(layer.get(), inputs.data(), 3, nullptr, 0, 1, &json),
+            TFB_RESOURCE_EXHAUSTED)
+      << tfb_last_error();
+  EXPECT_EQ(tfb_define(layer.get(), inputs.data(), 3, &outputs, 1), TFB_RESOURCE_EXHAUSTED)
+      << tfb_last_error();
+  TfbLayer* none = nullptr;
+  const TfbProblem many_heads = {1, kTokens / 8, kTokens / 8, 64, 64, 64, 64, 0, kF32};
+  EXPECT_EQ(tfb_create("rfa", &many_heads, "cpu", 1, 2, &none), TFB_RESOURCE_EXHAUSTED)
+      << tfb_last_error();
+}
+
 TEST(CInterface, OutputsOfOtherCodeAreJudged) {
   Dense dense;
   ASSERT_EQ(SetUpLayer(dense.layer, dense.inputs), TFB_OK);

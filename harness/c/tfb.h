@@ -103,8 +103,9 @@ TFB_EXPORT const char* tfb_techniques(void);
  * `device` is "cpu" or "cuda". Parameters are drawn from `seed`; inputs that are noise are the
  * caller's. `threads` share the work on a CPU, and what Setup does on the host for a GPU; 0 means
  * one for each processor that the program may use. Fails with TFB_NOT_FOUND for an unknown
- * technique, with TFB_INVALID_ARGUMENT for an option or a size that cannot be, and with
- * TFB_UNIMPLEMENTED, and the reason, for a combination that the technique does not have. */
+ * technique, with TFB_INVALID_ARGUMENT for an option or a size that cannot be, with
+ * TFB_UNIMPLEMENTED, and the reason, for a combination that the technique does not have, and, as any
+ * call here, with TFB_RESOURCE_EXHAUSTED where there is not enough memory. */
 TFB_EXPORT TfbStatus tfb_create(const char* technique, const TfbProblem* problem,
                                 const char* device, uint64_t seed, int32_t threads,
                                 TfbLayer** layer);

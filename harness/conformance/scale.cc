@@ -243,8 +243,9 @@ std::vector<Case> ScaleCases() {
        ManyBatchesAndHeads},
       {"ImpossibleSizesAreAStatus",
        "33",
-       {Sized(1, 8, int64_t{1} << 38, 64), Sized(int64_t{1} << 38, 8, 64, 64),
-        Sized(1, int64_t{1} << 38, 64, 64)},
+       // Tensors of terabytes, which Validate (core/problem.h) still admits.
+       {Sized(1, 8, int64_t{1} << 32, 64), Sized(int64_t{1} << 28, 8, 64, 64),
+        Sized(1, int64_t{1} << 33, 64, 64)},
        ImpossibleSizesAreAStatus},
       {"AFailedCallDoesNotPoisonTheNext",
        "34",

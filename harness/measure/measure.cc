@@ -299,11 +299,7 @@ bool Measurer::Prepare(const Job& job, const Visit::Item& wishes, const MeasureH
   *report.mutable_record() = MakeRecord(job);
   Outcome* outcome = report.mutable_record()->mutable_outcome();
   absl::Status status = job.obstacle;
-  try {
-    if (status.ok()) status = Fill(hooks, batch, prepared.get());
-  } catch (const std::bad_alloc&) {
-    status = absl::ResourceExhaustedError("an allocation failed");
-  }
+  if (status.ok()) status = WithMemory([&] { return Fill(hooks, batch, prepared.get()); });
   // A device that has no memory for a case beside the others may have it for that case alone.
   const bool on_device = job.device != Device::kCpu;
   prepared->waits |= on_device && absl::IsResourceExhausted(status) && !batch->cases.empty();

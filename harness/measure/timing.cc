@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -81,7 +80,7 @@ class Measurement {
     Announce("run");
     const double start = clock_.Seconds();
     // What this run keeps is what each Backward reads.
-    if (timed_.pass == Case::PASS_BACKWARD && !Keep(WithoutMemory([&] { return bound().Run(); }))) {
+    if (timed_.pass == Case::PASS_BACKWARD && !Keep(WithMemory([&] { return bound().Run(); }))) {
       return;
     }
     if (!Keep(BeginTrial()) || !Keep(EndTrial())) return;
@@ -474,19 +473,10 @@ class Measurement {
     TFB_RETURN_IF_ERROR(Run());
     return Synchronize();
   }
-  // Layers return the errors that they check for; an allocation inside a container throws instead.
-  template <class Body>
-  static absl::Status WithoutMemory(const Body& body) {
-    try {
-      return body();
-    } catch (const std::bad_alloc&) {
-      return absl::ResourceExhaustedError("an allocation failed");
-    }
-  }
   // Makes one call of the case's pass.
   absl::Status Run() { return Run(bound().execution); }
   absl::Status Run(const Execution& execution) {
-    return WithoutMemory([&]() -> absl::Status {
+    return WithMemory([&]() -> absl::Status {
       if (timed_.pass != Case::PASS_BACKWARD) {
         TFB_RETURN_IF_ERROR(bound().layer->Run(bound().inputs, bound().outputs, execution));
       }
@@ -495,7 +485,7 @@ class Measurement {
     });
   }
   absl::Status Setup() {
-    return WithoutMemory([&]() -> absl::Status {
+    return WithMemory([&]() -> absl::Status {
       if (timed_.pass != Case::PASS_BACKWARD) TFB_RETURN_IF_ERROR(bound().Setup());
       return timed_.pass == Case::PASS_FORWARD ? absl::OkStatus() : bound().SetUpBackward();
     });
