@@ -145,7 +145,8 @@ struct TotalSums {
   TFB_HOST_DEVICE void operator()(int64_t row, const Piece& piece) const {
     Number sums[Terms::kSums][Piece::kMost];
     SetToZero<Terms>(piece, sums);
-    if (partial == nullptr) terms.AddTerms(row, 0, runs.terms, piece, sums);
+    // Where there is no term, what terms are counted by may be 0, too.
+    if (partial == nullptr && runs.terms > 0) terms.AddTerms(row, 0, runs.terms, piece, sums);
     for (int64_t run = 0; partial != nullptr && run < runs.count(); ++run) {
       for (int s = 0; s < Terms::kSums; ++s) {
         const Number* const from =

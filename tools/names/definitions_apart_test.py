@@ -75,6 +75,9 @@ ENGINES = re.compile(r'^tfb::(?:\(anonymous namespace\)::)?(?:Flash|Planned|Buil
 # Parts of a class that belong to no computation, options and destructors, and what is a library's own.
 PLAIN = re.compile(r'^tfb::\w+::\w*Options::|::~|(?:^| )(?:std|absl|__gnu_cxx)::')
 
+# A constructor without arguments, which sets numbers that the source states.
+DEFAULTS = re.compile(r'::(\w+)::\1\(\)')
+
 ROOT = re.compile(r'^tfb::(\w+)::(?:\(anonymous namespace\)::)?\w+::(Definition|DefineScore|Describe|MakeLayer|Draw|MakeFit|Finish|Do[A-Z]\w*|Run|Setup|Build|Prepare|Begin|Recall|KeepState|Attend|Decide)\(.*tfb::')
 
 
@@ -109,7 +112,7 @@ def without_parameters(function):
 def is_shared(name, function):
     """Returns whether a function of a namespace is one that a definition must not have in common with layers."""
     plain = without_parameters(function)
-    return not PLAIN.search(plain) and plain.split('::')[-1] not in SHARED.get(name, set()) | FITS.get(name, set())
+    return not PLAIN.search(plain) and not DEFAULTS.search(function) and plain.split('::')[-1] not in SHARED.get(name, set()) | FITS.get(name, set())
 
 
 class Technique:
@@ -180,6 +183,11 @@ class OfText(unittest.TestCase):
     def test_a_function_that_both_reach_is_found(self):
         self.assertEqual(self.faults('Other', 'Dot'),
                          ['toy: its definition and its layers reach tfb::toy::Other(long)'])
+
+    def test_a_constructor_that_is_told_something_is_a_function(self):
+        for told, faults_of_it in ('()', []), ('(long)', ['toy: its definition and its layers reach tfb::toy::Other::Other(long)']):
+            text = self.TEXT.replace('toy::Other(long)', 'toy::Other::Other' + told).replace('toy::%s(long)', 'toy::%s')
+            self.assertEqual(faults(read_graph((text % ('Other::Other' + told, 'Dot')).splitlines(True))), faults_of_it)
 
 
 class OfTheProgram(unittest.TestCase):
