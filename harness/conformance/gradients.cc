@@ -905,6 +905,7 @@ std::vector<Case> GradientCases() {
   };
   cases.back().default_options_only = true;
   const std::map<std::string, SimulatedSize> sizes = {
+      {"EveryParameterHasItsGradient", SimulatedSize::kFewerTokens},
       {"AFullyMaskedBatchHasNoGradient", SimulatedSize::kFewerTokens},
       {"MaskedKeysHaveNoGradientAndReachNone", SimulatedSize::kFewerTokens},
       // With fewer tokens a device splits the keys of a run, see DeterminismCases.

@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/judge/guarded.h"
-#include "harness/testing/tiny_kernels.h"
+#include "harness/testing/tiny_functors.h"
 
 namespace tfb {
 namespace {
@@ -19,9 +19,9 @@ using ::testing::HasSubstr;
 
 // Copies f32 [1, 1, tokens, channels] by a kernel.
 absl::Status CopyByKernel(const ConstTensorView& from, const TensorView& to) {
-  const TinyCopy copy = {ToDeviceView(from), ToDeviceView(to), 1, 1, from.dim(2), from.dim(3)};
-  return ToStatus(
-      KernelsOn<TinyKernels>(RuntimeOf(KernelDevice()).value()->target()).copy(copy, nullptr));
+  const TinyCopy copy = {ToDeviceView(from), ToDeviceView(to), /*heads=*/1, from.dim(2)};
+  return ToStatus(KernelsOn<ForEachKernel<TinyCopy>>(RuntimeOf(KernelDevice()).value()->target())
+                      .run(copy, from.dim(2), from.dim(3), nullptr));
 }
 
 Tensor Drawn(const Shape& shape) {

@@ -12,7 +12,7 @@
 #include "gtest/gtest.h"
 #include "harness/judge/bound_layer.h"
 #include "harness/judge/evaluate.h"
-#include "harness/testing/tiny_kernels.h"
+#include "harness/testing/tiny_functors.h"
 
 namespace tfb {
 namespace {
@@ -70,11 +70,9 @@ class CopyingLayer : public Layer {
     const TinyCopy copy = {
         ToDeviceView(ConstTensorView(from, DType::kF32, shape)),
         ToDeviceView(TensorView(static_cast<float*>(to) + shift, DType::kF32, shape)),
-        1,
-        1,
-        kTokens,
-        kChannels};
-    return ToStatus(KernelsOn<TinyKernels>(target_).copy(copy, execution.stream));
+        /*heads=*/1, kTokens};
+    return ToStatus(KernelsOn<ForEachKernel<TinyCopy>>(target_).run(copy, kTokens, kChannels,
+                                                                    execution.stream));
   }
 
   const CudaTarget target_;

@@ -74,7 +74,7 @@ TEST_F(SweepOnDevices, ACaseThatLosesTheDeviceDoesNotPoisonTheNext) {
   EXPECT_EQ(outcomes.size(), 6u);
   for (const std::string tokens : {" 8", " 16"}) {
     EXPECT_EQ(outcomes["toy_bad_kernel" + tokens].status(), Outcome::STATUS_FAILED);
-    EXPECT_THAT(outcomes["toy_bad_kernel" + tokens].reason(), HasSubstr("Attend, block"));
+    EXPECT_THAT(outcomes["toy_bad_kernel" + tokens].reason(), HasSubstr("TinyMeans, block"));
     EXPECT_EQ(outcomes["toy_bad_launch" + tokens].status(), Outcome::STATUS_FAILED);
     EXPECT_THAT(outcomes["toy_bad_launch" + tokens].reason(),
                 HasSubstr("more tasks than a grid has blocks"));

@@ -1,26 +1,30 @@
 #include "harness/testing/tiny_technique.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
-#include <functional>
-#include <limits>
+#include <cstdint>
+#include <cstdlib>
 #include <map>
+#include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
+#include "absl/algorithm/container.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/for_each.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/random.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/pattern.h"
 #include "core/workspace.h"
+#include "harness/testing/tiny_attention.h"
 #include "harness/testing/tiny_backward.h"
-#include "harness/testing/tiny_kernels.h"
 
 namespace tfb {
 namespace {
-
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kNone, "tiny"},
@@ -51,6 +55,37 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
     {TinyFault::kThreadsDefine, "tiny_threads_define"},
     {TinyFault::kDefinesBehindOutput, "tiny_defines_behind_output"},
+    {TinyFault::kDependsOnBatch, "tiny_depends_on_batch"},
+    {TinyFault::kMaskedTileIsNan, "tiny_masked_tile_is_nan"},
+    {TinyFault::kReadsMaskedKeys, "tiny_reads_masked_keys"},
+    {TinyFault::kFourTiles, "tiny_four_tiles"},
+    {TinyFault::kMissesLastTile, "tiny_misses_last_tile"},
+    {TinyFault::kWholeVectors, "tiny_whole_vectors"},
+    {TinyFault::kSmallSentinel, "tiny_small_sentinel"},
+    {TinyFault::kNeedsLogSumExp, "tiny_needs_log_sum_exp"},
+    {TinyFault::kIgnoresOutputStrides, "tiny_ignores_output_strides"},
+    {TinyFault::kRefusesOddStrides, "tiny_refuses_odd_strides"},
+    {TinyFault::kAppendAllocates, "tiny_append_allocates"},
+    {TinyFault::kResetKeepsAToken, "tiny_reset_keeps_a_token"},
+    {TinyFault::kValuesOfHeadDim, "tiny_values_of_head_dim"},
+    {TinyFault::kAddsToSum, "tiny_adds_to_sum"},
+    {TinyFault::kAddsToValues, "tiny_adds_to_values"},
+    {TinyFault::kWritesDenormals, "tiny_writes_denormals"},
+    {TinyFault::kMultipliesValues, "tiny_multiplies_values"},
+    {TinyFault::kLimitsProducts, "tiny_limits_products"},
+    {TinyFault::kDropsTies, "tiny_drops_ties"},
+    {TinyFault::kSubtractsNorms, "tiny_subtracts_norms"},
+    {TinyFault::kFewBatches, "tiny_few_batches"},
+    {TinyFault::kDrawsAnew, "tiny_draws_anew"},
+    {TinyFault::kIgnoresSeed, "tiny_ignores_seed"},
+    {TinyFault::kAllocatesUnchecked, "tiny_allocates_unchecked"},
+    {TinyFault::kFailsWithoutWork, "tiny_fails_without_work"},
+    {TinyFault::kRefusesUsual, "tiny_refuses_usual"},
+    {TinyFault::kRefusesInCreate, "tiny_refuses_in_create"},
+    {TinyFault::kDefinesRowsInOrder, "tiny_defines_rows_in_order"},
+    {TinyFault::kDefinesTheComputed, "tiny_defines_the_computed"},
+    {TinyFault::kDeclaresOtherOutputs, "tiny_declares_other_outputs"},
+    {TinyFault::kLacksCitation, "tiny_lacks_citation"},
     {TinyFault::kGradientWrongScale, "tiny_gradient_wrong_scale"},
     {TinyFault::kGradientMissesLastTile, "tiny_gradient_misses_last_tile"},
     {TinyFault::kGradientOfWholeVectors, "tiny_gradient_of_whole_vectors"},
@@ -70,6 +105,8 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kGradientOverflows, "tiny_gradient_overflows"},
     {TinyFault::kGradientOfDrawnParameters, "tiny_gradient_of_drawn_parameters"},
     {TinyFault::kGradientIgnoresStrides, "tiny_gradient_ignores_strides"},
+    {TinyFault::kGradientIgnoresOwnStrides, "tiny_gradient_ignores_own_strides"},
+    {TinyFault::kBackwardRefusesOddStrides, "tiny_backward_refuses_odd_strides"},
     {TinyFault::kGradientDependsOnThreads, "tiny_gradient_depends_on_threads"},
     {TinyFault::kGradientDependsOnBatch, "tiny_gradient_depends_on_batch"},
     {TinyFault::kGradientKeepsState, "tiny_gradient_keeps_state"},
@@ -84,46 +121,40 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kKeptOverrun, "tiny_kept_overrun"},
     {TinyFault::kStopsUnknownGradient, "tiny_stops_unknown_gradient"},
     {TinyFault::kDefinitionReadsFloats, "tiny_definition_reads_floats"},
-    {TinyFault::kKernelWritesBehindOutput, "tiny_kernel_writes_behind_output"},
-    {TinyFault::kKernelReadsUnwritten, "tiny_kernel_reads_unwritten"},
-    {TinyFault::kKernelDependsOnOrder, "tiny_kernel_depends_on_order"},
+    {TinyFault::kDependsOnOrder, "tiny_depends_on_order"},
     {TinyFault::kHostPointer, "tiny_host_pointer"},
     {TinyFault::kDeviceScale, "tiny_device_scale"},
     {TinyFault::kAllocatesOnDevice, "tiny_allocates_on_device"},
     {TinyFault::kWaits, "tiny_waits"},
+    {TinyFault::kHeadsInGridZ, "tiny_heads_in_grid_z"},
     {TinyFault::kOtherStream, "tiny_other_stream"},
 };
 
-// The positions of the tokens of q among those of k.
-struct Span {
-  int64_t first_query = 0;  // position of query 0
-  int64_t first_key = 0;
-};
+// Tells whether a dimension of size 1 has another stride than in a contiguous tensor.
+bool HasOddStrides(const ConstTensorView& view) {
+  const ConstTensorView contiguous(view.data, view.dtype, view.shape());
+  for (int axis = 0; axis < view.rank; ++axis) {
+    if (view.dim(axis) == 1 && view.stride(axis) != contiguous.stride(axis)) return true;
+  }
+  return false;
+}
+absl::Status RefuseOddStrides(const ConstTensorView& view) {
+  return HasOddStrides(view) ? absl::InternalError("a tensor has gaps") : absl::OkStatus();
+}
 
 class TinyLayer : public StreamingLayer {
  public:
-  TinyLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, Tensor gain)
-      : StreamingLayer(problem, QkvInputs(problem), AttentionOutputs(problem),
-                       SegmentInputs(problem), SegmentOutputs(problem), problem.kv_tokens),
-        options_(options),
-        fault_(fault) {
-    drawn_gain_ = gain.Clone();
-    parameters_["gain"] = std::move(gain);
+  static absl::StatusOr<std::unique_ptr<Layer>> Make(const Problem& problem,
+                                                     const TinyOptions& options, TinyFault fault,
+                                                     Device device, uint64_t seed) {
+    if (IsOfDevices(fault) && device == Device::kCpu) fault = TinyFault::kNone;
+    std::unique_ptr<TinyLayer> layer(new TinyLayer(problem, options, fault, device));
+    TFB_RETURN_IF_ERROR(layer->Allocate(seed));
+    return layer;
   }
 
-  // Allocates the buffers of the problem's size; returns an error where there is no memory.
-  virtual absl::Status Allocate() {
-    const Problem& p = problem();
-    for (Tensor* cache : {&keys_, &values_}) {
-      const int64_t channels = cache == &keys_ ? p.head_dim : p.value_dim;
-      TFB_ASSIGN_OR_RETURN(
-          *cache, Tensor::Allocate(DType::kF32, {p.batch, p.kv_heads, p.kv_tokens, channels}));
-    }
-    return absl::OkStatus();
-  }
-
-  size_t workspace_bytes(int threads) const override {
-    return Workspace::Measure([&](Workspace& w) { Scores(w, threads); });
+  size_t workspace_bytes(int) const override {
+    return Workspace::Measure([&](Workspace& w) { Take(w); });
   }
 
   Cost cost() const override {
@@ -139,7 +170,9 @@ class TinyLayer : public StreamingLayer {
   }
 
   absl::Status CheckBackward() const override {
-    if (fault_ == TinyFault::kNone || IsOfBackward(fault_)) return absl::OkStatus();
+    if (fault_ == TinyFault::kNone || IsOfBackward(fault_) || IsOfDevices(fault_)) {
+      return absl::OkStatus();
+    }
     return absl::UnimplementedError("a layer with a fault has no backward pass");
   }
   // The log-sum-exp of each row.
@@ -147,8 +180,8 @@ class TinyLayer : public StreamingLayer {
     const Problem& p = problem();
     return static_cast<size_t>(p.batch * p.query_heads * p.query_tokens) * sizeof(float);
   }
-  size_t backward_workspace_bytes(int threads) const override {
-    return TinyBackward::WorkspaceBytes(problem(), threads);
+  size_t backward_workspace_bytes(int) const override {
+    return TinyBackwardWorkspaceBytes(problem());
   }
   Cost backward_cost() const override {
     const Problem& p = problem();
@@ -170,18 +203,13 @@ class TinyLayer : public StreamingLayer {
   }
 
   absl::Status Reset() override {
-    cached_ = 0;
+    cached_ = fault_ == TinyFault::kResetKeepsAToken ? std::min<int64_t>(cached_, 1) : 0;
     return absl::OkStatus();
   }
 
  protected:
-  TinyOptions options_;
-  TinyFault fault_;
-  int64_t cached_ = 0;           // tokens
-  std::optional<double> pairs_;  // of all heads of a sequence
-
   // Counts the pairs with the schedule that an engine would walk.
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
+  absl::Status DoSetup(const Inputs&, const Execution& execution) override {
     const Problem& p = problem();
     const bool all = fault_ == TinyFault::kWrongFlops;
     const int64_t window = all ? kMaxTokens : options_.window;
@@ -189,87 +217,84 @@ class TinyLayer : public StreamingLayer {
     Problem seen = p;
     seen.causal = p.causal && !all;
     pairs_ = BuildSchedule(seen, pattern).KeptPairs(p.query_heads);
-    return absl::OkStatus();
+    return UploadGain(execution.stream);
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    ConstTensorView k = inputs.Get("k");
-    if (fault_ == TinyFault::kIgnoresStrides) k = ConstTensorView(k.data, k.dtype, k.shape());
-    if (fault_ == TinyFault::kAllocates) {
-      int* volatile kept = new int(1);  // not optimised away
-      delete kept;
-    }
-    const bool reads = fault_ == TinyFault::kReadsWorkspace && execution.workspace.size() >= 4;
-    const float found = reads ? *reinterpret_cast<const float*>(execution.workspace.data()) : 0;
+                     const Execution& given) override {
+    TFB_ASSIGN_OR_RETURN(const Execution execution,
+                         Interfere(fault_ == TinyFault::kAllocates, given));
     float* const kept =
         execution.kept.empty() ? nullptr : reinterpret_cast<float*>(execution.kept.data());
     if (kept != nullptr) last_kept_ = kept;
-    Attend(inputs.Get("q"), k, inputs.Get("v"), inputs.Get("key_mask"), outputs, Whole(), execution,
-           kept);
-    if (fault_ == TinyFault::kKeptOverrun && kept != nullptr) {
-      execution.kept.data()[kept_bytes()] = std::byte{0};
+    if (fault_ == TinyFault::kFailsWithoutWork && outputs.Get("out").num_elements() == 0) {
+      return absl::InternalError("a grid is empty");
     }
-    if (fault_ == TinyFault::kWritesBehindOutput) {
-      const TensorView out = outputs.Get("out");
-      if (out.is_contiguous()) out.Set(out.num_elements(), 0);
+    if (fault_ == TinyFault::kRefusesOddStrides) {
+      TFB_RETURN_IF_ERROR(RefuseOddStrides(inputs.Get("q")));
     }
-    if (fault_ == TinyFault::kWorkspaceOverrun) {
-      execution.workspace.data()[workspace_bytes(execution.pool->threads())] = std::byte{0};
-    }
-    if (reads && outputs.Get("out").num_elements() > 0) {
-      outputs.Get("out").Set(0, outputs.Get("out").Get(0) + 1e-3 * found);
-    }
+    const bool top_left = fault_ == TinyFault::kTopLeftCausal;
+    TFB_RETURN_IF_ERROR(Attend(inputs.Get("q"), inputs.Get("k"), inputs.Get("v"),
+                               inputs.Get("key_mask"), outputs,
+                               top_left ? 0 : problem().causal_offset(), execution, kept));
     ++runs_;
     return absl::OkStatus();
   }
 
-  absl::Status DoBackward(const BackwardCall& call, const Execution& execution) override {
-    if (fault_ == TinyFault::kBackwardAllocates) {
-      int* volatile taken = new int(1);  // not optimised away
-      delete taken;
+  absl::Status DoBackward(const BackwardCall& backward, const Execution& given) override {
+    TFB_ASSIGN_OR_RETURN(const Execution execution,
+                         Interfere(fault_ == TinyFault::kBackwardAllocates, given));
+    if (fault_ == TinyFault::kBackwardRefusesOddStrides) {
+      TFB_RETURN_IF_ERROR(RefuseOddStrides(backward.inputs.Get("q")));
     }
-    TinyBackward::Numbers numbers;
-    numbers.problem = &problem();
-    const bool drawn = fault_ == TinyFault::kGradientOfDrawnParameters;
-    numbers.gain = drawn ? &drawn_gain_ : &parameters_.at("gain");
-    const bool top_left = fault_ == TinyFault::kGradientTopLeftCausal;
-    const int64_t first = top_left ? 0 : problem().causal_offset();
-    const int64_t ahead = fault_ == TinyFault::kGradientSeesFuture ? 1 : 0;
-    const auto sees = [this, first, ahead](int64_t i, int64_t j) {
-      return Sees(i + first, j) || (ahead == 1 && j == i + first + 1);
-    };
-    numbers.sees = std::cref(sees);
+    TinyCall call =
+        MakeTinyCall(backward.inputs.Get("q"), backward.inputs.Get("k"), backward.inputs.Get("v"),
+                     backward.inputs.Get("key_mask"), problem().causal);
+    call.fault = fault_;
+    call.gain = fault_ == TinyFault::kGradientOfDrawnParameters ? drawn_gain_.data() : Gain();
+    if (fault_ == TinyFault::kDeviceScale) call.scale *= 1.001f;
+    call.behind = options_.window;
+    const int64_t future = fault_ == TinyFault::kGradientSeesFuture ? 1 : 0;
+    call.ahead = problem().causal ? future : options_.window;
+    if (fault_ == TinyFault::kGradientTopLeftCausal) call.first_query = 0;
+    const bool ends_in_tile_of_one = call.keys > 64 && call.keys % 64 == 1;
+    if (fault_ == TinyFault::kGradientMissesLastTile && ends_in_tile_of_one) --call.seen_keys;
     const bool last = fault_ == TinyFault::kGradientOfLastRun;
-    numbers.log_sum_exp = last ? last_kept_ : reinterpret_cast<const float*>(execution.kept.data());
-    numbers.fault = fault_;
-    numbers.passes = passes_++;
-    TinyBackward(numbers, call, execution).Run();
-    return absl::OkStatus();
+    const float* const kept =
+        last ? last_kept_ : reinterpret_cast<const float*>(execution.kept.data());
+    return RunTinyBackward(device_, problem(), call, kept, passes_++, backward, execution);
   }
 
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
-                        const Execution& execution) override {
+                        const Execution& given) override {
     const Problem& p = problem();
+    TFB_ASSIGN_OR_RETURN(const Execution execution,
+                         Interfere(fault_ == TinyFault::kAppendAllocates, given));
     if (cached_ + tokens > p.kv_tokens) {
       return absl::OutOfRangeError("more tokens are appended than the layer has room for");
     }
-    const auto store = [&](const ConstTensorView& from, Tensor* to) {
-      const TensorView room = Slice(to->view(), 2, cached_, tokens);
-      ForEachOffset(from, room, [&](int64_t a, int64_t b) { room.Set(b, from.Get(a)); });
+    const TensorView keys = Cached(keys_, p.head_dim), values = Cached(values_, p.value_dim);
+    const auto store = [&](const ConstTensorView& from, const TensorView& cache) {
+      const TinyCopy copy = {ToDeviceView(from), ToDeviceView(Slice(cache, 2, cached_, tokens)),
+                             p.kv_heads, tokens};
+      return ForEachInRows(device_, p.batch * p.kv_heads * tokens, cache.dim(3), copy, execution);
     };
-    store(segment.Get("k"), &keys_);
-    store(segment.Get("v"), &values_);
-    const int64_t all = cached_ + tokens;
-    const Tensor& keys = keys_;
-    const Tensor& values = values_;
-    Attend(segment.Get("q"), Slice(keys.view(), 2, 0, all), Slice(values.view(), 2, 0, all), {},
-           outputs, {cached_, 0}, execution, /*kept=*/nullptr);
+    TFB_RETURN_IF_ERROR(store(segment.Get("k"), keys));
+    TFB_RETURN_IF_ERROR(store(segment.Get("v"), values));
+    const int64_t first_query = cached_, all = cached_ + tokens;
     cached_ = all - (fault_ == TinyFault::kForgetsInAppend && tokens > 1 ? 1 : 0);
-    return absl::OkStatus();
+    return Attend(segment.Get("q"), Slice(keys, 2, 0, all), Slice(values, 2, 0, all), {}, outputs,
+                  first_query, execution, /*kept=*/nullptr);
   }
 
  private:
+  TinyLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, Device device)
+      : StreamingLayer(problem, QkvInputs(problem), AttentionOutputs(problem),
+                       SegmentInputs(problem), SegmentOutputs(problem), problem.kv_tokens),
+        options_(options),
+        fault_(fault),
+        device_(device) {}
+
   static std::vector<TensorSpec> SegmentInputs(const Problem& p) {
     return {{"q", {p.batch, p.query_heads, kSegmentTokens, p.head_dim}, p.dtype, false},
             {"k", {p.batch, p.kv_heads, kSegmentTokens, p.head_dim}, p.dtype, false},
@@ -279,230 +304,134 @@ class TinyLayer : public StreamingLayer {
     return {{"out", {p.batch, p.query_heads, kSegmentTokens, p.value_dim}, p.dtype, false}};
   }
 
-  float* Scores(Workspace& workspace, int threads) const {
-    return workspace.Take<float>((problem().kv_tokens + problem().value_dim) * threads);
-  }
-
-  Span Whole() const {
-    const bool top_left = fault_ == TinyFault::kTopLeftCausal;
-    return {top_left ? 0 : problem().causal_offset(), 0};
-  }
-
-  // Tells whether the query at `position` sees key j, apart from padding.
-  bool Sees(int64_t position, int64_t j) const {
-    const int64_t ahead = fault_ == TinyFault::kSeesFuture ? 1 : 0;
-    if (problem().causal && j > position + ahead) return false;
-    const int64_t window = options_.window - (fault_ == TinyFault::kWindowOffByOne ? 1 : 0);
-    return std::abs(position - j) <= window;
-  }
-
-  void Attend(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-              const ConstTensorView& key_mask, const Outputs& outputs, const Span& span,
-              const Execution& execution, float* kept) {
-    const int64_t queries = q.dim(2);
-    Workspace workspace(execution.workspace);
-    float* const scratch = Scores(workspace, execution.pool->threads());
-    const int threads = execution.pool->threads();
-    execution.pool->ParallelFor(
-        q.dim(0) * q.dim(1) * queries, [&, q, k, v](int64_t task, int worker) {
-          const int64_t row = (problem().kv_tokens + problem().value_dim) * worker;
-          AttendRow(task / queries / q.dim(1), task / queries % q.dim(1), task % queries, q, k, v,
-                    key_mask, outputs, span, threads, scratch + row,
-                    kept == nullptr ? nullptr : kept + task);
-        });
-  }
-
-  void AttendRow(int64_t b, int64_t h, int64_t i, const ConstTensorView& q,
-                 const ConstTensorView& k, const ConstTensorView& v,
-                 const ConstTensorView& key_mask, const Outputs& outputs, const Span& span,
-                 int threads, float* s, float* kept) const {
+  // Draws the parameter and allocates the buffers of the problem's size; returns an error where
+  // there is no memory.
+  absl::Status Allocate(uint64_t seed) {
     const Problem& p = problem();
-    const int64_t keys = k.dim(2);
-    const int64_t kv_head =
-        fault_ == TinyFault::kWrongGroup ? h % p.kv_heads : h / (p.query_heads / p.kv_heads);
-    const Tensor& gain =
-        fault_ == TinyFault::kIgnoresParameters ? drawn_gain_ : parameters_.at("gain");
-    float scale = gain.span<float>()[h] / std::sqrt(static_cast<float>(p.head_dim));
-    if (fault_ == TinyFault::kWrongScale) scale *= 1.001f;
-    const float not_seen = fault_ == TinyFault::kFiniteSentinel ? -1e30f : kMinusInfinity;
-    float max = kMinusInfinity;
-    for (int64_t j = 0; j < keys; ++j) {
-      s[j] = not_seen;
-      const bool token = key_mask.empty() || *key_mask.At<uint8_t>(b, j) != 0;
-      if (token && Sees(i + span.first_query, j + span.first_key)) {
-        float dot = 0;
-        for (int64_t c = 0; c < p.head_dim; ++c) {
-          dot += static_cast<float>(q.Get(q.Offset(b, h, i, c))) *
-                 static_cast<float>(k.Get(k.Offset(b, kv_head, j, c)));
-        }
-        s[j] = scale * dot;
-        if (fault_ == TinyFault::kRoundsScores) s[j] = static_cast<float>(BFloat16(s[j]));
-        if (fault_ == TinyFault::kDropsNan && std::isnan(s[j])) s[j] = not_seen;
-      }
-      if (s[j] > max || std::isnan(s[j])) max = s[j];
+    TFB_ASSIGN_OR_RETURN(Tensor gain, Tensor::Allocate(DType::kF32, {p.query_heads}));
+    static std::atomic<uint64_t> layers{0};
+    if (fault_ == TinyFault::kDrawsAnew) seed += layers++;
+    if (fault_ == TinyFault::kIgnoresSeed) seed = 1;
+    FillUniform(&gain, seed, "gain", 0.5, 1);
+    const int64_t rows = p.batch * p.kv_heads * p.kv_tokens * SizeOf(p.dtype);
+    if (fault_ == TinyFault::kAllocatesUnchecked) {
+      void* const memory = std::malloc(static_cast<size_t>(rows * p.head_dim));
+      *static_cast<volatile char*>(memory) = 0;
+      std::free(memory);
     }
-    if (fault_ == TinyFault::kNoMaxSubtracted) max = max == kMinusInfinity ? max : 0;
-    const TensorView out = outputs.Get("out");
-    const bool seen = max != kMinusInfinity;
-    if (!seen && fault_ == TinyFault::kLeavesEmptyRows) return;
-    float sum = 0;
-    float* const y = s + keys;
-    std::fill_n(y, p.value_dim, 0.0f);
-    const bool reversed = fault_ == TinyFault::kDependsOnThreads && threads > 1;
-    for (int64_t n = 0; n < keys; ++n) {
-      const int64_t j = reversed ? keys - 1 - n : n;
-      const bool skipped = s[j] == kMinusInfinity;
-      if (skipped && fault_ != TinyFault::kReadsMaskedValues) continue;
-      const float weight = skipped ? 0 : std::exp(s[j] - max);
-      sum += weight;
-      for (int64_t c = 0; c < p.value_dim; ++c) {
-        y[c] += weight * static_cast<float>(v.Get(v.Offset(b, kv_head, j, c)));
-      }
-    }
-    const float factor = seen || fault_ == TinyFault::kEmptyRowIsNan ? 1 / sum : 0;
-    const bool shifted = fault_ == TinyFault::kKeepsState && runs_ > 0;
-    for (int64_t c = 0; c < p.value_dim; ++c) {
-      out.Set(out.Offset(b, h, i, c), y[c] * factor * (shifted ? 1.0001f : 1.0f));
-    }
-    const float base = fault_ == TinyFault::kWrongLogSumExp ? 0 : max;
-    const float log_sum_exp = seen ? base + std::log(sum) : kMinusInfinity;
-    if (kept != nullptr) {
-      *kept = log_sum_exp;
-      if (fault_ == TinyFault::kKeepingChangesOutput) out.Set(out.Offset(b, h, i, 0), 0.125);
-    }
-    const TensorView lse = outputs.Get("log_sum_exp");
-    if (!lse.empty()) lse.Set(lse.Offset(b, h, i), log_sum_exp);
-  }
-
-  Tensor drawn_gain_;
-  int runs_ = 0, passes_ = 0;
-  const float* last_kept_ = nullptr;  // of the last Run that kept memory
-  Tensor keys_;                       // keys of appended segments
-  Tensor values_;
-};
-
-TinyKernelFault KernelFault(TinyFault fault) {
-  switch (fault) {
-    case TinyFault::kKernelWritesBehindOutput:
-      return TinyKernelFault::kWritesBehindOutput;
-    case TinyFault::kKernelReadsUnwritten:
-      return TinyKernelFault::kReadsUnwritten;
-    case TinyFault::kKernelDependsOnOrder:
-      return TinyKernelFault::kDependsOnOrder;
-    default:
-      return TinyKernelFault::kNone;
-  }
-}
-
-// Does the same with kernels, on a GPU or in the simulator.
-class TinyDeviceLayer : public TinyLayer {
- public:
-  TinyDeviceLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, Tensor gain,
-                  CudaRuntime* runtime)
-      : TinyLayer(problem, options, fault, std::move(gain)), runtime_(runtime) {}
-
-  absl::Status Allocate() override {
-    const Problem& p = problem();
-    const size_t rows = static_cast<size_t>(p.batch * p.kv_heads * p.kv_tokens * SizeOf(p.dtype));
-    TFB_ASSIGN_OR_RETURN(keys_, runtime_->Allocate(rows * p.head_dim));
-    TFB_ASSIGN_OR_RETURN(values_, runtime_->Allocate(rows * p.value_dim));
-    TFB_ASSIGN_OR_RETURN(gain_, runtime_->Allocate(p.query_heads * sizeof(float)));
+    TFB_ASSIGN_OR_RETURN(keys_, DeviceArray<uint8_t>::Allocate(device_, rows * p.head_dim));
+    TFB_ASSIGN_OR_RETURN(values_, DeviceArray<uint8_t>::Allocate(device_, rows * p.value_dim));
+    TFB_ASSIGN_OR_RETURN(gain_, DeviceArray<float>::Allocate(device_, p.query_heads));
+    TFB_ASSIGN_OR_RETURN(drawn_gain_, CopyFloats(device_, gain.view()));
+    parameters_["gain"] = std::move(gain);
     return absl::OkStatus();
   }
 
-  size_t workspace_bytes(int) const override {
-    return Workspace::Measure([&](Workspace& w) { Scores(w); });
-  }
-  absl::Status CheckBackward() const override {
-    return absl::UnimplementedError("the layer has a backward pass on the CPU alone");
-  }
-
- protected:
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    TFB_RETURN_IF_ERROR(TinyLayer::DoSetup(inputs, execution));
+  // Copies the parameter to where the layer runs.
+  absl::Status UploadGain(void* stream) const {
     const Tensor& gain = parameters().at("gain");
-    return runtime_->CopyToDevice(gain_.data(), gain.raw(), gain.bytes(), execution.stream);
-  }
-
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    if (fault_ == TinyFault::kWaits) TFB_RETURN_IF_ERROR(runtime_->Synchronize(execution.stream));
-    if (fault_ == TinyFault::kAllocatesOnDevice)
-      TFB_RETURN_IF_ERROR(runtime_->Allocate(4).status());
-    return Attend(inputs.Get("q"), inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"),
-                  outputs, problem().causal_offset(), execution);
-  }
-
-  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
-                        const Execution& execution) override {
-    const Problem& p = problem();
-    if (cached_ + tokens > p.kv_tokens) {
-      return absl::OutOfRangeError("more tokens are appended than the layer has room for");
+    if (device_ == Device::kCpu) {
+      absl::c_copy(gain.span<float>(), gain_.mutable_data());
+      return absl::OkStatus();
     }
-    const TensorView keys = Cached(keys_, p.head_dim), values = Cached(values_, p.value_dim);
-    const auto store = [&](const ConstTensorView& from, const TensorView& cache) {
-      const TinyCopy copy = {ToDeviceView(from),
-                             ToDeviceView(Slice(cache, 2, cached_, tokens)),
-                             p.batch,
-                             p.kv_heads,
-                             tokens,
-                             cache.dim(3)};
-      return ToStatus(KernelsOn<TinyKernels>(runtime_->target()).copy(copy, execution.stream));
-    };
-    TFB_RETURN_IF_ERROR(store(segment.Get("k"), keys));
-    TFB_RETURN_IF_ERROR(store(segment.Get("v"), values));
-    const int64_t first_query = cached_;
-    cached_ += tokens;
-    return Attend(segment.Get("q"), Slice(keys, 2, 0, cached_), Slice(values, 2, 0, cached_), {},
-                  outputs, first_query, execution);
+    TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device_));
+    return runtime->CopyToDevice(gain_.mutable_data(), gain.raw(), gain.bytes(), stream);
   }
 
- private:
-  float* Scores(Workspace& workspace) const {
+  const float* Gain() const {
+    if (fault_ == TinyFault::kIgnoresParameters) return drawn_gain_.data();
+    if (fault_ == TinyFault::kHostPointer) return parameters().at("gain").span<float>().data();
+    return gain_.data();
+  }
+
+  TensorView Cached(const DeviceArray<uint8_t>& cache, int64_t channels) const {
     const Problem& p = problem();
-    return workspace.Take<float>(p.batch * p.query_heads * p.query_tokens * (p.kv_tokens + 1));
+    return {cache.mutable_data(), p.dtype, {p.batch, p.kv_heads, p.kv_tokens, channels}};
   }
 
-  TensorView Cached(const DeviceBuffer& cache, int64_t channels) const {
+  struct Scratch {
+    float *weights, *factors, *unwritten;
+  };
+  Scratch Take(Workspace& workspace) const {
     const Problem& p = problem();
-    return {cache.data(), p.dtype, {p.batch, p.kv_heads, p.kv_tokens, channels}};
+    const int64_t rows = p.batch * p.query_heads * p.query_tokens;
+    return {workspace.Take<float>(rows * p.kv_tokens), workspace.Take<float>(rows),
+            workspace.Take<float>(1)};
   }
 
-  absl::Status Attend(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+  // Does what a call may not do: allocates, waits, or returns another stream.
+  absl::StatusOr<Execution> Interfere(bool allocates, Execution execution) const {
+    if (allocates) {
+      int* volatile taken = new int(1);  // not optimised away
+      delete taken;
+    }
+    if (!IsOfDevices(fault_)) return execution;
+    TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device_));
+    if (fault_ == TinyFault::kWaits) TFB_RETURN_IF_ERROR(runtime->Synchronize(execution.stream));
+    if (fault_ == TinyFault::kAllocatesOnDevice) {
+      TFB_RETURN_IF_ERROR(runtime->Allocate(4).status());
+    }
+    if (fault_ == TinyFault::kOtherStream) execution.stream = nullptr;
+    return execution;
+  }
+
+  absl::Status Attend(const ConstTensorView& q, ConstTensorView k, const ConstTensorView& v,
                       const ConstTensorView& key_mask, const Outputs& outputs, int64_t first_query,
-                      const Execution& execution) {
-    TinyCall call = {};
-    call.q = ToDeviceView(q);
-    call.k = ToDeviceView(k);
-    call.v = ToDeviceView(v);
-    call.out = ToDeviceView(outputs.Get("out"));
-    call.log_sum_exp = ToDeviceView(outputs.Get("log_sum_exp"));
-    call.key_mask = static_cast<const unsigned char*>(key_mask.data);
-    call.mask_strides[0] = key_mask.stride(0);
-    call.mask_strides[1] = key_mask.stride(1);
-    const bool mistaken = fault_ == TinyFault::kHostPointer;
-    call.gain = mistaken ? parameters().at("gain").span<float>().data() : gain_.As<float>();
-    Workspace workspace(execution.workspace);
-    call.scores = Scores(workspace);
-    call.batch = q.dim(0);
-    call.heads = q.dim(1);
-    call.group = problem().group();
-    call.queries = q.dim(2);
-    call.keys = k.dim(2);
-    call.head_dim = q.dim(3);
-    call.value_dim = v.dim(3);
+                      const Execution& execution, float* kept) {
+    if (fault_ == TinyFault::kIgnoresStrides) k = ConstTensorView(k.data, k.dtype, k.shape());
+    TinyCall call = MakeTinyCall(q, k, v, key_mask, problem().causal);
+    call.fault = fault_;
     call.first_query = first_query;
-    call.window = options_.window;
-    call.score_factor = fault_ == TinyFault::kDeviceScale ? 1.001f : 1;
-    call.causal = problem().causal;
-    call.fault = KernelFault(fault_);
-    void* const stream = fault_ == TinyFault::kOtherStream ? nullptr : execution.stream;
-    return ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, stream));
+    call.behind = options_.window - (fault_ == TinyFault::kWindowOffByOne ? 1 : 0);
+    const int64_t future = fault_ == TinyFault::kSeesFuture ? 1 : 0;
+    call.ahead = problem().causal ? std::min(future, call.behind) : call.behind;
+    call.gain = Gain();
+    const bool wrong = fault_ == TinyFault::kWrongScale || fault_ == TinyFault::kDeviceScale;
+    if (wrong) call.scale *= 1.001f;
+    call.reversed = (fault_ == TinyFault::kDependsOnThreads && execution.pool->threads() > 1) ||
+                    (fault_ == TinyFault::kDependsOnBatch && call.batch > 1);
+    const bool ends_in_tile_of_one = call.keys > 64 && call.keys % 64 == 1;
+    if (fault_ == TinyFault::kMissesLastTile && ends_in_tile_of_one) --call.seen_keys;
+    const bool below_a_tile = fault_ == TinyFault::kWholeVectors && call.keys < 64;
+    if (below_a_tile) call.seen_keys = call.keys / 4 * 4;
+    if (fault_ == TinyFault::kFourTiles) call.seen_keys = std::min<int64_t>(call.keys, 256);
+    TensorView out = outputs.Get("out");
+    if (fault_ == TinyFault::kIgnoresOutputStrides) {
+      out = TensorView(out.mutable_data(), out.dtype, out.shape());
+    }
+
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = Take(workspace);
+    TinyTensors tensors;
+    tensors.q = ToDeviceView(q);
+    tensors.k = ToDeviceView(k);
+    tensors.v = ToDeviceView(v);
+    tensors.out = ToDeviceView(out);
+    tensors.log_sum_exp = ToDeviceView(outputs.Get("log_sum_exp"));
+    tensors.weights = scratch.weights;
+    tensors.factors = scratch.factors;
+    tensors.unwritten = scratch.unwritten;
+    tensors.kept = kept;
+    tensors.overrun =
+        reinterpret_cast<unsigned char*>(execution.workspace.data() + workspace_bytes(1));
+    if (fault_ == TinyFault::kKeptOverrun && kept != nullptr) {
+      tensors.overrun = reinterpret_cast<unsigned char*>(execution.kept.data() + kept_bytes());
+    }
+    tensors.changed = (fault_ == TinyFault::kKeepsState && runs_ > 0) ||
+                      (fault_ == TinyFault::kKeepingChangesOutput && kept != nullptr) ||
+                      (fault_ == TinyFault::kNeedsLogSumExp && tensors.log_sum_exp.data == nullptr);
+    return RunTinyAttention(device_, call, tensors, execution);
   }
 
-  CudaRuntime* runtime_;
-  DeviceBuffer keys_, values_;  // keys and values of appended segments
-  DeviceBuffer gain_;
+  TinyOptions options_;
+  TinyFault fault_;
+  Device device_;
+  DeviceArray<float> gain_, drawn_gain_;
+  DeviceArray<uint8_t> keys_, values_;  // of appended segments
+  int64_t cached_ = 0;                  // tokens
+  std::optional<double> pairs_;         // of all heads of a sequence
+  int runs_ = 0, passes_ = 0;
+  const float* last_kept_ = nullptr;  // of the last Run that kept memory
 };
 
 class Tiny : public TechniqueOf<TinyOptions> {
@@ -517,17 +446,20 @@ class Tiny : public TechniqueOf<TinyOptions> {
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const TinyOptions& options, Device device,
                                                    uint64_t seed) const override {
-    TFB_ASSIGN_OR_RETURN(Tensor gain, Tensor::Allocate(DType::kF32, {problem.query_heads}));
-    FillUniform(&gain, seed, "gain", 0.5, 1);
-    std::unique_ptr<TinyLayer> layer;
-    if (device == Device::kCpu) {
-      layer = std::make_unique<TinyLayer>(problem, options, fault_, std::move(gain));
-    } else {
-      TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device));
-      layer = std::make_unique<TinyDeviceLayer>(problem, options, fault_, std::move(gain), runtime);
+    if (fault_ == TinyFault::kRefusesUsual && problem.query_tokens != 1) {
+      return absl::UnimplementedError("there may be one token");
     }
-    TFB_RETURN_IF_ERROR(layer->Allocate());
-    return layer;
+    if (fault_ == TinyFault::kRefusesInCreate && problem.group() > 1) {
+      return absl::UnimplementedError("heads share no keys");
+    }
+    return TinyLayer::Make(problem, options, fault_, device, seed);
+  }
+
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const TinyOptions&) const override {
+    std::vector<TensorSpec> specs = AttentionOutputs(problem);
+    if (fault_ == TinyFault::kDeclaresOtherOutputs) specs.pop_back();
+    return specs;
   }
 
   absl::Status Definition(const Problem& problem, const TinyOptions& options,
@@ -545,6 +477,9 @@ class Tiny : public TechniqueOf<TinyOptions> {
     DefineAttention(
         problem, inputs, request,
         [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          if (fault_ == TinyFault::kDefinesRowsInOrder && !request.rows.empty()) {
+            i = absl::c_find(request.rows, i) - request.rows.begin();
+          }
           const int64_t position = i + problem.causal_offset();
           if (problem.causal && j > position) return kNotSeen;
           if (std::abs(position - j) > options.window || !is_token(b, j)) return kNotSeen;
@@ -557,6 +492,9 @@ class Tiny : public TechniqueOf<TinyOptions> {
       const absl::Span<double> out = outputs->at("out").span<double>();
       out.data()[out.size()] = 0;
     }
+    if (fault_ == TinyFault::kDefinesTheComputed && request.computed != nullptr) {
+      outputs->at("out") = request.computed->at("out").CloneAs(DType::kF64);
+    }
     return absl::OkStatus();
   }
 
@@ -566,7 +504,7 @@ class Tiny : public TechniqueOf<TinyOptions> {
     info.name = TinyName(fault);
     info.family = "attention";
     info.title = "Windowed attention in plain loops";
-    info.citation = "made up for tests";
+    if (fault != TinyFault::kLacksCitation) info.citation = "made up for tests";
     info.exactness = Exactness::kExact;
     info.budget_option = "window";
     info.growth = 2;
@@ -588,7 +526,7 @@ std::vector<TinyFault> AllTinyFaults() {
 bool IsOfBackward(TinyFault fault) {
   return fault >= TinyFault::kGradientWrongScale && !IsOfDevices(fault);
 }
-bool IsOfDevices(TinyFault fault) { return fault >= TinyFault::kKernelWritesBehindOutput; }
+bool IsOfDevices(TinyFault fault) { return fault >= TinyFault::kDependsOnOrder; }
 
 std::string TinyName(TinyFault fault) {
   for (const auto& [candidate, name] : kNames) {

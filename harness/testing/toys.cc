@@ -12,6 +12,7 @@
 
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
+#include "harness/testing/tiny_attention.h"
 #include "harness/testing/tiny_kernels.h"
 
 namespace tfb {
@@ -162,33 +163,28 @@ class MeanDeviceLayer : public Layer {
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
     const Problem& p = problem();
-    TinyCall call = {};
-    call.q = ToDeviceView(inputs.Get("q"));
-    call.k = ToDeviceView(inputs.Get("k"));
-    call.v = ToDeviceView(inputs.Get("v"));
-    call.out = ToDeviceView(outputs.Get("out"));
-    call.log_sum_exp = ToDeviceView(outputs.Get("log_sum_exp"));
+    const int64_t rows = p.batch * p.query_heads * p.query_tokens;
+    const ConstTensorView q = inputs.Get("q"), k = inputs.Get("k"), v = inputs.Get("v");
+    TinyCall call = MakeTinyCall(q, k, v, {}, p.causal);
     call.gain = gain_.As<float>();
-    call.scores = reinterpret_cast<float*>(execution.workspace.data());
-    call.batch = p.batch;
-    call.heads = p.query_heads;
-    call.group = p.group();
-    call.queries = p.query_tokens;
-    call.keys = p.kv_tokens;
-    call.head_dim = p.head_dim;
-    call.value_dim = p.value_dim;
-    call.first_query = p.causal_offset();
-    call.window = kMaxTokens;
-    call.causal = p.causal;
-    if (deed_ == Deed::kBadLaunch) {  // one block more than a grid may have
-      call.batch = int64_t{1} << 31;
-      call.heads = call.queries = 1;
-    }
-    if (deed_ == Deed::kBadKernel) call.out.data = reinterpret_cast<void*>(uintptr_t{64});
+    TinyTensors tensors;
+    tensors.q = ToDeviceView(q);
+    tensors.k = ToDeviceView(k);
+    tensors.v = ToDeviceView(v);
+    tensors.out = ToDeviceView(outputs.Get("out"));
+    tensors.log_sum_exp = ToDeviceView(outputs.Get("log_sum_exp"));
+    tensors.weights = reinterpret_cast<float*>(execution.workspace.data());
+    tensors.factors = tensors.weights + rows * p.kv_tokens;
+    if (deed_ == Deed::kBadKernel) tensors.out.data = reinterpret_cast<void*>(uintptr_t{64});
     time_.clock->Wait(RunSeconds(options_, time_));
+    if (deed_ == Deed::kBadLaunch) {  // one block more than a grid may have
+      return ToStatus(
+          KernelsOn<TinyKernels>(runtime_->target())
+              .sum_in_any_order({tensors.weights, tensors.factors, int64_t{1} << 31, p.kv_tokens},
+                                execution.stream));
+    }
     for (int64_t round = 0; round < options_.rounds; ++round) {
-      TFB_RETURN_IF_ERROR(
-          ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, execution.stream)));
+      TFB_RETURN_IF_ERROR(RunTinyAttention(runtime_->device(), call, tensors, execution));
     }
     return absl::OkStatus();
   }
