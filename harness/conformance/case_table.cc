@@ -25,6 +25,10 @@ CPU:
 ```
 bazel run //harness:all_conformance -- --table=$PWD/harness/conformance/CASES.md
 ```
+
+Every case is there for a fault. `//harness:conformance_test` gives a small technique each fault of
+[tiny_fault.h](../testing/tiny_fault.h) in turn, on the CPU and in the simulator, and fails where the
+case that is named for the fault passes, or where a case is named for none.
 )";
 
 // Returns a reason in one line, without the sizes and name that differ between equal reasons.
