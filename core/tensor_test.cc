@@ -63,7 +63,7 @@ TEST(Tensor, SizesThatOverflowAreAnErrorAndNotAnAllocation) {
             absl::StatusCode::kInvalidArgument);
 }
 
-// As containers do. An abort would end the program of a caller who could go on, Python's among them.
+// Containers do so, too. An abort would end the program of a caller who could go on, such as Python.
 TEST(Tensor, AConstructorWithoutMemoryThrows) {
   EXPECT_THROW(Tensor(DType::kF32, {int64_t{1} << 46}), std::bad_alloc);
   EXPECT_THROW(Tensor(DType::kF32, {int64_t{1} << 40, int64_t{1} << 40}), std::length_error);

@@ -293,7 +293,7 @@ TEST(Conformance, EachFaultOfADeviceIsFoundByTheCaseThatIsThereForIt) {
   }
 }
 
-// What Layer and TechniqueOf refuse before a technique is asked, whatever it would do.
+// Layer and TechniqueOf refuse these calls before a technique is asked, whatever it would do.
 const std::set<std::string>& kOfBaseClasses =
     *new std::set<std::string>{"AFailedCallDoesNotPoisonTheNext",
                                "AppendBeforeSetupIsRefused",
@@ -307,7 +307,7 @@ const std::set<std::string>& kOfBaseClasses =
                                "ValuesOutOfRangeAreRefusedWithTheRange",
                                "WrongCallsAreRefusedWithAReason",
                                "WrongParametersAreRefused"};
-// What is skipped where a technique lacks it, which harness/conformance/CASES.md shows.
+// A technique that lacks what these are about skips them, which harness/conformance/CASES.md shows.
 const std::set<std::string>& kOfWhatThereIs =
     *new std::set<std::string>{"ItHasABackwardPass", "OtherSeedsDrawOtherParameters"};
 

@@ -45,7 +45,7 @@ TFB_HOST_DEVICE void Products(const Piece& piece, const DeviceView& x, int64_t x
   }
 }
 
-// What the steps of a call share.
+// The sizes, the mask and the fault of a call, which its steps share.
 struct TinyCall {
   struct Row {
     int64_t b, h, i;
