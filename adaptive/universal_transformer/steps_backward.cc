@@ -474,7 +474,8 @@ absl::Status StepsBackward::FlashGradients(const Walk& walk, FlashBackwardCall c
       marks =
           ConstTensorView(walk.rows.is_listed, DType::kU8, {problem_.batch, problem_.query_tokens});
     }
-    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, /*log_sum_exp_gradient=*/{}, marks,
+    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, /*log_sum_exp_gradient=*/{},
+                                        engine_backward_.FactorsOf(problem_, *call.forward), marks,
                                         /*counts=*/true, walk.execution));
     return engine_backward_.Run(problem_, call, walk.execution);
   }

@@ -52,6 +52,18 @@ __device__ inline float LoadOr(const DeviceView& view, int64_t b, int64_t h, int
   return view.data == nullptr ? other : Load(view, Offset(view, b, h, row));
 }
 
+// Returns the value as an element of that type holds it.
+__device__ inline float Rounded(float value, Element type) {
+  switch (type) {
+    case Element::kBf16:
+      return __bfloat162float(__float2bfloat16_rn(value));
+    case Element::kF16:
+      return __half2float(__float2half_rn(value));
+    default:
+      return value;
+  }
+}
+
 // A warp makes the numbers of one row.
 __global__ void __launch_bounds__(kDeltaThreads) FlashDelta(const FlashDeltaArguments a) {
   const int64_t rows = a.batch * a.heads * a.numbers.rows;
@@ -64,7 +76,8 @@ __global__ void __launch_bounds__(kDeltaThreads) FlashDelta(const FlashDeltaArgu
     double sum = 0;
     bool any = false;
     for (int c = Lane(); counts && c < a.value_dim; c += kWarp) {
-      const float g = Load(a.out_gradient, Offset(a.out_gradient, b, h, row, c));
+      const float g =
+          Rounded(Load(a.out_gradient, Offset(a.out_gradient, b, h, row, c)), a.factors);
       if (g == 0) continue;  // then the output is not read
       any = true;
       double y = Load(a.out, Offset(a.out, b, h, row, c));

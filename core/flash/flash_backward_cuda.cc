@@ -31,21 +31,39 @@ struct OwnerKernels {
   const char* (*queries)(const FlashBackwardArguments&, void*);
   const char* (*keys)(const FlashBackwardArguments&, void*);
 };
-OwnerKernels KernelsOf(CudaTarget target, DType dtype, const FlashBackwardArguments& b) {
-  const ScoreRule& rule = b.forward.rule;
-  if (rule.is_plain() && rule.content_bias == nullptr && b.forward.schedule.row_begin != nullptr &&
-      b.widest() <= kFlashBackwardDim16) {
-    if (dtype == DType::kBF16) {
-      const auto& kernels = KernelsOn<FlashBackwardBf16Kernels>(target);
-      return {kernels.queries, kernels.keys};
-    }
-    if (dtype == DType::kF16) {
-      const auto& kernels = KernelsOn<FlashBackwardF16Kernels>(target);
-      return {kernels.queries, kernels.keys};
-    }
+OwnerKernels KernelsOf(CudaTarget target, DType factors) {
+  if (factors == DType::kBF16) {
+    const auto& kernels = KernelsOn<FlashBackwardBf16Kernels>(target);
+    return {kernels.queries, kernels.keys};
+  }
+  if (factors == DType::kF16) {
+    const auto& kernels = KernelsOn<FlashBackwardF16Kernels>(target);
+    return {kernels.queries, kernels.keys};
   }
   const auto& kernels = KernelsOn<FlashBackwardKernels>(target);
   return {kernels.queries, kernels.keys};
+}
+
+// Returns the dtype of the factors of a call's products. Kernels on tensor cores have no score rule.
+DType FactorsOfCall(DType dtype, const FlashBackwardArguments& b) {
+  const ScoreRule& rule = b.forward.rule;
+  const bool is_plain = rule.is_plain() && rule.content_bias == nullptr &&
+                        b.forward.schedule.row_begin != nullptr &&
+                        b.widest() <= kFlashBackwardDim16;
+  return is_plain ? dtype : DType::kF32;
+}
+
+Element ElementOf(DType dtype) {
+  return dtype == DType::kBF16  ? Element::kBf16
+         : dtype == DType::kF16 ? Element::kF16
+                                : Element::kF32;
+}
+
+// Returns the call by its schedule alone.
+FlashCall BySchedule(FlashCall forward) {
+  forward.asked = {};
+  forward.band = nullptr;
+  return forward;
 }
 
 }  // namespace
@@ -157,14 +175,19 @@ ScoreSums FlashBackwardCuda::SumsOf(const FlashBackwardCall& call, const ScoreRu
   return sums;
 }
 
+DType FlashBackwardCuda::FactorsOf(const Problem& p, const FlashCall& forward) const {
+  const auto arguments = flash_.ArgumentsOf(p, BySchedule(forward));
+  if (!arguments.ok()) return DType::kF32;  // Run returns the error
+  FlashBackwardArguments b = {};
+  b.forward = *arguments;
+  return FactorsOfCall(p.dtype, b);
+}
+
 absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& call,
                                     const Execution& execution) const {
   CudaRuntime* const runtime = flash_.runtime();
   FlashBackwardArguments b = {};
-  FlashCall by_schedule = *call.forward;
-  by_schedule.asked = {};
-  by_schedule.band = nullptr;
-  TFB_ASSIGN_OR_RETURN(b.forward, flash_.ArgumentsOf(p, by_schedule));
+  TFB_ASSIGN_OR_RETURN(b.forward, flash_.ArgumentsOf(p, BySchedule(*call.forward)));
   b.transposed = transposed_;
   b.out_gradient = ToDeviceView(call.out_gradient);
   b.numbers = call.numbers;
@@ -202,7 +225,7 @@ absl::Status FlashBackwardCuda::Run(const Problem& p, const FlashBackwardCall& c
     TFB_ASSIGN_OR_RETURN(const FlashArguments asked, flash_.ArgumentsOf(p, *call.forward));
     if (asked.packs_asked) of_asked.forward = asked;
   }
-  const OwnerKernels kernels = KernelsOf(runtime->target(), p.dtype, b);
+  const OwnerKernels kernels = KernelsOf(runtime->target(), FactorsOfCall(p.dtype, b));
   if (IsThere(call.q_gradient) || b.labels != nullptr || b.span != nullptr) {
     TFB_RETURN_IF_ERROR(ToStatus(kernels.queries(of_asked, execution.stream)));
   }
@@ -308,13 +331,14 @@ absl::Status AddRowsByToken(CudaRuntime* runtime, const ConstTensorView& rows,
 
 absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call,
                              const ConstTensorView& out,
-                             const ConstTensorView& log_sum_exp_gradient,
+                             const ConstTensorView& log_sum_exp_gradient, DType factors,
                              const ConstTensorView& marks, bool counts,
                              const Execution& execution) {
   FlashDeltaArguments a = {};
   a.out = ToDeviceView(out);
   a.out_rest = ToDeviceView(call.forward->out_rest);
   a.out_gradient = ToDeviceView(call.out_gradient);
+  a.factors = ElementOf(factors);
   a.log_sum_exp = ToDeviceView(call.forward->log_sum_exp);
   a.rest = ToDeviceView(call.forward->log_sum_exp_rest);
   a.log_sum_exp_gradient = ToDeviceView(log_sum_exp_gradient);

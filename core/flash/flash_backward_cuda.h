@@ -51,6 +51,10 @@ class FlashBackwardCuda {
   // Returns the device memory that a call needs. It is linear in the tokens.
   static size_t WorkspaceBytes(const Problem& problem, const ScoreSums& sums);
 
+  // Returns the dtype to which the products of a call round the gradient of the output: the problem's
+  // on tensor cores, else f32, which rounds nothing.
+  DType FactorsOf(const Problem& problem, const FlashCall& forward) const;
+
   // Enqueues a call, which has `numbers` in place of `delta`. Arithmetic is fp32; in problems of 16
   // bits without a score rule, products are of 16-bit factors, on tensor cores
   // (flash_backward_mma.cuh). The result has the same bits in every run. It allocates nothing.
@@ -79,10 +83,12 @@ absl::Status AddRowsByToken(CudaRuntime* runtime, const ConstTensorView& rows,
 
 // Writes the numbers of rows of an output [batch, query_heads, rows, value_dim], of any dtype and strides, from its
 // log-sum-exp, what rounding took from the two, which may be empty, and the gradients of both, of which that of the
-// log-sum-exp may be empty. `marks`, u8 [batch, rows], may be empty: rows where it is not `counts` have no gradients.
+// log-sum-exp may be empty. `factors` is FactorsOf the calls: a D_i of another g_i than that of dp_ij would be off by more
+// than what is left of dp_ij - D_i where a key has nearly all weight. `marks`, u8 [batch, rows], may be empty: rows where it
+// is not `counts` have no gradients.
 absl::Status FlashRowNumbers(CudaRuntime* runtime, const FlashBackwardCall& call,
                              const ConstTensorView& out,
-                             const ConstTensorView& log_sum_exp_gradient,
+                             const ConstTensorView& log_sum_exp_gradient, DType factors,
                              const ConstTensorView& marks, bool counts, const Execution& execution);
 
 }  // namespace tfb

@@ -71,6 +71,7 @@ struct FlashDeltaArguments {
   DeviceView out;       // [batch, query_heads, rows, value_dim]
   DeviceView out_rest;  // likewise: what rounding took from it, or null
   DeviceView out_gradient;
+  Element factors;                  // the type to which products round out_gradient
   DeviceView log_sum_exp;           // f32 [batch, query_heads, rows]
   DeviceView rest;                  // likewise, or null
   DeviceView log_sum_exp_gradient;  // likewise, or null

@@ -49,11 +49,11 @@
 //
 //   dv_j errs by u sum_i p_ij |g_i|, and dq_i by u scale sum_j |ds_ij| |k_j|, dk_j likewise with q_i
 //
-// at most: each term by one rounding, as a term p_ij v_j of the forward pass. D_i is made of the
-// output and of what rounding to 16 bits took from it (FlashCall::out_rest), which is rounded in turn;
-// the forward pass's weights were rounded, but for the largest of a row, which is 1 there. So D_i errs
-// by |g_i| (u^2 |y_i| + u sum_j p_ij |v_j|), over all j but the largest weight's, and ds_ij by p_ij
-// times that.
+// at most: each term by one rounding, as a term p_ij v_j of the forward pass. D_i is made of G as it
+// was rounded, so that it belongs to dp_ij (FlashRowNumbers), of the output, and of what rounding to 16
+// bits took from that (FlashCall::out_rest), which is rounded in turn; the forward pass's weights were
+// rounded, but for the largest of a row, which is 1 there. So D_i errs by |g_i| (u^2 |y_i| +
+// u sum_j p_ij |v_j|), over all j but the largest weight's, and ds_ij by p_ij times that.
 // f16 also loses weights and score gradients below 2^-25, for which losses are scaled (core/training),
 // and has no score gradients above 65,504.
 //

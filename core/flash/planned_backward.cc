@@ -228,7 +228,8 @@ absl::Status PlannedLayer::DoSetUpBackward(const Inputs&, const Execution&) {
 }
 
 absl::Status PlannedLayer::FindRowNumbers(const Softmax& softmax, const ConstTensorView& out,
-                                          const BackwardMemory& memory, FlashBackwardCall* call,
+                                          const BackwardMemory& memory, DType factors,
+                                          FlashBackwardCall* call,
                                           const Execution& execution) const {
   const FlashRows& rows = *softmax.rows;
   const ConstTensorView* of_output = output_gradients_.Find(rows.log_sum_exp);
@@ -246,7 +247,19 @@ absl::Status PlannedLayer::FindRowNumbers(const Softmax& softmax, const ConstTen
   call->numbers.rows = out.dim(2);
   const bool is_marked = !rows.marked.tensor.empty();
   const ConstTensorView marks = is_marked ? tensors_.Get(rows.marked.tensor) : call->overwritten;
-  return FlashRowNumbers(runtime, *call, out, log_sum_exp_gradient, marks, is_marked, execution);
+  return FlashRowNumbers(runtime, *call, out, log_sum_exp_gradient, factors, marks, is_marked,
+                         execution);
+}
+
+DType PlannedLayer::FactorsOf(size_t index) const {
+  const Softmax& softmax = softmaxes_[index];
+  DType factors = problem().dtype;
+  for (size_t n = 0; device_ != Device::kCpu && n < softmax.parts.size(); ++n) {
+    const DType of_part = backward_parts_[index][n].cuda.FactorsOf(
+        softmax.engines.engines()[n].problem(), CallOf(softmax, n, Outputs()));
+    if (of_part == DType::kF32) factors = of_part;
+  }
+  return factors;
 }
 
 absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_out,
@@ -274,7 +287,10 @@ absl::Status PlannedLayer::BackwardOf(size_t index, const ConstTensorView& all_o
                                   ? MarkedCallOf(softmax, Outputs())
                                   : CallOf(softmax, n, Outputs());
     backward.forward = &forward;
-    if (n == 0) TFB_RETURN_IF_ERROR(FindRowNumbers(softmax, out, memory, &backward, execution));
+    if (n == 0) {
+      TFB_RETURN_IF_ERROR(
+          FindRowNumbers(softmax, out, memory, FactorsOf(index), &backward, execution));
+    }
     const PartBackward& own = backward_parts_[index][n];
     backward.schedule = &own.schedule;
     backward.relative_keys = &own.relative_keys;

@@ -178,8 +178,10 @@ class PlannedLayer : public Layer {
                           const Execution& execution);
   // Fills the numbers of a softmax's rows, and names them in the call.
   absl::Status FindRowNumbers(const Softmax& softmax, const ConstTensorView& out,
-                              const BackwardMemory& memory, FlashBackwardCall* call,
+                              const BackwardMemory& memory, DType factors, FlashBackwardCall* call,
                               const Execution& execution) const;
+  // The FlashBackwardCuda::FactorsOf its parts; f32 where they differ.
+  DType FactorsOf(size_t softmax) const;
   ScoreRule RuleOf(const FlashRows& rows, const FlashPart& part) const;
   // Sets a tensor to 0 on the layer's device.
   absl::Status Clear(const TensorView& view, const Execution& execution) const;

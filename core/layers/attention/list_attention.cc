@@ -126,7 +126,8 @@ absl::Status ListEngine::Backward(const ListSchedules::List& list, FlashBackward
     if (is_asked != nullptr) {
       marks = ConstTensorView(is_asked, DType::kU8, {problem.batch, list.tokens});
     }
-    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, log_sum_exp_gradient, marks,
+    TFB_RETURN_IF_ERROR(FlashRowNumbers(runtime, call, out, log_sum_exp_gradient,
+                                        OnDevice(list).FactorsOf(problem, *call.forward), marks,
                                         /*counts=*/true, execution));
     return OnDevice(list).Run(problem, call, execution);
   }
