@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Uses the package as a user does, from the wheel's contents: package_test.py FOLDER_OF_WHEEL README."""
+"""Uses the package as a user does, from the wheel's contents: package_test.py FOLDER_OF_WHEEL README LIBRARY."""
 
 import inspect
 import os
@@ -15,28 +15,15 @@ import zipfile
 
 import numpy
 
-ARGUMENTS = list(sys.argv)
+import sanitized
+
+sanitized.run_with_runtime_of(sys.argv[3], sys.argv)
+del sys.argv[3]
 README = pathlib.Path(sys.argv.pop(2)).read_text()
 FOLDER = tempfile.TemporaryDirectory()
-
-
-def run_with_sanitizer(arguments):
-    """Runs Python again with the runtime of the sanitizer that the library was built with, which has to be loaded first."""
-    libraries = subprocess.run(['ldd', os.path.join(FOLDER.name, 'tfb', 'libtfb.so')], capture_output=True, text=True, check=True)
-    runtime = re.search(r'lib[at]san\.so\S* => (\S+)', libraries.stdout)
-    if runtime is None or 'LD_PRELOAD' in os.environ:
-        return
-    FOLDER.cleanup()
-    os.environ['LD_PRELOAD'] = runtime.group(1)
-    # Python keeps memory to its end.
-    os.environ['ASAN_OPTIONS'] = os.environ.get('ASAN_OPTIONS', '') + ':detect_leaks=0'
-    os.execv(sys.executable, [sys.executable, *arguments])
-
-
 with zipfile.ZipFile(next(pathlib.Path(sys.argv.pop(1)).glob('*.whl'))) as wheel:
     for name in wheel.namelist():
         os.chmod(wheel.extract(name, FOLDER.name), wheel.getinfo(name).external_attr >> 16)
-run_with_sanitizer(ARGUMENTS)
 sys.path.insert(0, FOLDER.name)
 import tfb  # pylint: disable=wrong-import-position
 

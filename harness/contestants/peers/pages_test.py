@@ -13,12 +13,15 @@ import sys
 import types
 import unittest
 
+ARGUMENTS = list(sys.argv)
 LIBRARIES = [os.path.abspath(path) for path in sys.argv[2:]]
 os.environ['TFB_LIBRARY'] = os.path.abspath(sys.argv[1])
 del sys.argv[1:]
 sys.dont_write_bytecode = True
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[2] / 'tools/python'))
+import sanitized  # pylint: disable=wrong-import-position
+sanitized.run_with_runtime_of(os.environ['TFB_LIBRARY'], ARGUMENTS)
 import tfb  # pylint: disable=wrong-import-position
 from tfb import contestant  # pylint: disable=wrong-import-position
 
