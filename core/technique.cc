@@ -206,7 +206,7 @@ absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckCall(execution));
   TFB_RETURN_IF_ERROR(CheckInputs(inputs_, inputs));
   const ScopedFlushDenormals flush;
-  backward_ready_ = false;
+  ready_ = backward_ready_ = false;
   TFB_RETURN_IF_ERROR(WithMemory([&] { return DoSetup(inputs, execution); }));
   ready_ = true;
   return absl::OkStatus();

@@ -126,7 +126,8 @@ class Layer {
 
   // Does the work that need not be repeated while the inputs' sizes and the parameters stay:
   // schedules, tables, hashing, clustering. It may allocate, and returns ResourceExhausted where
-  // there is not enough memory. It must be called before the first Run.
+  // there is not enough memory. It must be called before the first Run, and again where it failed:
+  // a Setup that fails midway leaves nothing of one before it to run with.
   absl::Status Setup(const Inputs& inputs, const Execution& execution);
   // Computes the outputs. It allocates nothing and, on a GPU, does not synchronise. Optional
   // outputs may be left out.

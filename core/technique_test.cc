@@ -303,14 +303,15 @@ class DifferentiableLayer : public Layer {
     return {"out", "log_sum_exp"};
   }
   int runs = 0, backward_setups = 0, passes = 0;
-  absl::Status of_setup;  // what DoSetUpBackward returns
+  absl::Status of_setup, of_backward_setup;  // what DoSetup and DoSetUpBackward return
 
  private:
+  absl::Status DoSetup(const Inputs&, const Execution&) override { return of_setup; }
   absl::Status DoRun(const Inputs&, const Outputs&, const Execution&) override {
     return ++runs, absl::OkStatus();
   }
   absl::Status DoSetUpBackward(const Inputs&, const Execution&) override {
-    return ++backward_setups, of_setup;
+    return ++backward_setups, of_backward_setup;
   }
   absl::Status DoBackward(const BackwardCall&, const Execution&) override {
     return ++passes, absl::OkStatus();
@@ -381,10 +382,10 @@ TEST(Layer, ABackwardPassFollowsItsSetUpWhichFollowsSetup) {
   EXPECT_EQ(fitting.Backward(&layer), early);
   ASSERT_TRUE(fitting.Setup(&layer).ok());
   EXPECT_EQ(fitting.Backward(&layer), early);
-  layer.of_setup = absl::InternalError("no");
-  EXPECT_EQ(fitting.SetUpBackward(&layer), layer.of_setup);
+  layer.of_backward_setup = absl::InternalError("no");
+  EXPECT_EQ(fitting.SetUpBackward(&layer), layer.of_backward_setup);
   EXPECT_EQ(fitting.Backward(&layer), early);
-  layer.of_setup = absl::OkStatus();
+  layer.of_backward_setup = absl::OkStatus();
   ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
   EXPECT_TRUE(fitting.Run(&layer).ok());
   EXPECT_TRUE(fitting.Backward(&layer).ok());
@@ -399,6 +400,29 @@ TEST(Layer, ABackwardPassFollowsItsSetUpWhichFollowsSetup) {
   EXPECT_EQ(fitting.Backward(&layer), early);
   EXPECT_EQ(layer.passes, 3);
   EXPECT_EQ(layer.backward_setups, 3);
+}
+
+TEST(Layer, ASetupThatFailsLeavesNothingOfTheOneBefore) {
+  DifferentiableLayer layer;
+  FittingBackward fitting(layer);
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+  layer.of_setup = absl::ResourceExhaustedError("no");
+  EXPECT_EQ(fitting.Setup(&layer), layer.of_setup);
+  EXPECT_EQ(fitting.Run(&layer), absl::FailedPreconditionError("Setup must be called before Run"));
+  EXPECT_EQ(fitting.Backward(&layer),
+            absl::FailedPreconditionError("SetUpBackward must be called before Backward"));
+  EXPECT_EQ(layer.runs, 0);
+  EXPECT_EQ(layer.passes, 0);
+  // One that is refused before it begins changes nothing.
+  layer.of_setup = absl::OkStatus();
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+  Execution without_threads = fitting.execution;
+  without_threads.pool = nullptr;
+  EXPECT_FALSE(layer.Setup(ViewsOf(fitting.inputs), without_threads).ok());
+  EXPECT_TRUE(fitting.Run(&layer).ok());
+  EXPECT_TRUE(fitting.Backward(&layer).ok());
 }
 
 TEST(Layer, ALayerWithoutABackwardPassRefusesWhatBelongsToIt) {
