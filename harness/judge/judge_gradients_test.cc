@@ -129,8 +129,9 @@ TEST(EvaluateGradients, TakesTheGivenGradientsOfTheRows) {
   NamedTensors gradients = DrawOutputGradients(*layer, 1).value();
   request.output_gradients = &gradients;
   const auto failed = [&] {
+    const std::vector<GradientError> errors = EvaluateGradients(request, layer.get()).value();
     std::vector<std::string> names;
-    for (const GradientError& one : EvaluateGradients(request, layer.get()).value()) {
+    for (const GradientError& one : errors) {
       if (!one.error.passed()) names.push_back(one.name);
     }
     std::sort(names.begin(), names.end());
