@@ -5,15 +5,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "core/sanitizers.h"
 #include "core/tested_devices.h"
-
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define TFB_HAS_SANITIZER 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define TFB_HAS_SANITIZER 1
-#endif
-#endif
 
 namespace {
 
@@ -23,7 +16,7 @@ void CountOne() { count.fetch_add(1, std::memory_order_relaxed); }
 
 }  // namespace
 
-#if defined(__GLIBC__) && !defined(TFB_HAS_SANITIZER)
+#if defined(__GLIBC__) && !TFB_ADDRESS_SANITIZER && !TFB_THREAD_SANITIZER
 
 // These functions have glibc's own names, so that they replace its allocator's entry points.
 // glibc's free accepts what they return.

@@ -6,18 +6,19 @@
 #include <string>
 #include <vector>
 
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/lsan_interface.h>
-#endif
-
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/cuda/cudnn.h"
 #include "core/cuda/device_probe.h"
+#include "core/sanitizers.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+
+#if TFB_ADDRESS_SANITIZER
+#include <sanitizer/lsan_interface.h>
+#endif
 
 namespace tfb::dense {
 namespace {
@@ -164,7 +165,7 @@ const Cudnn* CudnnThatPlans() {
 // Turns off the leak sanitizer, which must not judge memory that cuDNN allocates and keeps.
 class WithoutLeakChecks {
  public:
-#ifdef __SANITIZE_ADDRESS__
+#if TFB_ADDRESS_SANITIZER
   WithoutLeakChecks() { __lsan_disable(); }
   ~WithoutLeakChecks() { __lsan_enable(); }
 #endif

@@ -8,6 +8,7 @@
 
 #include "core/cuda/simulator/simulator.h"
 #include "core/safetensors.h"
+#include "core/sanitizers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/judge/device_memory.h"
@@ -465,9 +466,7 @@ TEST_F(MeasureTest, ABackwardPassMayNeedAsMuchAsTheLimitAndNotAByteMore) {
 }
 
 TEST_F(MeasureTest, WhatALayerKeepsOnTheHeapIsTold) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "sanitizers have their own ideas of memory";
-#endif
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers have their own ideas of memory";
   const Outcome outcome = Measure("toy_hoarder:mib=3").at("toy_hoarder mib=3").outcome();
   EXPECT_NEAR(outcome.statistics().at("layer_heap_bytes"), 3 << 20, 64 << 10);
   EXPECT_EQ(Measure("toy_mean").at("toy_mean").outcome().statistics().count("layer_heap_bytes"),

@@ -23,13 +23,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-
-// Sanitizers use memory differently: shadows, quarantines, and an abort where an allocation fails.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define TFB_SANITIZED 1
-#else
-#define TFB_SANITIZED 0
-#endif
+#include "core/sanitizers.h"
 
 namespace tfb {
 namespace {
@@ -96,7 +90,7 @@ int64_t DataBytes() {
 constexpr int64_t kOverheadBytes = int64_t{1} << 30;
 
 void LimitMemory(int64_t bytes) {
-  if (bytes <= 0 || TFB_SANITIZED) return;
+  if (bytes <= 0 || kIsSanitized) return;
   struct rlimit limit;
   if (getrlimit(RLIMIT_DATA, &limit) != 0) return;
   const rlim_t wanted = static_cast<rlim_t>(DataBytes() + bytes + kOverheadBytes);

@@ -7,7 +7,9 @@
 #include <cstdio>
 #include <cstdlib>
 
-#ifdef __SANITIZE_ADDRESS__
+#include "core/sanitizers.h"
+
+#if TFB_ADDRESS_SANITIZER
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -20,7 +22,7 @@ namespace {
 
 // Clears the address sanitizer's marks on a stack whose functions did not return.
 void ForgetFrames(void* stack, size_t bytes) {
-#ifdef __SANITIZE_ADDRESS__
+#if TFB_ADDRESS_SANITIZER
   __asan_unpoison_memory_region(stack, bytes);
 #else
   (void)stack, (void)bytes;
@@ -50,7 +52,7 @@ void Fibre::Make(char* stack, size_t bytes, void (*entry)()) {
 
 void Fibre::SwitchTo(Fibre* next) {
   const Switch jump{this, next};
-#ifdef __SANITIZE_ADDRESS__
+#if TFB_ADDRESS_SANITIZER
   __sanitizer_start_switch_fiber(&asan_stack_, next->stack_, next->stack_bytes_);
 #endif
   const fcontext::transfer_t back =
@@ -61,7 +63,7 @@ void Fibre::SwitchTo(Fibre* next) {
 // Arrives on the fibre `jump.to`: the fibre that switched resumes at `from_context`.
 void Fibre::Arrive(void* from_context, const Switch& jump) {
   jump.from->context_ = from_context;
-#ifdef __SANITIZE_ADDRESS__
+#if TFB_ADDRESS_SANITIZER
   __sanitizer_finish_switch_fiber(jump.to->asan_stack_, &jump.from->stack_,
                                   &jump.from->stack_bytes_);
 #endif
