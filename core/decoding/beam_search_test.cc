@@ -16,7 +16,6 @@ namespace tfb {
 namespace {
 
 using Symbols = std::vector<int64_t>;
-constexpr double kImpossible = -std::numeric_limits<double>::infinity();
 
 // Probabilities of three symbols after each prefix; symbol 0 is the end symbol. A prefix that is
 // not listed ends with certainty.

@@ -666,7 +666,7 @@ void ExpectGradients(const Setting& s, Device device) {
     for (int trial = 0; trial < (s.terms.empty() ? 2 : 1); ++trial) {
       const std::vector<double> d = Draw(name + std::to_string(trial), gradient.size(), 1);
       const double length = Norm(d), h = 1e-6;
-      const auto moved = [&](double step) {
+      const auto moved = [&, &name = name](double step) {
         Numbers there = x;
         for (size_t n = 0; n < d.size(); ++n) there[name][n] += step * d[n];
         return Loss(s, there, g, e);

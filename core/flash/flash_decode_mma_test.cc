@@ -249,7 +249,7 @@ TEST_P(FlashDecodeMma, InfiniteValuesReachTheRowsThatSeeThemWithTheirSign) {
     subject.Run();
     const Tensor clean = subject.out().Clone();
     // Keys 0 to 47 are of three warps; rows from 5 on do not see key 0, and so on.
-    const auto set = [&](int64_t j, int64_t c, double value) {
+    const auto set = [&, dim = dim](int64_t j, int64_t c, double value) {
       subject.input("v").view().Set(j * dim + c, value);
     };
     set(0, 3, INFINITY);

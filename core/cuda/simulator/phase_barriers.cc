@@ -160,9 +160,10 @@ void PhaseBarriers::FinishBlock() {
   for (const auto& [place, barrier] : barriers_) {
     if (barrier.last_copy == 0) continue;
     if (machine_->checker.order.IsKnown(barrier.agent, barrier.last_copy)) continue;
-    machine_->ReportOf(barrier.copier, FindingKind::kUnfinishedWork, barrier.copy_site, [&] {
-      return "starts a bulk copy for which no thread has waited at " + Place(machine_, place);
-    });
+    machine_->ReportOf(
+        barrier.copier, FindingKind::kUnfinishedWork, barrier.copy_site, [&, &place = place] {
+          return "starts a bulk copy for which no thread has waited at " + Place(machine_, place);
+        });
   }
 }
 
