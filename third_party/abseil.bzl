@@ -60,20 +60,25 @@ alias(
 
 def _abseil_repository_impl(ctx):
     archives = []
+    libraries = []
     for lib_dir in ctx.path("/usr/lib").readdir() + [ctx.path("/usr/lib64")]:
         if lib_dir.exists and lib_dir.get_child("libabsl_base.a").exists:
-            archives = sorted([
-                "-l:" + entry.basename
+            names = sorted([
+                entry.basename[:-len(".a")]
                 for entry in lib_dir.readdir()
                 if entry.basename.startswith("libabsl_") and entry.basename.endswith(".a") and
                    "_test_util" not in entry.basename
             ])
+            archives = ["-l:%s.a" % name for name in names]
+
+            # What helps with tests of Abseil's own may be there as an archive alone.
+            libraries = ["-l:%s.so" % name for name in names if lib_dir.get_child(name + ".so").exists]
             break
     if not archives:
         fail("@%s: libabsl_base.a not found under /usr/lib. Run tools/setup, or install: libabsl-dev" % ctx.name)
     ctx.file("WORKSPACE", "workspace(name = \"%s\")\n" % ctx.name)
     ctx.file("BUILD", _ROOT.format(archives = archives))
-    ctx.file("shared.bzl", _SHARED.format(libraries = [archive[:-len(".a")] + ".so" for archive in archives]))
+    ctx.file("shared.bzl", _SHARED.format(libraries = libraries))
     for package, names in _TARGETS.items():
         ctx.file(
             "absl/%s/BUILD" % package,

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/backward_testing.h"
 #include "core/testing.h"

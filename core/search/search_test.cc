@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "core/allocations.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/mirror.h"

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -68,8 +67,9 @@ std::string Unescaped(absl::string_view text) {
     const bool is_code = text[i] == '%' && i + 2 < text.size() &&
                          absl::ascii_isxdigit(static_cast<unsigned char>(text[i + 1])) &&
                          absl::ascii_isxdigit(static_cast<unsigned char>(text[i + 2]));
-    if (is_code) {
-      plain += absl::HexStringToBytes(text.substr(i + 1, 2));
+    int code = 0;
+    if (is_code && absl::SimpleHexAtoi(text.substr(i + 1, 2), &code)) {
+      plain += static_cast<char>(code);
       i += 2;
     } else {
       plain += text[i];

@@ -48,7 +48,7 @@ SHARED = {
     'memorizing': {'ParametersOf', 'StorePrefix'},
     'multi_head': {'InputsOf'},
     'performer': {'HasScale'},
-    'reversible': {'BlockPrefix', 'InputsOfF'},
+    'reversible': {'BlockPrefix', 'CheckF', 'InputsOfF'},
     'rope': {'RotaryDims'},
     'routing': {'RoutingScale', 'RoutingSizes'},
     'sinkhorn': {'SizesOf', 'WidthOf'},

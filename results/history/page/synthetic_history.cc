@@ -263,10 +263,10 @@ HistoryWithChanges MakeSmallHistory() {
   HistoryWithChanges out;
   out.history.machines.push_back(MakeMachine("Imaginary CPU (25/17/1), 2 cores, AVX2", kRuns));
   uint64_t state = 1;
-  const auto time = [&](const std::string& name, const std::vector<Step>& steps) {
+  const auto time = [&](const std::string& name, std::vector<Step> steps) {
     Course course;
     course.level = 0.5;
-    course.steps = steps;
+    course.steps = std::move(steps);
     return AddSeries(0, HISTORY_METRIC_TIME_OVER_DENSE, name, Values(course, kRuns, &state),
                      &out.history);
   };
