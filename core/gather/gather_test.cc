@@ -224,8 +224,8 @@ TEST_P(Gather, AHashIsTheLargestOfProductsAndTheirNegatives) {
     const AngularHash hash = AngularHash::Create(device(), given, {3, 5}).value();
     DeviceArray<int32_t> buckets = DeviceArray<int32_t>::Allocate(device(), 2 * 600).value();
     Tensor unused(DType::kF32, {1});
+    const size_t bytes = AngularHash::WorkspaceBytes(device(), head_dim, 2, 8, 2);
     OnDevice(x, &unused, [&](const ConstTensorView& from, const TensorView&) {
-      const size_t bytes = AngularHash::WorkspaceBytes(device(), head_dim, 2, 8, 2);
       EXPECT_TRUE(hash.Run(from, buckets.mutable_data(), With(bytes)).ok());
     });
     const std::vector<int32_t> found = Download(buckets);

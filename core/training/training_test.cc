@@ -161,7 +161,7 @@ TEST(Training, StepsAreThoseOfPyTorch) {
   }
   EXPECT_TRUE(clipped && passed) << "the file has gradients of one kind alone";
   for (const auto& [name, parameter] : parameters) {
-    const auto expect = [&](const Tensor& own, const char* suffix) {
+    const auto expect = [&, &name = name](const Tensor& own, const char* suffix) {
       const ConstTensorView theirs = golden.tensors.at(absl::StrCat(name, suffix)).view();
       for (int64_t n = 0; n < own.num_elements(); ++n) {
         EXPECT_NEAR(own.view().Get(n), theirs.Get(n), 2e-6 * std::abs(theirs.Get(n)) + 1e-7)

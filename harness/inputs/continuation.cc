@@ -100,11 +100,12 @@ absl::StatusOr<Options> CutSequence::SecondOptions() const {
       if (output == nullptr) continue;
       numbers.insert(numbers.end(), output->shape.begin(), output->shape.end());
     }
-    if (std::any_of(numbers.begin(), numbers.end(), [&](int64_t number) {
-          second[option] = absl::StrCat(number);
-          const auto inputs = technique->InputSpecs(Part(true), second);
-          return inputs.ok() && AreGiven(*inputs, outputs, names);
-        })) {
+    const auto serves = [&, &option = option, &names = names](int64_t number) {
+      second[option] = absl::StrCat(number);
+      const auto inputs = technique->InputSpecs(Part(true), second);
+      return inputs.ok() && AreGiven(*inputs, outputs, names);
+    };
+    if (std::any_of(numbers.begin(), numbers.end(), serves)) {
       continue;
     }
     return absl::FailedPreconditionError(
