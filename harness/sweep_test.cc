@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "core/sanitizers.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "results/appender.h"
@@ -274,9 +275,7 @@ TEST_F(SweepTest, ASweepOfWhichNothingCouldRunIsAnError) {
 }
 
 TEST_F(SweepTest, MemoryThatSetupTakesUnannouncedIsARow) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "sanitizers have their own ideas of memory";
-#endif
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers have their own ideas of memory";
   const Finished run =
       Run({"--techniques=toy_hoarder:mib=6000,toy_mean", "--lengths=16", "--output=a.pb"});
   EXPECT_EQ(run.exit_status, 0) << run.err;

@@ -975,7 +975,7 @@ ResultSet MakeTies() {
           spec.purpose = Case::PURPOSE_SCALING;
           spec.tokens = tokens;
           spec.median_ns = absl::string_view(name) == "slow" ? 2e6 : 1e6;
-          const auto add = [&] {
+          const auto add = [&, causal = causal] {
             Case* result = ties.Add(spec, "attention");
             result->mutable_key()->mutable_problem()->set_causal(causal);
             result->mutable_technique()->set_dense_counterpart(counterpart);

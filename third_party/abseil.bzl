@@ -42,12 +42,13 @@ cc_library(
 )
 
 # The archives' code is for programs. A shared library's own linkopts name these, which come before the archives and leave
-# nothing for them to define.
+# nothing for them to define. All of them are needed: one that is needed by another of them alone would not be looked at
+# before the archives, which are not all fit for a shared library.
 exports_files(["shared.bzl"])
 """
 
 _SHARED = """\
-SHARED = ["-Wl,--as-needed"] + {libraries}
+SHARED = ["-Wl,--push-state,--no-as-needed"] + {libraries} + ["-Wl,--pop-state"]
 """
 
 _ALIAS = """\

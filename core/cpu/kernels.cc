@@ -1047,12 +1047,12 @@ void DotsOf(const IndexedRows& rows, const float* x, float* dots, float* squares
     HorizontalSums(dot, of_dots);
     if (kSquares) HorizontalSums(square, of_squares);
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t c = whole; c < rows.columns; ++c) {
-        of_dots[i] += row[i][c] * x[c];
-        of_squares[i] += row[i][c] * row[i][c];
-      }
+      for (int64_t c = whole; c < rows.columns; ++c) of_dots[i] += row[i][c] * x[c];
       dots[n + i] = of_dots[i];
-      if (kSquares) squares[n + i] = of_squares[i];
+      if (!kSquares) continue;
+      // Apart from the products, which are then rounded as they are without squares.
+      for (int64_t c = whole; c < rows.columns; ++c) of_squares[i] += row[i][c] * row[i][c];
+      squares[n + i] = of_squares[i];
     }
   }
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -147,7 +148,7 @@ void RunOurLists(Workload& p, const std::vector<int32_t>& exact) {
 void RunFaiss(Workload& p, const std::vector<int32_t>& exact) {
   omp_set_num_threads(p.pool.threads());
   std::vector<float> scores(p.count * p.k);
-  std::vector<faiss::Index::idx_t> slots(p.count * p.k);
+  std::vector<int64_t> slots(p.count * p.k);
   const auto run = [&](const std::string& what, const faiss::Index& index, double building) {
     const auto search = [&](int64_t count) {
       index.search(count, p.queries.data(), p.k, scores.data(), slots.data());

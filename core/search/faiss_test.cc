@@ -52,8 +52,7 @@ class FaissTest : public testing::TestWithParam<SearchMetric> {
   Tensor keys_{DType::kF32, {1, kEntries, kDim}};
   Tensor queries_{DType::kF32, {1, kQueries, kDim}};
   std::vector<float> faiss_scores_ = std::vector<float>(kQueries * kNeighbours);
-  std::vector<faiss::Index::idx_t> faiss_slots_ =
-      std::vector<faiss::Index::idx_t>(kQueries * kNeighbours);
+  std::vector<int64_t> faiss_slots_ = std::vector<int64_t>(kQueries * kNeighbours);
   std::vector<float> scores_ = std::vector<float>(kQueries * kNeighbours);
   std::vector<int32_t> slots_ = std::vector<int32_t>(kQueries * kNeighbours);
 };

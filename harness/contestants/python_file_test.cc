@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -40,7 +41,7 @@ std::shared_ptr<PythonFile> Toy() {
   return file;
 }
 
-const Technique& Contestant(const std::string& name) {
+const Technique& Contestant(absl::string_view name) {
   static const bool added = [] {
     const auto list = Toy()->List();
     EXPECT_TRUE(list.ok()) << list.status();

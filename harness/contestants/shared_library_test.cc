@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -21,7 +22,7 @@ using ::testing::HasSubstr;
 constexpr char kToy[] = "harness/contestants/libtoy.so", kOurs[] = "harness/c/libtfb.so";
 
 // A registry that has the definitions too, as the global one has.
-const Technique& Contestant(const std::string& name) {
+const Technique& Contestant(absl::string_view name) {
   static const bool added = [] {
     for (const char* path : {kToy, kOurs}) {
       const auto file = std::make_shared<SharedLibrary>(path);
