@@ -137,6 +137,34 @@ TEST(PythonFile, WhatALayerCannotDoIsItsStatus) {
   EXPECT_TRUE(Judged("dense", problem).ok());
 }
 
+// Returns the processes that this one has started.
+std::vector<pid_t> Children() {
+  std::vector<pid_t> children;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    std::ifstream status(entry.path() / "status");
+    for (std::string word; status >> word;) {
+      pid_t parent = 0;
+      if (word != "PPid:" || !(status >> parent)) continue;
+      if (parent == getpid()) children.push_back(std::stoi(entry.path().filename()));
+      break;
+    }
+  }
+  std::sort(children.begin(), children.end());
+  return children;
+}
+
+// It keeps what it has taken: the toy holds it in a list.
+TEST(PythonFile, WhatRunsOutOfMemoryLeavesTheNextOneANewProcess) {
+  const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
+  ASSERT_TRUE(Judged("dense", problem).ok());
+  const std::vector<pid_t> before = Children();
+  EXPECT_EQ(Judged("takes_all_memory", problem).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  const absl::Status next = Judged("dense", problem).status();
+  EXPECT_TRUE(next.ok()) << next;
+  EXPECT_NE(Children(), before);
+}
+
 TEST(PythonFile, AMaskThatIsNotReadIsNotIgnored) {
   const Problem problem = Problem::SelfAttention(1, 2, 50, 16);
   const Technique& dense = Contestant("dense");
@@ -175,22 +203,6 @@ TEST(PythonFile, ALayerOutlivesAProcessThatAnotherOneEnded) {
   EXPECT_TRUE(contestant->SetupSeconds().ok());
   EXPECT_EQ(contestant->about().count("numpy"), 1u);
   EXPECT_EQ(contestant->about().at("OMP_NUM_THREADS"), "1");
-}
-
-// Returns the processes that this one has started.
-std::vector<pid_t> Children() {
-  std::vector<pid_t> children;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
-    std::ifstream status(entry.path() / "status");
-    for (std::string word; status >> word;) {
-      pid_t parent = 0;
-      if (word != "PPid:" || !(status >> parent)) continue;
-      if (parent == getpid()) children.push_back(std::stoi(entry.path().filename()));
-      break;
-    }
-  }
-  std::sort(children.begin(), children.end());
-  return children;
 }
 
 // The kernel sends both signals to the stopped processes of a group whose shell has ended.

@@ -176,10 +176,16 @@ absl::StatusOr<std::unique_ptr<PythonProcess>> PythonProcess::Connect(const std:
 
 PythonProcess::~PythonProcess() {
   if (socket_ >= 0) close(socket_);
+  End();
+}
+
+void PythonProcess::End() {
   if (pid_ <= 0) return;
   kill(pid_, SIGKILL);
   while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
+  pid_ = -1;
+  has_ended_ = true;
 }
 
 absl::StatusOr<Json> PythonProcess::Ask(const Json& request, int file) {
@@ -192,7 +198,11 @@ absl::StatusOr<Json> PythonProcess::Ask(const Json& request, int file) {
   // The file comes with a byte of its own, which the other side reads when it knows the request.
   if (!SendAll(socket_, framed) || (file >= 0 && !SendAll(socket_, "f", file))) return Ended();
   absl::StatusOr<Json> answer = Answer();
-  Signal(SIGSTOP);
+  if (absl::IsResourceExhausted(answer.status())) {
+    End();  // it may keep what it has taken, for good
+  } else {
+    Signal(SIGSTOP);
+  }
   return answer;
 }
 

@@ -34,14 +34,15 @@ class PythonProcess {
                                                               int threads, double seconds);
   // Connects to a process that serves contestants of its own at a socket of the file system.
   static absl::StatusOr<std::unique_ptr<PythonProcess>> Connect(const std::string& path);
-  ~PythonProcess();  // kills a process that was started
+  ~PythonProcess();  // ends a process that was started
   PythonProcess(const PythonProcess&) = delete;
   PythonProcess& operator=(const PythonProcess&) = delete;
 
   // Sends a request, with a file where it is not negative, and returns the answer. Returns the
   // contestant's error as Unimplemented, ResourceExhausted or Internal; Internal where the process
-  // has ended, which has_ended() tells from then on. Between requests a process that was started is
-  // stopped: threads of its libraries that wait for work would spin beside what is timed next.
+  // has ended, which has_ended() tells from then on. A process that was started and has run out of
+  // memory is ended: what it has taken it may keep. Between requests one is stopped: threads of its
+  // libraries that wait for work would spin beside what is timed next.
   absl::StatusOr<nlohmann::json> Ask(const nlohmann::json& request, int file = -1);
   bool has_ended() const { return has_ended_; }
 
@@ -50,6 +51,7 @@ class PythonProcess {
   bool Read(char* bytes, size_t count);
   absl::StatusOr<nlohmann::json> Answer();
   absl::Status Ended();
+  void End();                     // kills a process that was started
   void Signal(int signal) const;  // to a process that was started
   bool WaitForAnswer(double seconds) const;
 

@@ -259,7 +259,7 @@ TEST(Worker, AllocationsBeyondTheLimitFail) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers have their own ideas of memory";
   auto worker = Started(
       [](WorkerSide& side) {
-        const char* volatile seen;  // without which the compiler may leave out an allocation
+        [[maybe_unused]] const char* volatile seen;  // or the compiler may leave out an allocation
         try {
           std::vector<char> fits(64 << 20, 1);
           seen = fits.data();
