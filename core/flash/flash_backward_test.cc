@@ -146,10 +146,16 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
   const Problem& p = s.problem;
   const int64_t offsets = p.query_tokens + p.kv_tokens + 200, D = p.head_dim;
   const double scale = 1 / std::sqrt(static_cast<double>(D));
-  const auto at = [&](const char* name, int64_t n) {
+  // Those of a name; none where the setting has no such term.
+  const auto numbers = [&](const char* name) {
     const auto found = x.find(name);
-    return found == x.end() ? 0.0 : found->second[n];
+    return found == x.end() ? nullptr : found->second.data();
   };
+  const double *const q = numbers("q"), *const k = numbers("k"), *const v = numbers("v");
+  const double *const content = numbers("u"), *const position = numbers("w");
+  const double *const relative = numbers("r"), *const labels = numbers("l");
+  const double *const label_biases = numbers("c"), *const spans = numbers("span");
+  const double *const factors = numbers("factor"), *const biases = numbers("bias");
   double loss = 0;
   for (int64_t bh = 0; bh < p.batch * p.query_heads; ++bh) {
     const int64_t h = bh % p.query_heads, kv = bh / p.group();
@@ -164,28 +170,29 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
         if (!s.Sees(h, i, j) || b == s.hidden_key) continue;
         if (s.has_token_rule && !SlotShows(1, h, kv % p.kv_heads, a, b)) continue;
         double ramp = 1;
-        if (s.Has("span")) {
-          const double z = at("span", bh * s.queries() + i);
+        if (spans != nullptr) {
+          const double z = spans[bh * s.queries() + i];
           const double distance = static_cast<double>(i + p.causal_offset() - j);
           ramp = std::min(1.0, std::max(0.0, (kRamp + z - distance) / kRamp));
           if (ramp == 0) continue;
         }
         double score = 0;
         for (int64_t c = 0; c < D; ++c) {
-          const double q = at("q", (bh * p.query_tokens + a) * D + c);
-          score += (q + at("u", h * D + c)) * at("k", (kv * p.kv_tokens + b) * D + c);
-          const double positioned = q + at("w", h * D + c);
+          const double query = q[(bh * p.query_tokens + a) * D + c];
+          score += (query + (content == nullptr ? 0 : content[h * D + c])) *
+                   k[(kv * p.kv_tokens + b) * D + c];
+          const double positioned = query + (position == nullptr ? 0 : position[h * D + c]);
           const int64_t offset = j - i - s.query_position;
-          if (s.Has("r") && std::abs(offset) <= s.farthest) {
-            score += positioned * at("r", (h * (2 * s.farthest + 1) + s.KeyOf(offset)) * D + c);
+          if (relative != nullptr && std::abs(offset) <= s.farthest) {
+            score += positioned * relative[(h * (2 * s.farthest + 1) + s.KeyOf(offset)) * D + c];
           }
-          if (s.Has("l")) score += positioned * at("l", (h * 2 + (Id(a) == Id(b))) * D + c);
+          if (labels != nullptr) score += positioned * labels[(h * 2 + (Id(a) == Id(b))) * D + c];
         }
-        if (s.Has("c")) score += at("c", h * 2 + (Id(a) == Id(b)));
+        if (label_biases != nullptr) score += label_biases[h * 2 + (Id(a) == Id(b))];
         score *= scale;
         const int64_t offset = h * offsets + j - i + p.query_tokens;
-        if (s.Has("factor")) score = std::max(score, 0.0) * at("factor", offset);
-        if (s.Has("bias")) score += at("bias", offset);
+        if (factors != nullptr) score = std::max(score, 0.0) * factors[offset];
+        if (biases != nullptr) score += biases[offset];
         if (s.has_token_rule) score += TokenTerm(h, kv % p.kv_heads, a, b);
         scores.push_back(score);
         ramps.push_back(ramp);
@@ -199,7 +206,7 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
         const double weight = ramps[n] * std::exp(scores[n] - max) / sum;
         for (int64_t c = 0; c < p.value_dim; ++c) {
           loss += weight * g[(bh * p.query_tokens + row) * p.value_dim + c] *
-                  at("v", (kv * p.kv_tokens + tokens[n]) * p.value_dim + c);
+                  v[(kv * p.kv_tokens + tokens[n]) * p.value_dim + c];
         }
       }
     }

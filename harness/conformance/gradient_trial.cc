@@ -76,6 +76,7 @@ absl::Status Step::CheckKept() {
 }
 
 absl::Status Step::DoRun() {
+  FollowSchedule(settings_.schedule);
   TFB_ASSIGN_OR_RETURN(
       GuardedWorkspace workspace,
       GuardedWorkspace::Allocate(layer_->workspace_bytes(settings_.threads), device_));
@@ -107,6 +108,7 @@ absl::Status Step::ReplayBackward(const BackwardCall& call) {
 }
 
 absl::StatusOr<NamedTensors> Step::Backward(const NamedTensors& output_gradients) {
+  FollowSchedule(settings_.schedule);
   TFB_ASSIGN_OR_RETURN(PlacedTensors given,
                        PlacedTensors::Of(output_gradients, settings_.inputs, device_));
   const auto place = [&](const std::vector<TensorSpec>& specs, bool are_parameters,

@@ -29,6 +29,7 @@ struct StepSettings {
   bool setup = true;
   // On a device: whether Backward is recorded in a CUDA graph, which is then launched twice.
   bool in_graph = false;
+  uint64_t schedule = 1;  // of the run and its Backward, see FollowSchedule
   // Variables whose gradients are not asked for, by Variable::ToString.
   std::set<std::string> left_out = {};
 

@@ -21,9 +21,7 @@ namespace {
 // Runs a layer with RunSettings, and checks all accesses to memory.
 absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, Device device, const NamedTensors& inputs,
                                         const RunSettings& settings) {
-  cuda_simulator::Settings simulated = cuda_simulator::CurrentSettings();
-  simulated.seed = settings.schedule;
-  cuda_simulator::Configure(simulated);
+  FollowSchedule(settings.schedule);
   TFB_ASSIGN_OR_RETURN(PlacedTensors read, PlacedTensors::Of(inputs, settings.inputs, device));
   TFB_ASSIGN_OR_RETURN(PlacedTensors written,
                        PlacedTensors::For(layer->outputs(), settings.outputs, device));
@@ -54,6 +52,12 @@ bool HasShape(const NamedTensors& tensors, absl::string_view name, const Shape& 
 }
 
 }  // namespace
+
+void FollowSchedule(uint64_t schedule) {
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
+  settings.seed = schedule;
+  cuda_simulator::Configure(settings);
+}
 
 std::string LabelOf(const Problem& p) {
   std::string label = absl::StrCat("b", p.batch, "_h", p.query_heads);

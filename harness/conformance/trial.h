@@ -88,6 +88,10 @@ Problem Usual(bool causal = false, DType dtype = DType::kF32);
 // Returns the usual problem, causal and not.
 std::vector<Problem> UsualBoth();
 
+// Makes blocks, and the threads of each, run in another order in the simulator from now on. Within
+// a schedule, launches of a shape are in the same order.
+void FollowSchedule(uint64_t schedule);
+
 struct RunSettings {
   int threads = 2;
   Layout inputs = Layout::kContiguous;

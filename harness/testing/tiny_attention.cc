@@ -51,7 +51,7 @@ absl::Status RunTinyAttention(Device device, const TinyCall& call, const TinyTen
   if (IsOfKernels(call.fault) && device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device));
     const TinyKernels& kernels = KernelsOn<TinyKernels>(runtime->target());
-    const TinySumsInAnyOrder sums = {t.weights, t.factors, call.rows(), call.keys};
+    const TinySumsInAnyOrder sums = {t.weights, t.factors, t.kept, call.rows(), call.keys};
     TFB_RETURN_IF_ERROR(ToStatus(call.Is(TinyFault::kHeadsInGridZ)
                                      ? kernels.visit_heads(call.batch, call.heads, execution.stream)
                                      : kernels.sum_in_any_order(sums, execution.stream)));

@@ -19,7 +19,9 @@ __global__ void SumInAnyOrder(const TinySumsInAnyOrder sums) {
   __syncwarp();
   atomicAdd(&sum, own);
   __syncwarp();
-  if (Lane() == 0) sums.factors[row] = sum > 0 ? 1 / sum : 0;
+  if (Lane() != 0) return;
+  if (sums.kept != nullptr && sum > 0) sums.kept[row] += logf(sum * sums.factors[row]);
+  sums.factors[row] = sum > 0 ? 1 / sum : 0;
 }
 
 const char* LaunchSumInAnyOrder(const TinySumsInAnyOrder& sums, void* stream) {

@@ -9,7 +9,8 @@ namespace tfb {
 // The threads of a block add their shares by atomics, in an unspecified order.
 struct TinySumsInAnyOrder {
   const float* weights;
-  float* factors;  // by row
+  float* factors;  // by row; those of sums in order, which are replaced
+  float* kept;     // log-sum-exps by row, which are made those of these sums; may be null
   int64_t rows, keys;
 };
 
