@@ -178,10 +178,10 @@ class MeanDeviceLayer : public Layer {
     if (deed_ == Deed::kBadKernel) tensors.out.data = reinterpret_cast<void*>(uintptr_t{64});
     time_.clock->Wait(RunSeconds(options_, time_));
     if (deed_ == Deed::kBadLaunch) {  // one block more than a grid may have
-      return ToStatus(
-          KernelsOn<TinyKernels>(runtime_->target())
-              .sum_in_any_order({tensors.weights, tensors.factors, int64_t{1} << 31, p.kv_tokens},
-                                execution.stream));
+      return ToStatus(KernelsOn<TinyKernels>(runtime_->target())
+                          .sum_in_any_order({tensors.weights, tensors.factors, nullptr,
+                                             int64_t{1} << 31, p.kv_tokens},
+                                            execution.stream));
     }
     for (int64_t round = 0; round < options_.rounds; ++round) {
       TFB_RETURN_IF_ERROR(RunTinyAttention(runtime_->device(), call, tensors, execution));
