@@ -146,7 +146,7 @@ double Loss(const Setting& s, const Numbers& x, const std::vector<double>& g,
   const Problem& p = s.problem;
   const int64_t offsets = p.query_tokens + p.kv_tokens + 200, D = p.head_dim;
   const double scale = 1 / std::sqrt(static_cast<double>(D));
-  // Those of a name; none where the setting has no such term.
+  // Returns the numbers of a name; null where the setting has no such term.
   const auto numbers = [&](const char* name) {
     const auto found = x.find(name);
     return found == x.end() ? nullptr : found->second.data();
