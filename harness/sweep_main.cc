@@ -73,6 +73,10 @@ ABSL_FLAG(
     int, repetitions, 33,
     "Samples of a steady run at most. Every case gets at least three; what the time budget has "
     "room for beyond goes where the interval of the median is widest.");
+ABSL_FLAG(
+    bool, cold, true,
+    "Also time single runs after the caches were overwritten, which takes longer than a short "
+    "run does.");
 ABSL_FLAG(bool, graphs, true,
           "On a GPU, also time each run as one CUDA graph, which leaves out what the host does for "
           "every kernel.");
@@ -167,6 +171,7 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
   TFB_ASSIGN_OR_RETURN(options.time_budget,
                        ParseSeconds("time_budget", absl::GetFlag(FLAGS_time_budget)));
   TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, MemoryLimitFromFlags());
+  options.measure.cold = absl::GetFlag(FLAGS_cold);
   options.measure.graphs = absl::GetFlag(FLAGS_graphs);
   options.resume = absl::GetFlag(FLAGS_resume);
   options.allow_different_environment = absl::GetFlag(FLAGS_allow_different_environment);

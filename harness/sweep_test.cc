@@ -150,10 +150,11 @@ class SweepTest : public ::testing::Test {
     pid_t pid_ = -1;
   };
 
+  // Without cold runs, as overwriting the caches takes most of the time of cases as short as these.
   static std::vector<std::string> Small(std::vector<std::string> arguments) {
     const std::vector<std::string> small = {
-        "--input=gaussian", "--heads=2",       "--head_dims=8",      "--threads=1",
-        "--min_time=1ms",   "--repetitions=3", "--memory_limit=1GiB"};
+        "--input=gaussian", "--heads=2",       "--head_dims=8",       "--threads=1",
+        "--min_time=1ms",   "--repetitions=3", "--memory_limit=1GiB", "--cold=false"};
     arguments.insert(arguments.begin(), small.begin(), small.end());
     return arguments;
   }
@@ -220,6 +221,20 @@ TEST_F(SweepTest, SmallSweepWritesEveryCaseAndEndsWithTheFilesPath) {
     EXPECT_GT(record->outcome().timing().run_ns_size(), 0) << key;
     EXPECT_TRUE(record->outcome().against_definition().passed()) << key;
     EXPECT_EQ(record->environment_id(), results.environments(0).id());
+  }
+}
+
+TEST_F(SweepTest, ColdRunsAreTimedWhereTheyAreWanted) {
+  for (const bool wanted : {true, false}) {
+    const Finished run = Run({"--techniques=toy_mean", "--lengths=16", "--output=a.pb",
+                              absl::StrCat("--cold=", wanted ? "true" : "false")});
+    EXPECT_EQ(run.exit_status, 0) << run.err;
+    const std::map<std::string, Outcome> outcomes = Outcomes("a.pb");
+    EXPECT_EQ(outcomes.size(), 2u);
+    for (const auto& [name, outcome] : outcomes) {
+      EXPECT_EQ(outcome.timing().cold_run_ns_size() > 0, wanted) << name;
+    }
+    unlink(Path("a.pb").c_str());
   }
 }
 
@@ -500,7 +515,7 @@ TEST_F(SweepTest, InterruptLeavesAValidFileAndSaysHowToGoOn) {
     EXPECT_THAT(run.err,
                 HasSubstr(" of 27 cases left; to go on: harness/toy_sweep --input=gaussian "
                           "--heads=2 --head_dims=8 --threads=1 --min_time=1ms "
-                          "--repetitions=3 --memory_limit=1GiB "
+                          "--repetitions=3 --memory_limit=1GiB --cold=false "
                           "'--techniques=toy_gate:from=64,toy_mea?' --lengths=16:4096 "
                           "--case_timeout=0 --output=a.pb --resume\n"));
     EXPECT_THAT(run.out, EndsWith("results: a.pb\n"));
@@ -592,7 +607,7 @@ TEST_F(SweepTest, TwoBuildsTakeTurnsAndAreCompared) {
   EXPECT_THAT(absl::StrJoin(base.environments(0).command_line(), " "),
               StartsWith(other +
                          " --input=gaussian --heads=2 --head_dims=8 --threads=1 "
-                         "--min_time=1ms --repetitions=3 --memory_limit=1GiB "
+                         "--min_time=1ms --repetitions=3 --memory_limit=1GiB --cold=false "
                          "--techniques=toy_mean,toy_causal --lengths=8,16 --repetitions=8 "
                          "--rounds=4 --output=" +
                          Path("new-base.pb") + " --turns="));
@@ -749,6 +764,7 @@ TEST_F(SweepTest, EveryFlagHasItsDefault) {
             "--batches  (default: 1)\n"
             "--case_timeout  (default: 60s)\n"
             "--causal  (default: auto)\n"
+            "--cold  (default: true)\n"
             "--contestants  (default: none)\n"
             "--counterparts  (default: true)\n"
             "--devices  (default: none)\n"
@@ -840,7 +856,8 @@ TEST_F(SweepTest, SeedThreadsRowsAndWordsOfTheCommandAreInTheFile) {
   EXPECT_EQ(results.environments(0).threads(), 2);
   EXPECT_EQ(absl::StrJoin(results.environments(0).command_line(), " "),
             "harness/toy_sweep --input=gaussian --heads=2 --head_dims=8 --threads=1 --min_time=1ms "
-            "--repetitions=3 --memory_limit=1GiB --techniques=toy_mean --lengths=16 --seed=5 "
+            "--repetitions=3 --memory_limit=1GiB --cold=false --techniques=toy_mean --lengths=16 "
+            "--seed=5 "
             "--threads=2 --counterparts=false --output=a.pb");
 }
 

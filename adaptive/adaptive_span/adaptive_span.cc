@@ -271,12 +271,12 @@ class AdaptiveSpan : public FlashTechnique<AdaptiveSpanOptions> {
       parameters["span_bias"] = std::move(bias);
       return parameters;
     }
-    std::vector<double> spans;
+    Tensor span(DType::kF32, {p.query_heads});
     const RandomStream stream(job.seed, "span");
     for (int64_t h = 0; h < p.query_heads; ++h) {
-      spans.push_back(Clamp(options, -options.span * std::log(stream.Uniform(h))).value());
+      span.view().Set(h, Clamp(options, -options.span * std::log(stream.Uniform(h))).value());
     }
-    parameters["span"] = TensorOf(spans);
+    parameters["span"] = std::move(span);
     return parameters;
   }
 

@@ -60,8 +60,12 @@ constexpr int64_t kSlack = 4 * kSearchKeys;  // candidates beyond the hits, at t
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Returns the sizes of a call on a GPU of so many multiprocessors, without its tensors.
-SearchArguments PlanCuda(const SearchSizes& sizes, int64_t multiprocessors) {
+int64_t BlocksAtOnce(const CudaRuntime& runtime) {
+  return kBlocksOfMultiprocessor * runtime.properties().multiprocessors;
+}
+
+// Returns the sizes of a call on a GPU that runs so many blocks at once, without its tensors.
+SearchArguments PlanCuda(const SearchSizes& sizes, int64_t at_once) {
   SearchArguments a = {};
   a.key_heads = sizes.key_heads;
   a.heads = sizes.heads;
@@ -73,7 +77,6 @@ SearchArguments PlanCuda(const SearchSizes& sizes, int64_t multiprocessors) {
   a.bucketed = sizes.selection == SearchSelection::kBucketed;
   a.hits = a.bucketed ? 1 : std::min(sizes.k, sizes.slots);
   a.capacity = std::min(a.hits + std::max(a.hits, kSlack), sizes.slots + kSearchKeys);
-  const int64_t at_once = kBlocksOfMultiprocessor * multiprocessors;
   const int64_t tiles = std::max<int64_t>(sizes.heads * CeilDiv(sizes.queries, kSearchQueries), 1);
   const int64_t most = sizes.slots / std::max(kPartEntries, 4 * a.hits);
   a.parts = a.bucketed ? sizes.k : std::max<int64_t>(std::min(CeilDiv(at_once, tiles), most), 1);
@@ -95,7 +98,7 @@ absl::Status SearchCuda(CudaRuntime* runtime, const SearchCall& call, const Exec
   const SearchSizes sizes = {call.keys.dim(0), call.queries.dim(0), call.queries.dim(1),
                              call.keys.dim(2), call.keys.dim(1),    call.k,
                              call.selection};
-  SearchArguments a = PlanCuda(sizes, runtime->properties().multiprocessors);
+  SearchArguments a = PlanCuda(sizes, BlocksAtOnce(*runtime));
   Workspace workspace(execution.workspace);
   LayOut(workspace, &a);
   a.keys = ToDeviceView(call.keys);
@@ -126,16 +129,18 @@ size_t SearchWorkspaceBytes(Device device, const SearchSizes& sizes, int threads
   const auto bytes_of = [&](const SearchSizes& call) {
     if (runtime == nullptr) return SearchCpuWorkspaceBytes(call, threads);
     return Workspace::Measure([&](Workspace& workspace) {
-      SearchArguments a = PlanCuda(call, runtime->properties().multiprocessors);
+      SearchArguments a = PlanCuda(call, BlocksAtOnce(*runtime));
       LayOut(workspace, &a);
     });
   };
-  // Fewer queries may need more memory, since the entries are cut into more parts. Plans change
-  // between multiples of kSearchQueries, and the largest of the queries that share a plan needs
-  // most.
+  // Fewer queries may need more memory where they are so few that the entries are cut into parts.
+  // Plans change between multiples of kSearchQueries, and the largest of the queries that share a
+  // plan needs most.
   size_t bytes = bytes_of(sizes);
   SearchSizes fewer = sizes;
-  for (int64_t tiles = (sizes.queries - 1) / kSearchQueries; tiles > 0; --tiles) {
+  const int64_t most_cut =
+      runtime == nullptr ? MostQueriesOfParts(threads) : kSearchQueries * BlocksAtOnce(*runtime);
+  for (int64_t tiles = std::min(sizes.queries - 1, most_cut) / kSearchQueries; tiles > 0; --tiles) {
     fewer.queries = tiles * kSearchQueries;
     bytes = std::max(bytes, bytes_of(fewer));
   }

@@ -17,6 +17,7 @@ constexpr int64_t kMaxGroup = 256;  // queries of a task: a key is loaded once f
 constexpr int64_t kPanel = 64;
 // At most so many queries are faster by dots than by a product of 16 columns.
 constexpr int64_t kFewQueries = 2;
+constexpr int64_t kFewTasks = 4;              // of a thread: fewer are cut into parts
 constexpr int64_t kPartEntries = 1024;        // at least
 constexpr int64_t kCandidateBytes = 4 << 20;  // candidates of a group, where that leaves one panel
 
@@ -53,7 +54,7 @@ Plan MakePlan(const SearchSizes& sizes, int threads) {
   plan.groups = CeilDiv(sizes.queries, plan.group.queries);
   const int64_t tasks = sizes.heads * plan.groups;
   plan.chunks = 1;
-  if (tasks % threads != 0 && tasks < 4 * threads) {
+  if (tasks % threads != 0 && tasks < kFewTasks * threads) {
     const int64_t most = sizes.slots / std::max(kPartEntries, 4 * plan.group.hits);
     plan.chunks = std::max<int64_t>(std::min(CeilDiv(2 * threads, tasks), most), 1);
   }
@@ -123,6 +124,8 @@ bool IsEmpty(const SearchSizes& sizes) {
 }
 
 }  // namespace
+
+int64_t MostQueriesOfParts(int threads) { return kFewTasks * threads * kMaxGroup; }
 
 size_t SearchCpuWorkspaceBytes(const SearchSizes& sizes, int threads) {
   if (IsEmpty(sizes)) return 0;

@@ -10,6 +10,9 @@
 
 namespace tfb {
 
+// Returns the number of queries of a head up to which a call may be cut into parts of the entries,
+// so that fewer queries may need more memory. Beyond it more queries need more.
+int64_t MostQueriesOfParts(int threads);
 size_t SearchCpuWorkspaceBytes(const SearchSizes& sizes, int threads);
 void SearchCpu(const SearchCall& call, const Execution& execution);
 

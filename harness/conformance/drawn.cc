@@ -48,13 +48,15 @@ std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, b
   if (option.type == "choice") return absl::StrSplit(option.range, " | ");
   if (option.type == "int") {
     const Range range = RangeOf(option);
+    // Layers between the first and the last of a stack are the same code again and again.
+    const int64_t most = option.name == "layers" ? 3 : 1000;
     std::vector<int64_t> candidates = {static_cast<int64_t>(range.min), 1, tokens - 1, tokens + 1};
     if (!few) candidates.insert(candidates.end(), {0, 2, 3, 5, 8, tokens, 2 * tokens, 1000});
     std::set<int64_t> values;
     for (const int64_t value : candidates) {
       const bool in_range =
           static_cast<double>(value) >= range.min && static_cast<double>(value) <= range.max;
-      if (in_range && std::abs(value) <= 1000) values.insert(value);
+      if (in_range && std::abs(value) <= most) values.insert(value);
     }
     std::vector<std::string> texts;
     for (const int64_t value : values) texts.push_back(absl::StrCat(value));

@@ -128,7 +128,7 @@ class GradientTrial {
   NamedTensors output_gradients_;
   NamedTensors computed_;  // by the last run
   bool reads_rounded_outputs_ = true;
-  ThreadPool pool_ = ThreadPool(2);  // for definitions
+  ThreadPool pool_ = ThreadPool(1);  // for definitions
 };
 
 }  // namespace tfb::conformance

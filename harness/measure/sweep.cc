@@ -849,6 +849,7 @@ SweepPlanOptions PlanOptionsOf(const SweepOptions& options) {
   how.min_time = options.measure.min_time;
   how.rounds = options.rounds;
   how.takes_turns = TakesTurns(options);
+  how.cold = options.measure.cold;
   how.graphs = options.measure.graphs;
   return how;
 }

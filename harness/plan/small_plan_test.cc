@@ -316,6 +316,17 @@ TEST_F(Foretold, OnAGpuRunsAreTimedAsGraphsTooAndFlushesTakeNoTime) {
   }
 }
 
+TEST_F(Foretold, WithoutColdRunsNeitherTheyNorFlushesTakeTime) {
+  Choose("toy_mean");
+  const Parts same = {0.4, 0, 0, 0, 0.02};
+  const double with_cold_runs = SecondsOf(same);
+  options_.cold = false;
+  SweepPlan plan = Plan();
+  plan.Note(0, FoundParts(same));
+  plan.Note(1, FoundParts(same));
+  EXPECT_NEAR(plan.ExpectedSeconds(0), with_cold_runs - 6 * (0.05 + 1.5 * 0.02), 1e-9);
+}
+
 TEST_F(SmallPlan, GoesFromAccuracyOverTheLengthsToRepetitions) {
   SweepPlan plan = Plan();
   EXPECT_EQ(NextOf(plan, 0),

@@ -214,6 +214,7 @@ double SweepPlan::TimingSeconds(const Visit::Item& item, const Observation& time
   SampleWishes wishes;
   wishes.repetitions = item.repetitions();
   wishes.min_time = options_.min_time;
+  wishes.cold = options_.cold;
   wishes.graph = on_gpu && options_.graphs;
   // A GPU reads through its caches in less than a millisecond.
   wishes.flush_seconds = on_gpu ? 0 : options_.flush_seconds;

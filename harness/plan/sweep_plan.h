@@ -35,6 +35,7 @@ struct SweepPlanOptions {
   int rounds = 1;               // visits to each case in the breadth phase, one after the other
   bool takes_turns = false;     // with another build, so that each visit takes twice as long
   double flush_seconds = 0.05;  // as SampleWishes, of the CPU's caches; an estimate
+  bool cold = true;             // whether cold runs are timed too
   bool graphs = true;           // whether runs on a GPU are also timed as CUDA graphs
 };
 
