@@ -98,6 +98,7 @@ absl::StatusOr<DefinitionGradient> DefinitionGradient::At(const Job& job, const 
   TFB_ASSIGN_OR_RETURN(point_itself.output_gradients,
                        OfRows(*point.output_gradients, outputs, point.rows));
   point_itself.is_stopped = true;
+  gradient.is_network_ = outputs.count("log_sum_exp") == 0;
   for (int n = 0; n < kPoints; ++n) {
     const Numbers& here = gradient.points_.front();
     const auto near = [&](absl::string_view kind, const NamedTensors& tensors) {
@@ -214,6 +215,10 @@ absl::StatusOr<std::vector<Slope>> DefinitionGradient::Along(
     return deviation <= slope.bound && std::abs(slope.value) <= slope.bound;
   });
   if (vanishes) deviation = largest_deviation_;
+  if (is_network_ && directions.front().size() == 1) {
+    const std::string variable = directions.front().front().first.ToString();
+    deviation = std::max(deviation, first_deviations_.emplace(variable, deviation).first->second);
+  }
   largest_deviation_ = std::max(largest_deviation_, deviation);
   for (Slope& slope : slopes) {
     slope.bound += kDeviations * deviation;

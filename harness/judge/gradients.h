@@ -56,6 +56,11 @@
 //
 // Both are added, in squares, to s^2 for definitions that have the output log_sum_exp.
 //
+// A network has neither among its outputs, and terms that a softmax inside it cancels do not show:
+// those of a weight that multiplies a coordinate which is nearly the same for all keys, as the
+// slowest cosine of a position. Along a random direction the other terms outweigh them. Along the
+// further directions by a variable, as by a coordinate, s is at least that along the first ones.
+//
 // A gradient may be a sum that vanishes at every point, as that of a bias of all keys, which
 // softmax does not see: no term of it shows in the definition. Its terms are of the size of those
 // of the other gradients, into which the same factors go, so that its s is the largest of these.
@@ -69,6 +74,7 @@
 #define TFB_HARNESS_JUDGE_GRADIENTS_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -132,7 +138,8 @@ class DefinitionGradient {
                                                ThreadPool* pool);
 
   // Returns the slopes along directions in the space of the variable, which are drawn alike. They
-  // are f64, of its shape, and of length 1. Variables whose slopes may vanish come behind others.
+  // are f64, of its shape, and of length 1. Variables whose slopes may vanish come behind others,
+  // and coordinates of a variable behind random directions.
   absl::StatusOr<std::vector<Slope>> Along(const Variable& variable,
                                            const std::vector<Tensor>& directions);
   // The same along directions in the space of several variables.
@@ -168,11 +175,13 @@ class DefinitionGradient {
   const Job* job_ = nullptr;
   ThreadPool* pool_ = nullptr;
   std::vector<int64_t> rows_;
-  int64_t keys_ = 0;              // that a row can have
-  double error_ = 0;              // B
-  double output_error_ = 0;       // of y_i, where it is formed apart
-  double largest_deviation_ = 0;  // s, of the slopes until now
-  std::vector<Numbers> points_;   // the point itself, and kPoints near it
+  int64_t keys_ = 0;                                // that a row can have
+  double error_ = 0;                                // B
+  double output_error_ = 0;                         // of y_i, where it is formed apart
+  double largest_deviation_ = 0;                    // s, of the slopes until now
+  bool is_network_ = false;                         // has no output log_sum_exp
+  std::map<std::string, double> first_deviations_;  // s along a variable's first directions
+  std::vector<Numbers> points_;                     // the point itself, and kPoints near it
 };
 
 // Returns `count` directions of a shape, f64: normal vectors of length 1.

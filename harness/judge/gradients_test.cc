@@ -291,6 +291,83 @@ TEST(DefinitionGradient, WhatADefinitionHoldsIsConstantAndWhatItChoosesIsSo) {
   }
 }
 
+// Attention by one head whose log_sum_exp is no output, as within a network.
+class Within : public TechniqueOf<NoOptions> {
+ public:
+  Within() : TechniqueOf(Info()) {}
+
+ private:
+  static TechniqueInfo Info() {
+    TechniqueInfo info;
+    info.name = "within";
+    return info;
+  }
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem&, const NoOptions&, Device,
+                                                   uint64_t) const override {
+    return absl::UnimplementedError("there is no layer");
+  }
+  absl::Status Definition(const Problem& p, const NoOptions&, const NamedTensors&,
+                          const Inputs& inputs, const DefinitionRequest&,
+                          NamedTensors* outputs) const override {
+    const ConstTensorView q = inputs.Get("q"), k = inputs.Get("k"), v = inputs.Get("v");
+    Tensor& out = (*outputs)["out"] = Tensor(DType::kF64, q.shape());
+    for (int64_t i = 0; i < p.query_tokens; ++i) {
+      std::vector<double> sums(p.head_dim);
+      double weights = 0;
+      for (int64_t j = 0; j < p.kv_tokens; ++j) {
+        double score = 0;
+        for (int64_t c = 0; c < p.head_dim; ++c) {
+          score += q.Get(i * p.head_dim + c) * k.Get(j * p.head_dim + c);
+        }
+        const double weight = std::exp(score);
+        weights += weight;
+        for (int64_t c = 0; c < p.head_dim; ++c) sums[c] += weight * v.Get(j * p.head_dim + c);
+      }
+      for (int64_t c = 0; c < p.head_dim; ++c) {
+        out.span<double>()[i * p.head_dim + c] = sums[c] / weights;
+      }
+    }
+    return absl::OkStatus();
+  }
+};
+
+// The keys' first coordinates are nearly the same, so that the terms of the queries' are small where
+// they are known. A layer that forms g.v - g.y first has errors there as in the other coordinates.
+TEST(DefinitionGradient, ACoordinateThatASoftmaxWithinANetworkCancelsHasTheBoundOfOthers) {
+  const Within technique;
+  Job job;
+  job.technique = &technique;
+  job.problem = OneHead(9);
+  NamedTensors inputs, parameters, output_gradients;
+  for (const char* name : {"q", "k", "v"}) {
+    FillNormal(&(inputs[name] = Tensor(DType::kF32, {1, 1, 9, 4})), 1, name);
+  }
+  FillNormal(&(output_gradients["out"] = Tensor(DType::kF32, {1, 1, 9, 4})), 1, "out");
+  for (int64_t j = 0; j < 9; ++j) {
+    float& first = inputs["k"].span<float>()[4 * j];
+    first = 1 + 1e-5F * first;
+  }
+  auto definition = DefinitionGradient::At(job, {&inputs, &parameters, &output_gradients}, nullptr);
+  ASSERT_TRUE(definition.ok()) << definition.status();
+  const Shape shape = inputs["q"].shape();
+  std::vector<Tensor> first, second;
+  first.push_back(CoordinateDirection(shape, 0));
+  second.push_back(CoordinateDirection(shape, 1));
+  const auto random = definition->Along({false, "q"}, RandomDirections(shape, 4, 1, "q"));
+  const auto cancelled = definition->Along({false, "q"}, first);
+  const auto other = definition->Along({false, "q"}, second);
+  ASSERT_TRUE(random.ok() && cancelled.ok() && other.ok());
+  EXPECT_LT(std::abs((*cancelled)[0].value), 1e-4 * std::abs((*other)[0].value));
+  EXPECT_EQ((*cancelled)[0].terms, (*random)[0].terms);
+  EXPECT_GE((*other)[0].terms, (*random)[0].terms);
+  // A coordinate that comes first has its own terms, as no others are known.
+  auto anew = DefinitionGradient::At(job, {&inputs, &parameters, &output_gradients}, nullptr);
+  ASSERT_TRUE(anew.ok()) << anew.status();
+  const auto alone = anew->Along({false, "q"}, first);
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  EXPECT_LT((*alone)[0].terms, 0.1 * (*random)[0].terms);
+}
+
 TEST(DefinitionGradient, AProblemThatTheDefinitionRefusesIsAnError) {
   Point point(OneHead(9));
   DefinitionGradient definition = point.Definition();
