@@ -718,8 +718,8 @@ GradientErrors GeometricMeans(const std::vector<GradientErrors>& draws) {
 // The errors in 16 bits are at most twice those of the dense counterpart in the same precision on
 // the same tensors, and one rounding of the definition's gradient.
 //
-// A gradient of these problems has 80 elements. The largest error of them says little: that of a
-// sound technique is between 0.04 times and 5.8 times the counterpart's, from draw to draw. The
+// A gradient here has 80 elements. The largest error says little: even of 160 that of a sound
+// technique was between 0.04 times and 5.8 times the counterpart's, from draw to draw. The
 // error over all elements varies less, but a ReLU whose sign a rounding changes moves it by twenty
 // times the rest, in this layer or in the counterpart. A sum of squares over draws would be that of
 // one such draw; the geometric mean of 8 draws changes by 20^(1/8) = 1.5. By this measure sound

@@ -233,21 +233,28 @@ TEST(DefinitionGradient, OfZerosIsAsOfOthers) {
   EXPECT_GT(LargestMagnitude(partial->view()), 1e-3);
 }
 
-// out = q stop(q) and the larger of q and 0, which is a choice: its derivatives are q, and 1 or 0.
-class Holding : public TechniqueOf<NoOptions> {
- public:
-  Holding() : TechniqueOf(Info()) {}
+class WithoutLayer : public TechniqueOf<NoOptions> {
+ protected:
+  explicit WithoutLayer(const char* name) : TechniqueOf(Info(name)) {}
 
  private:
-  static TechniqueInfo Info() {
+  static TechniqueInfo Info(const char* name) {
     TechniqueInfo info;
-    info.name = "holding";
+    info.name = name;
     return info;
   }
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem&, const NoOptions&, Device,
                                                    uint64_t) const override {
     return absl::UnimplementedError("there is no layer");
   }
+};
+
+// out = q stop(q) and the larger of q and 0, which is a choice: its derivatives are q, and 1 or 0.
+class Holding : public WithoutLayer {
+ public:
+  Holding() : WithoutLayer("holding") {}
+
+ private:
   absl::Status Definition(const Problem&, const NoOptions&, const NamedTensors&,
                           const Inputs& inputs, const DefinitionRequest& request,
                           NamedTensors* outputs) const override {
@@ -292,20 +299,11 @@ TEST(DefinitionGradient, WhatADefinitionHoldsIsConstantAndWhatItChoosesIsSo) {
 }
 
 // Attention by one head whose log_sum_exp is no output, as within a network.
-class Within : public TechniqueOf<NoOptions> {
+class Within : public WithoutLayer {
  public:
-  Within() : TechniqueOf(Info()) {}
+  Within() : WithoutLayer("within") {}
 
  private:
-  static TechniqueInfo Info() {
-    TechniqueInfo info;
-    info.name = "within";
-    return info;
-  }
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem&, const NoOptions&, Device,
-                                                   uint64_t) const override {
-    return absl::UnimplementedError("there is no layer");
-  }
   absl::Status Definition(const Problem& p, const NoOptions&, const NamedTensors&,
                           const Inputs& inputs, const DefinitionRequest&,
                           NamedTensors* outputs) const override {
