@@ -663,7 +663,7 @@ void ExpectGradients(const Setting& s, Device device) {
     }
   }
   const Numbers gradients = EngineGradients(s, x, g, e, {device, 1});
-  for (const int threads : {2, 3}) {
+  for (int threads = 2; threads <= (device == Device::kCpu ? 3 : 2); ++threads) {
     ASSERT_EQ(EngineGradients(s, x, g, e, {device, threads}), gradients) << threads;
   }
   for (const auto& [name, gradient] : gradients) {
@@ -978,14 +978,11 @@ struct Case16 {
   void Expect(Device device = KernelDevice()) const {
     SCOPED_TRACE(s.name + " " + s.problem.ToString() + " " + std::string(Name(s.dtype)));
     const Numbers gradients = EngineGradients(s, x, g, e, {device, 1});
-    for (const int seed : {2, 3}) {
-      const Numbers again = EngineGradients(s, x, g, e, {device, seed});
-      for (const auto& [name, gradient] : gradients) {
-        ASSERT_EQ(
-            std::memcmp(gradient.data(), again.at(name).data(), gradient.size() * sizeof(double)),
-            0)
-            << name << ", seed " << seed;
-      }
+    const Numbers again = EngineGradients(s, x, g, e, {device, 2});
+    for (const auto& [name, gradient] : gradients) {
+      ASSERT_EQ(
+          std::memcmp(gradient.data(), again.at(name).data(), gradient.size() * sizeof(double)), 0)
+          << name << " in another order of blocks and threads";
     }
     std::vector<double> factors = g;  // tensor cores round them
     const bool on_tensor_cores =

@@ -105,13 +105,6 @@ void Block::MakeReady(int thread) {
   ready_.push_back(thread);
 }
 
-void Block::SwitchAway() {
-  const int self = running_;
-  const int next = PickNext();
-  if (next == self) return;
-  threads_[self].fibre.SwitchTo(next < 0 ? &caller_ : &threads_[next].fibre);
-}
-
 int Block::PickNext() {
   if (ready_.empty() && !GoOn()) return -1;
   int& chosen = ready_[shuffler_.Below(ready_.size())];
@@ -348,7 +341,7 @@ void Block::ReportDifferentBarriers() {
   }
 }
 
-void Block::MeetInWarp(const Meeting& meeting) {
+void Block::NoteMeeting(const Meeting& meeting) {
   const int lane = running_ % kWarp, warp = running_ / kWarp;
   if ((meeting.mask >> lane & 1) == 0) {
     machine_->Report(FindingKind::kLaneOutsideMask, meeting.site, [&] {
@@ -363,7 +356,6 @@ void Block::MeetInWarp(const Meeting& meeting) {
   warps_[warp].waiting |= 1u << lane;
   unsigned lanes;
   if (IsComplete(warp, meeting, &lanes)) Complete(warp, meeting, lanes);
-  SwitchAway();
 }
 
 // Tells whether all lanes of the meeting have come; `lanes` receives these.

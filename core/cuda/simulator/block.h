@@ -113,7 +113,10 @@ class Block {
   bool WaitFor(const Condition& condition, const void* site);
   // Resumes threads whose conditions hold now; call it after every change that they depend on.
   void Wake();
-  void MeetInWarp(const Meeting& meeting);
+  void MeetInWarp(const Meeting& meeting) {
+    NoteMeeting(meeting);
+    SwitchAway();
+  }
   [[noreturn]] void Abandon();  // Ends the thread, and with it the block and the launch.
   // Handles a stack overflow of the calling thread.
   static void OnOverflow(const void* site);
@@ -152,7 +155,11 @@ class Block {
   static void ThreadMain();
   void MeetAtBanks();
   void Finish();
-  void SwitchAway();
+  void SwitchAway() {
+    const int self = running_, next = PickNext();
+    if (next == self) return;
+    threads_[self].fibre.SwitchTo(next < 0 ? &caller_ : &threads_[next].fibre);
+  }
   // Makes the next thread the running one; returns -1 where there is none, or it was abandoned.
   int PickNext();
   bool GoOn();
@@ -163,6 +170,7 @@ class Block {
   void ReportDifferentBarriers();
   void ReportStuck();
   std::string WhereItWaits(int thread) const;
+  void NoteMeeting(const Meeting& meeting);
   void MakeReady(int thread);
   bool IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const;
   void Complete(int warp, const Meeting& meeting, unsigned lanes);

@@ -34,10 +34,6 @@ void MeetInWarp(const char* name, unsigned mask, void* argument, Collective comp
   running_machine->block.MeetInWarp({name, mask, argument, complete, __builtin_return_address(0)});
 }
 
-void MeetInWholeWarp(const char* name, void* argument, Collective complete, const void* site) {
-  running_machine->block.MeetInWarp({name, ~0u, argument, complete, site, true});
-}
-
 void __syncwarp(unsigned mask) {
   struct Sync {
     static void Complete(void* const*, unsigned lanes) {

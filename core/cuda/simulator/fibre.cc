@@ -3,15 +3,11 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-#include <boost/context/detail/fcontext.hpp>
 #include <cstdio>
 #include <cstdlib>
 
-#include "core/sanitizers.h"
-
 #if TFB_ADDRESS_SANITIZER
 #include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace cuda_simulator {
@@ -48,25 +44,6 @@ void Fibre::Make(char* stack, size_t bytes, void (*entry)()) {
   asan_stack_ = nullptr;
   context_ = fcontext::make_fcontext(stack + bytes, bytes, &FibreEntry::Enter);
   ForgetFrames(stack, bytes);
-}
-
-void Fibre::SwitchTo(Fibre* next) {
-  const Switch jump{this, next};
-#if TFB_ADDRESS_SANITIZER
-  __sanitizer_start_switch_fiber(&asan_stack_, next->stack_, next->stack_bytes_);
-#endif
-  const fcontext::transfer_t back =
-      fcontext::jump_fcontext(next->context_, const_cast<Switch*>(&jump));
-  Arrive(back.fctx, *static_cast<const Switch*>(back.data));
-}
-
-// Arrives on the fibre `jump.to`: the fibre that switched resumes at `from_context`.
-void Fibre::Arrive(void* from_context, const Switch& jump) {
-  jump.from->context_ = from_context;
-#if TFB_ADDRESS_SANITIZER
-  __sanitizer_finish_switch_fiber(jump.to->asan_stack_, &jump.from->stack_,
-                                  &jump.from->stack_bytes_);
-#endif
 }
 
 bool Stacks::Reserve(int count, size_t bytes) {

@@ -80,12 +80,6 @@ float TruncatedSum(const MmaTerm* terms, int count, int fraction_bits) {
 
 namespace {
 
-float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-float Widen(__half x) { return __half2float(x); }
-
-int LeastExponent(__nv_bfloat16) { return kLeastOfFloat; }
-int LeastExponent(__half) { return kLeastOfHalf; }
-
 // Returns c + sum_k a_k b_k in the steps of the GPU's tensor cores. Factors of the least exponent
 // or more are normal numbers.
 float SumInSteps(const Gpu& gpu, const float a[16], const float b[16], float c, int least) {
@@ -101,48 +95,10 @@ float SumInSteps(const Gpu& gpu, const float a[16], const float b[16], float c, 
   return c;
 }
 
-// Returns c + sum_k a_k b_k, exact to float64 and rounded once.
-float RoundedSum(const float a[16], const float b[16], float c) {
-  double sum = c;
-  for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[k]) * b[k];
-  return static_cast<float>(sum);
-}
-
-template <class T>
-float Half(unsigned pair, int which) {
-  return Widen(T{static_cast<unsigned short>(pair >> 16 * which)});
-}
-
-template <class T>
-void CompleteProduct(void* const arguments[kWarp], unsigned) {
-  float a[16][16], b[8][16];  // rows of a, columns of b
-  for (int lane = 0; lane < kWarp; ++lane) {
-    const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
-    const int g = lane / 4, t = lane % 4 * 2;
-    for (int which = 0; which < 2; ++which) {
-      for (int r = 0; r < 4; ++r) {
-        a[g + r % 2 * 8][t + r / 2 * 8 + which] = Half<T>(operands.a[r], which);
-      }
-      for (int r = 0; r < 2; ++r) b[g][t + r * 8 + which] = Half<T>(operands.b[r], which);
-    }
-  }
-  const Settings& settings = running_machine->settings;
-  for (int lane = 0; lane < kWarp; ++lane) {
-    const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
-    for (int r = 0; r < 4; ++r) {
-      const int row = lane / 4 + r / 2 * 8, column = lane % 4 * 2 + r % 2;
-      *operands.d[r] =
-          settings.mma_sums == MmaSums::kRounded
-              ? RoundedSum(a[row], b[column], operands.c[r])
-              : SumInSteps(settings.gpu, a[row], b[column], operands.c[r], LeastExponent(T()));
-    }
-  }
-}
-
 }  // namespace
 
 float WidenHalf(bool is_bf16, unsigned short bits) {
-  return is_bf16 ? Widen(__nv_bfloat16{bits}) : Widen(__half{bits});
+  return is_bf16 ? __bfloat162float(__nv_bfloat16{bits}) : __half2float(__half{bits});
 }
 
 void MultiplyRow(bool is_bf16, const float a[16], const float* b, int b_stride, int columns,
@@ -157,7 +113,7 @@ void MultiplyRow(bool is_bf16, const float a[16], const float* b, int b_stride, 
     }
     return;
   }
-  for (int first = 0; first < columns; first += 8) {  // as RoundedSum, eight at a time
+  for (int first = 0; first < columns; first += 8) {  // exact to float64, rounded once
     double eight[8];
     for (int n = 0; n < 8; ++n) eight[n] = sums[first + n];
     for (int k = 0; k < 16; ++k) {
@@ -169,10 +125,43 @@ void MultiplyRow(bool is_bf16, const float a[16], const float* b, int b_stride, 
   }
 }
 
+namespace {
+
+// Returns the low or the high number of a register, as a float.
+template <bool kIsBf16>
+float HalfOf(unsigned pair, int which) {
+  return WidenHalf(kIsBf16, static_cast<unsigned short>(pair >> 16 * which));
+}
+
+template <bool kIsBf16>
+void CompleteProduct(void* const arguments[kWarp], unsigned) {
+  float a[16][16], b[16][8], sums[16][8];
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
+    const int g = lane / 4, t = lane % 4 * 2;
+    for (int which = 0; which < 2; ++which) {
+      for (int r = 0; r < 4; ++r) {
+        a[g + r % 2 * 8][t + r / 2 * 8 + which] = HalfOf<kIsBf16>(operands.a[r], which);
+      }
+      for (int r = 0; r < 2; ++r) b[t + r * 8 + which][g] = HalfOf<kIsBf16>(operands.b[r], which);
+    }
+    for (int r = 0; r < 4; ++r) sums[g + r / 2 * 8][t + r % 2] = operands.c[r];
+  }
+  for (int row = 0; row < 16; ++row) MultiplyRow(kIsBf16, a[row], b[0], 8, 8, sums[row]);
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const auto& operands = *static_cast<const MmaOperands*>(arguments[lane]);
+    for (int r = 0; r < 4; ++r) {
+      *operands.d[r] = sums[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2];
+    }
+  }
+}
+
+}  // namespace
+
 void MultiplyMatrices(const char* name, bool is_bf16, const MmaOperands& operands,
                       const void* site) {
   MeetInWholeWarp(name, const_cast<MmaOperands*>(&operands),
-                  is_bf16 ? &CompleteProduct<__nv_bfloat16> : &CompleteProduct<__half>, site);
+                  is_bf16 ? &CompleteProduct<true> : &CompleteProduct<false>, site);
 }
 
 }  // namespace cuda_simulator
