@@ -56,6 +56,14 @@ int ExponentOf(double x, int least) {
   return std::max(static_cast<int>(bits >> 52 & 0x7ff) - 1023, least);
 }
 
+// Returns 2^exponent, from 2^-1022 to 2^1023.
+double PowerOfTwo(int exponent) {
+  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
 constexpr int kLeastOfFloat = -126;  // the exponent of the least normal number
 constexpr int kLeastOfHalf = -14;
 
@@ -70,12 +78,13 @@ float TruncatedSum(const MmaTerm* terms, int count, int fraction_bits) {
   }
   // Infinities, NaN and zeros give the same in any order.
   if (!std::isfinite(plain) || largest == INT_MIN) return static_cast<float>(plain);
-  const double unit = std::ldexp(1, largest - fraction_bits), inverse = 1 / unit;
-  double sum = 0;  // in units
+  const int last = largest - fraction_bits;
+  const double inverse = PowerOfTwo(-last);
+  double sum = 0;  // in units of 2^last
   for (int n = 0; n < count; ++n) sum += std::trunc(terms[n].value * inverse);
-  sum *= unit;
-  const double last_bit = std::ldexp(1, ExponentOf(sum, kLeastOfFloat) - 23);
-  return static_cast<float>(std::trunc(sum / last_bit) * last_bit);
+  sum *= PowerOfTwo(last);
+  const int last_bit = ExponentOf(sum, kLeastOfFloat) - 23;
+  return static_cast<float>(std::trunc(sum * PowerOfTwo(-last_bit)) * PowerOfTwo(last_bit));
 }
 
 namespace {
