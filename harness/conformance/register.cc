@@ -45,11 +45,12 @@ void Register(const Case& one, const Job& job, const std::string& label) {
 
 bool IsReduced(Device device) { return device == Device::kSimulator && !IsExhaustive(); }
 
-// Returns with how many of `sets` sets of options a case runs on a device.
-size_t SetsOf(const Case& one, Device device, size_t sets) {
-  const bool one_set =
-      one.default_options_only || (IsReduced(device) && !one.all_options_simulated);
-  return one_set ? 1 : sets;
+// Tells whether a case runs its problem of that number with a set of options, of so many. The
+// simulator, which is slow, runs each problem with one, alternately.
+bool RunsWith(const Case& one, Device device, size_t set, size_t sets, size_t problem) {
+  if (one.default_options_only) return set == 0;
+  if (!IsReduced(device) || one.all_options_simulated) return true;
+  return set == problem / 2 % sets;  // masks alternate with each
 }
 
 // Returns the problem as the simulator runs it.
@@ -208,10 +209,12 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
         const Case& one = cases[number];
         if (one.of_devices && device == Device::kCpu) continue;
         if (one.of_gradients && !has_backward) continue;
-        for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
+        const auto problems = ProblemsOf(one, number, technique->info(), device);
+        for (size_t set = 0; set < option_sets.size(); ++set) {
           const auto& [label, options] = option_sets[set];
-          for (const Problem& problem : ProblemsOf(one, number, technique->info(), device)) {
-            add(one, technique, options, device, label, problem);
+          for (size_t n = 0; n < problems.size(); ++n) {
+            if (!RunsWith(one, device, set, option_sets.size(), number + n)) continue;
+            add(one, technique, options, device, label, problems[n]);
           }
         }
       }

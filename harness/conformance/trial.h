@@ -48,7 +48,8 @@ struct Case {
   std::vector<Problem> problems;
   std::function<void(const Job&)> check;
   bool default_options_only = false;
-  // Whether all sets of options run in the simulator, too, which is slow.
+  // Whether each problem runs with all sets of options in the simulator, too, where it otherwise runs
+  // with one of them, by turns.
   bool all_options_simulated = false;
   SimulatedSize simulated_size = SimulatedSize::kOneOfABatch;
   // Whether the case is about GPUs and their simulator, and does not run on the CPU.
