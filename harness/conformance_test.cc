@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -334,6 +335,23 @@ TEST(Conformance, EveryCaseIsThereForAFault) {
     if (absl::StartsWith(line, "  ")) all.insert(CaseOf(absl::StrCat(".", line.substr(2))));
   }
   EXPECT_EQ(found, all) << list.output;
+}
+
+// It runs a problem with one mask and one set of options, and the next with others.
+TEST(Conformance, TheSimulatorRunsAThirdOfTheProblemsAtLeastWithEachMaskAndWithEachSetOfOptions) {
+  const Report list = Conform("--technique=tiny --devices=simulator --gtest_list_tests");
+  std::map<std::string, int> counts;
+  int all = 0;
+  for (absl::string_view line : absl::StrSplit(list.output, '\n')) {
+    if (!absl::StrContains(line, "/simulator/")) continue;
+    ++all;
+    ++counts[absl::StrContains(line, "causal") ? "causal" : "full"];
+    ++counts[absl::StrContains(line, "/defaults/") ? "defaults" : "budget"];
+  }
+  ASSERT_GT(all, 100) << list.output;
+  for (const char* part : {"causal", "full", "defaults", "budget"}) {
+    EXPECT_GT(counts[part], all / 3) << part << " of " << all;
+  }
 }
 
 TEST(Conformance, ASeedThatIsIgnoredShows) {
