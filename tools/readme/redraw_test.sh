@@ -91,7 +91,7 @@ echo "no markers" > "$copy"
 if run; then fail "a README without markers is accepted"; fi
 
 # Ours and theirs: one technique under each mask, at two lengths on one thread and on two. Ours takes 1 ms for 1024 tokens and 4 ms for 2048,
-# theirs three times as long, but that one of them has no time at 2048, one is twice as fast and wrong, and one cannot be loaded.
+# theirs three times as long, but that one of them has no time at 2048 and is once faster, one is twice as fast and wrong, and one cannot be loaded.
 duel() {  # name options causal threads tokens nanoseconds status reason contestant
   printf 'cases { environment_id: "e" key { technique: "%s" options_text: "%s" device: DEVICE_TYPE_CPU dtype: ELEMENT_TYPE_F32 seed: 1 threads: %d\n' "$1" "$2" "$4"
   printf 'problem { batch: 1 query_heads: 2 kv_heads: 2 query_tokens: %d kv_tokens: %d head_dim: 64 value_dim: 64 causal: %s }\n' "$5" "$5" "$3"
@@ -118,6 +118,8 @@ duel() {  # name options causal threads tokens nanoseconds status reason contest
         duel absent@gone "" "$causal" "$threads" "$tokens" "" SKIPPED "no such file" "absent, of gone"
         if [[ "$tokens" == 2048 && "$threads" == 2 ]]; then
           duel slow_one@theirs "" "$causal" "$threads" "$tokens" "" TIMEOUT "it took 7 s" "Somebody's, of theirs"
+        elif [[ "$tokens" == 1024 && "$threads" == 2 && "$causal" == false ]]; then
+          duel slow_one@theirs "" "$causal" "$threads" "$tokens" $((time * 3 / 4)) OK "" "Somebody's, of theirs"
         else
           duel slow_one@theirs "" "$causal" "$threads" "$tokens" $((time * 3)) OK "" "Somebody's, of theirs"
         fi
@@ -142,7 +144,7 @@ old rows
 
 <!-- redraw_readme contestants begin -->
 
-Ours is the faster one in 6 of 6 comparisons. It is 3.0x as fast in the median, 3.0x at least and 3.0x at most.
+Ours is the faster one in 5 of 6 comparisons, the slower one in 1. It is 3.0x as fast in the median, 0.75x at least and 3.0x at most.
 
 <details><summary>The 2 rows</summary>
 
@@ -152,7 +154,7 @@ Errors are the largest against the float64 definition, over the largest value.
 | ours | mask | fastest of theirs | 1 thread 1024 | 1 thread 2048 | 2 threads 1024 | error of ours | error of theirs |
 |---|---|---|---|---|---|---|---|
 | `near` | causal | Somebody's | 3.0x (10.5 : 31.5) | 3.0x (41.9 : 126) | 3.0x (5.24 : 15.7) | 1e-7 | 3e-7 |
-| `near` | full | Somebody's | 3.0x (10.5 : 31.5) | 3.0x (41.9 : 126) | 3.0x (5.24 : 15.7) | 1e-7 | 3e-7 |
+| `near` | full | Somebody's | 3.0x (10.5 : 31.5) | 3.0x (41.9 : 126) | 0.75x (5.24 : 3.93) | 1e-7 | 3e-7 |
 
 With torch 2.9.
 Without times, at tokens/threads: `wrong_one@theirs` (failed: it is wrong) at 1024/1, 2048/1, 1024/2, 2048/2; `absent@gone` (skipped: no such file) at 1024/1, 2048/1, 1024/2, 2048/2; `slow_one@theirs` (timeout: it took 7 s) at 2048/2.
