@@ -285,7 +285,9 @@ const Expected& FaultsOfDevices() {
       {TinyFault::kHeadsInGridZ, {"ManyBatchesAndHeads"}},
       {TinyFault::kOtherStream,
        {"AGraphOfARunGivesTheSameBits", "AGraphOfEachAppendGivesTheSameBits",
-        "AGraphOfABackwardPassGivesTheSameBits"}},
+        "AGraphOfABackwardPassGivesTheSameBits", "OnAStreamOfItsOwnItComputesTheSameBits"}},
+      {TinyFault::kSetsUpOnOtherStream, {"OnAStreamOfItsOwnItComputesTheSameBits"}},
+      {TinyFault::kResetsOnOtherStream, {"OnAStreamOfItsOwnItComputesTheSameBits"}},
   };
   return expected;
 }

@@ -37,6 +37,7 @@ const char* Fill(void* memory, int byte, size_t bytes, void* stream) {
   return ErrorOf(cudaMemsetAsync(memory, byte, bytes, StreamOf(stream)));
 }
 const char* Synchronize(void* stream) { return ErrorOf(cudaStreamSynchronize(StreamOf(stream))); }
+const char* SynchronizeAll() { return ErrorOf(cudaDeviceSynchronize()); }
 const char* FreeMemory(size_t* free_bytes, size_t* total_bytes) {
   return ErrorOf(cudaMemGetInfo(free_bytes, total_bytes));
 }
@@ -58,11 +59,21 @@ const char* ElapsedMs(float* ms, void* from_event, void* to_event) {
   return ErrorOf(cudaEventElapsedTime(ms, EventOf(from_event), EventOf(to_event)));
 }
 
-const char* BeginCapture(void** stream) {
+const char* CreateStream(void** stream) {
   cudaStream_t made;
   if (const char* error = ErrorOf(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking))) {
     return error;
   }
+  *stream = made;
+  return nullptr;
+}
+const char* DestroyStream(void* stream) { return ErrorOf(cudaStreamDestroy(StreamOf(stream))); }
+
+const char* BeginCapture(void** stream) {
+  cudaStream_t made;
+  // A stream that waits for the default stream: of another, CUDA would not refuse work on that one but do it.
+  if (const char* error = ErrorOf(cudaStreamCreateWithFlags(&made, cudaStreamDefault)))
+    return error;
   const cudaError_t error = cudaStreamBeginCapture(made, cudaStreamCaptureModeThreadLocal);
   if (error != cudaSuccess) cudaStreamDestroy(made);
   *stream = made;
@@ -101,9 +112,25 @@ SimulatedGpu GetSimulatedGpu() {
 
 }  // namespace
 
-TFB_KERNEL_TABLE(CudaApi,
-                 {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory, &CreateEvent,
-                  &DestroyEvent, &RecordEvent, &ElapsedMs, &BeginCapture, &EndCapture, &LaunchGraph,
-                  &DestroyGraph, &RegisterBuffer, &UnregisterBuffer, &GetSimulatedGpu});
+TFB_KERNEL_TABLE(CudaApi, {&Allocate,
+                           &Release,
+                           &Copy,
+                           &Fill,
+                           &Synchronize,
+                           &SynchronizeAll,
+                           &FreeMemory,
+                           &CreateEvent,
+                           &DestroyEvent,
+                           &RecordEvent,
+                           &ElapsedMs,
+                           &CreateStream,
+                           &DestroyStream,
+                           &BeginCapture,
+                           &EndCapture,
+                           &LaunchGraph,
+                           &DestroyGraph,
+                           &RegisterBuffer,
+                           &UnregisterBuffer,
+                           &GetSimulatedGpu});
 
 }  // namespace tfb

@@ -26,12 +26,16 @@ struct CudaApi {
                       void* stream);
   const char* (*fill)(void* memory, int byte, size_t bytes, void* stream);
   const char* (*synchronize)(void* stream);
+  const char* (*synchronize_all)();  // all streams
   const char* (*free_memory)(size_t* free_bytes, size_t* total_bytes);
   const char* (*create_event)(void** event);
   const char* (*destroy_event)(void* event);
   const char* (*record_event)(void* event, void* stream);
   // Waits for both events.
   const char* (*elapsed_ms)(float* ms, void* from_event, void* to_event);
+  // Makes a stream that does not wait for the default stream.
+  const char* (*create_stream)(void** stream);
+  const char* (*destroy_stream)(void* stream);
   // Makes a stream whose work is recorded, from now to end_capture, instead of done.
   const char* (*begin_capture)(void** stream);
   // Destroys the stream and gives a graph of the work, which launch_graph enqueues as a whole, or an

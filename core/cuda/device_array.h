@@ -66,14 +66,15 @@ class DeviceArray {
   }
   const T* data() const { return mutable_data(); }
 
-  // Copies the whole array to host memory, after the work that was enqueued on the stream before.
-  absl::Status Read(T* to, void* stream = nullptr) const {
+  // Copies the whole array to host memory, after the work that was enqueued before on any stream.
+  absl::Status Read(T* to) const {
     if (device_ == Device::kCpu) {
       std::copy_n(data(), size_, to);
       return absl::OkStatus();
     }
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return runtime->CopyToHost(to, data(), bytes(), stream);
+    TFB_RETURN_IF_ERROR(runtime->SynchronizeAll());
+    return runtime->CopyToHost(to, data(), bytes());
   }
 
  private:

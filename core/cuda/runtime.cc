@@ -56,6 +56,28 @@ absl::StatusOr<double> DeviceEvent::SecondsSince(const DeviceEvent& earlier) con
   return ms / 1e3;
 }
 
+absl::StatusOr<DeviceStream> DeviceStream::Make(CudaRuntime* runtime) {
+  DeviceStream stream;
+  TFB_RETURN_IF_ERROR(ToStatus(runtime->api().create_stream(&stream.stream_)));
+  stream.runtime_ = runtime;
+  return stream;
+}
+
+DeviceStream& DeviceStream::operator=(DeviceStream&& other) noexcept {
+  if (this == &other) return *this;
+  Release();
+  runtime_ = std::exchange(other.runtime_, nullptr);
+  stream_ = std::exchange(other.stream_, nullptr);
+  return *this;
+}
+
+void DeviceStream::Release() {
+  if (runtime_ == nullptr) return;
+  (void)runtime_->Synchronize(stream_);
+  (void)runtime_->api().destroy_stream(stream_);
+  runtime_ = nullptr;
+}
+
 absl::StatusOr<DeviceGraph> DeviceGraph::Capture(
     CudaRuntime* runtime, absl::FunctionRef<absl::Status(void* stream)> enqueue) {
   const CudaApi& api = runtime->api();
@@ -178,6 +200,10 @@ absl::Status CudaRuntime::Fill(void* memory, int byte, size_t bytes, void* strea
 absl::Status CudaRuntime::Synchronize(void* stream) {
   ++waits_;
   return ToStatus(api().synchronize(stream));
+}
+absl::Status CudaRuntime::SynchronizeAll() {
+  ++waits_;
+  return ToStatus(api().synchronize_all());
 }
 
 absl::Status ToStatus(const char* launch_error) {

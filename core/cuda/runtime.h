@@ -44,6 +44,25 @@ class DeviceEvent {
   void* event_ = nullptr;
 };
 
+// A stream that does not wait for the default stream, nor that one for it: cudaStreamNonBlocking. It is
+// movable. Its work is done when it is destroyed.
+class DeviceStream {
+ public:
+  static absl::StatusOr<DeviceStream> Make(CudaRuntime* runtime);
+  DeviceStream() = default;
+  DeviceStream(DeviceStream&& other) noexcept { *this = std::move(other); }
+  DeviceStream& operator=(DeviceStream&& other) noexcept;
+  ~DeviceStream() { Release(); }
+
+  void* get() const { return stream_; }  // a cudaStream_t
+
+ private:
+  void Release();
+
+  CudaRuntime* runtime_ = nullptr;
+  void* stream_ = nullptr;
+};
+
 // Device memory and its ownership, aligned to 256 bytes. Buffers are movable.
 class DeviceBuffer {
  public:
@@ -123,6 +142,8 @@ class CudaRuntime {
   // Waits for all enqueued work. Returns Internal where a kernel failed meanwhile. On a GPU a
   // failed kernel destroys the process's context: every later call fails as well.
   absl::Status Synchronize(void* stream = nullptr);
+  // The same of all streams.
+  absl::Status SynchronizeAll();
 
   // The device memory that this program has allocated through the runtime, now and at most since
   // the last ResetPeak.

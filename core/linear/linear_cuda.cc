@@ -188,7 +188,6 @@ absl::StatusOr<LinearCuda> LinearCuda::Create(CudaRuntime* runtime, const Proble
   TFB_ASSIGN_OR_RETURN(linear.rows_without_weight_, runtime->Upload(&none, sizeof(none)));
   if (streams) {
     TFB_ASSIGN_OR_RETURN(linear.state_, runtime->Allocate(StateBytes(problem, map)));
-    TFB_RETURN_IF_ERROR(linear.Reset());
   }
   return linear;
 }
@@ -269,10 +268,14 @@ absl::Status LinearCuda::Run(const Problem& problem, const LinearCall& call,
 }
 
 absl::Status LinearCuda::Append(const Problem& problem, int64_t tokens, const LinearCall& call,
-                                const Execution& execution) const {
+                                const Execution& execution) {
   if (map_.stabiliser == KeyStabiliser::kSequence) {
     return absl::InvalidArgumentError(
         "the keys' maximum over the whole sequence is not known while tokens are appended");
+  }
+  if (is_empty_) {
+    TFB_RETURN_IF_ERROR(EmptyState(execution.stream));
+    is_empty_ = false;
   }
   LinearArguments a = ArgumentsOf(SegmentOf(problem, tokens), call);
   a.total = state_.As<float>();
@@ -286,7 +289,7 @@ absl::Status LinearCuda::Append(const Problem& problem, int64_t tokens, const Li
   return ToStatus(KernelsOn<LinearAppendKernels>(runtime_->target()).append(a, execution.stream));
 }
 
-absl::Status LinearCuda::Reset(void* stream) const {
+absl::Status LinearCuda::EmptyState(void* stream) const {
   LinearArguments a = SizesOf(problem_, map_);
   a.total = state_.As<float>();
   a.max_blocks = max_blocks_;
@@ -295,6 +298,7 @@ absl::Status LinearCuda::Reset(void* stream) const {
 
 absl::StatusOr<int64_t> LinearCuda::RowsWithoutWeight() const {
   int64_t rows = 0;
+  TFB_RETURN_IF_ERROR(runtime_->SynchronizeAll());
   TFB_RETURN_IF_ERROR(runtime_->CopyToHost(&rows, rows_without_weight_.data(), sizeof(rows)));
   return rows;
 }

@@ -39,9 +39,9 @@ class LinearCuda {
   // run on one device gives the same bits. They allocate nothing.
   absl::Status Run(const Problem& problem, const LinearCall& call,
                    const Execution& execution) const;
-  // Appends tokens as LinearAppend does.
+  // Appends tokens as LinearAppend does. One that is recorded in a graph counts as made.
   absl::Status Append(const Problem& problem, int64_t tokens, const LinearCall& call,
-                      const Execution& execution) const;
+                      const Execution& execution);
   // Returns the device memory that Backward needs, linear in tokens. It is for some heads at a time, as
   // many as 256 MiB hold, or for one: 492 MiB for 65,536 keys and queries of a causal problem with 256
   // features and 64 channels, whatever the batch.
@@ -52,10 +52,11 @@ class LinearCuda {
   absl::Status Backward(const Problem& problem, const LinearBackwardCall& call,
                         const Execution& execution) const;
 
-  // Sets the state to no tokens.
-  absl::Status Reset(void* stream = nullptr) const;
+  // Sets the state to no tokens. The next Append writes that to the device, on its own stream: behind the
+  // Appends before it, of which Reset does not know the stream.
+  void Reset() { is_empty_ = true; }
 
-  // Returns the number for the last Run, and waits for it. See LinearCall.
+  // Returns the number for the last Run, and waits for it, on whatever stream it is. See LinearCall.
   absl::StatusOr<int64_t> RowsWithoutWeight() const;
 
   // Sets the most blocks of a grid, for tests. Blocks take more work than that in turns.
@@ -69,6 +70,7 @@ class LinearCuda {
   LinearArguments ArgumentsOf(const Problem& problem, const LinearCall& call) const;
   absl::Status RunAll(LinearArguments* arguments, const Execution& execution) const;
   absl::Status RunCausal(LinearArguments* arguments, const Execution& execution) const;
+  absl::Status EmptyState(void* stream) const;  // enqueues it
   const LinearSumKernels& sums() const;
   const LinearAttendKernels& attention() const;
 
@@ -78,6 +80,7 @@ class LinearCuda {
   DeviceBuffer w_;
   DeviceBuffer gate_;
   DeviceBuffer state_;
+  bool is_empty_ = true;  // state_ is yet to be that of no tokens
   DeviceBuffer rows_without_weight_;
   int64_t max_blocks_ = 0x7fffffff;
   int64_t max_held_heads_ = 0x7fffffff;

@@ -184,7 +184,7 @@ class LinearLayer : public Base {
 
   Device device() const { return device_; }
   const FeatureMap& map() const { return map_; }
-  const LinearCuda& cuda() const { return cuda_; }
+  LinearCuda& cuda() { return cuda_; }
 
  private:
   ConstTensorView ParameterOf(absl::string_view name) const {
@@ -250,8 +250,11 @@ class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
         state_(std::move(state)) {}
 
   absl::Status Reset() override {
-    if (device() != Device::kCpu) return ready() ? cuda().Reset() : absl::OkStatus();
-    LinearReset(problem(), map(), state());
+    if (device() == Device::kCpu) {
+      LinearReset(problem(), map(), state());
+    } else {
+      cuda().Reset();
+    }
     return absl::OkStatus();
   }
 

@@ -3,16 +3,22 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/runtime.h"
+#include "core/cuda/simulator/simulator.h"
+#include "core/status.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/gradient_trial.h"
 #include "harness/conformance/stream_trial.h"
 #include "harness/conformance/trial.h"
+#include "harness/judge/bound_layer.h"
+#include "harness/judge/device_memory.h"
 #include "harness/judge/errors.h"
 
 namespace tfb::conformance {
@@ -119,6 +125,111 @@ void AGraphOfABackwardPassGivesTheSameBits(const Job& job) {
   ExpectSameBits(eager, trial->Backward(settings), "the eager pass and a launch of the graph");
 }
 
+// Makes work in the simulator as late as CUDA permits while it exists.
+class LateStreams {
+ public:
+  LateStreams() : usual_(cuda_simulator::CurrentSettings()) {
+    cuda_simulator::Settings settings = usual_;
+    settings.streams_are_late = true;
+    cuda_simulator::Configure(settings);
+  }
+  ~LateStreams() { cuda_simulator::Configure(usual_); }
+  LateStreams(const LateStreams&) = delete;
+  LateStreams& operator=(const LateStreams&) = delete;
+
+ private:
+  const cuda_simulator::Settings usual_;
+};
+
+// The tensors that the calls of a layer wrote, and what it says of its Run.
+struct CallsOfALayer {
+  NamedTensors outputs;
+  std::map<std::string, double> statistics;
+  NamedTensors gradients;      // where it has a backward pass
+  NamedTensors first_segment;  // where it streams, before and after Reset
+  NamedTensors after_reset;
+};
+
+// Appends the first tokens, and after Reset again.
+absl::Status AppendTwice(const BoundLayer& bound, StreamingLayer* layer, CallsOfALayer* calls) {
+  const int64_t count = std::min(bound.layer->problem().query_tokens, layer->max_segment_tokens());
+  const std::vector<TensorSpec> specs = SegmentOutputs(*layer, count);
+  const Inputs segment = SegmentOf(*layer, bound.inputs, 0, count);
+  DeviceTensors written[2];
+  TFB_RETURN_IF_ERROR(layer->Reset());
+  for (DeviceTensors& outputs : written) {
+    TFB_ASSIGN_OR_RETURN(outputs, DeviceTensors::Allocate(bound.device(), specs, true));
+    const absl::Status status = layer->Append(segment, outputs.outputs(), bound.execution);
+    if (IsRefusal(status)) return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(status);
+    TFB_RETURN_IF_ERROR(layer->Reset());
+  }
+  TFB_ASSIGN_OR_RETURN(calls->after_reset, written[1].Download(bound.execution.stream));
+  TFB_ASSIGN_OR_RETURN(calls->first_segment, written[0].Download(bound.execution.stream));
+  return absl::OkStatus();
+}
+
+// Makes the calls of a new layer of the job on the stream, and waits for none of them before its
+// results are read on that stream.
+absl::StatusOr<CallsOfALayer> CallOnStream(Trial* trial, void* stream) {
+  ThreadPool pool(2);
+  TFB_ASSIGN_OR_RETURN(BoundLayer bound, Bind(trial, &pool));
+  bound.execution.stream = stream;
+  const bool has_backward = bound.layer->CheckBackward().ok();
+  NamedTensors output_gradients;
+  BackwardMemory backward;
+  if (has_backward) {
+    TFB_ASSIGN_OR_RETURN(output_gradients, DrawOutputGradients(*bound.layer, kSeed));
+    TFB_ASSIGN_OR_RETURN(backward, BindBackward(ViewsOf(output_gradients), &bound));
+  }
+  const size_t bytes = has_backward ? bound.layer->backward_workspace_bytes(pool.threads()) : 0;
+  TFB_ASSIGN_OR_RETURN(
+      const DeviceMemory workspace,
+      DeviceMemory::Allocate(bound.device(), std::max(bytes, bound.execution.workspace.size())));
+  bound.execution.workspace = workspace.bytes();
+  TFB_RETURN_IF_ERROR(bound.runtime->SynchronizeAll());
+  CallsOfALayer calls;
+  TFB_RETURN_IF_ERROR(bound.Setup());
+  if (has_backward) TFB_RETURN_IF_ERROR(bound.SetUpBackward());
+  TFB_RETURN_IF_ERROR(bound.Run());
+  if (has_backward) TFB_RETURN_IF_ERROR(bound.Backward());
+  TFB_ASSIGN_OR_RETURN(calls.outputs, bound.Results());
+  if (has_backward) {
+    TFB_ASSIGN_OR_RETURN(calls.gradients, backward.input_gradients.Download(stream));
+    TFB_ASSIGN_OR_RETURN(NamedTensors others, backward.parameter_gradients.Download(stream));
+    for (auto& [name, tensor] : others) calls.gradients["of " + name] = std::move(tensor);
+  }
+  TFB_RETURN_IF_ERROR(bound.Run());
+  calls.statistics = bound.layer->statistics();
+  auto* const streaming = dynamic_cast<StreamingLayer*>(bound.layer);
+  if (!WhyNoSegments(*trial, streaming).empty()) return calls;
+  TFB_RETURN_IF_ERROR(AppendTwice(bound, streaming, &calls));
+  return calls;
+}
+
+// A caller's stream need not wait for the default stream, as PyTorch's do not. All that a layer enqueues
+// is on that stream, but for what Setup waits for: no call relies on work of another stream, and
+// statistics wait for the Run.
+void OnAStreamOfItsOwnItComputesTheSameBits(const Job& job) {
+  const auto usual = Trial::Make(job), other = Trial::Make(job);
+  if (usual == nullptr || other == nullptr) return;
+  const absl::StatusOr<CallsOfALayer> expected = CallOnStream(usual.get(), nullptr);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  const absl::StatusOr<CudaRuntime*> runtime = RuntimeOf(job.device);
+  ASSERT_TRUE(runtime.ok()) << runtime.status();
+  const absl::StatusOr<DeviceStream> stream = DeviceStream::Make(*runtime);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  const LateStreams late;
+  const absl::StatusOr<CallsOfALayer> calls = CallOnStream(other.get(), stream->get());
+  ASSERT_TRUE(calls.ok()) << calls.status();
+  ExpectSameBits(expected->outputs, calls->outputs, "the default stream and another");
+  ExpectSameBits(expected->gradients, calls->gradients, "backward, the default stream and another");
+  ExpectSameBits(expected->first_segment, calls->first_segment,
+                 "Append, the default stream and another");
+  ExpectSameBits(calls->first_segment, calls->after_reset, "before and after Reset");
+  EXPECT_EQ(expected->statistics, calls->statistics);
+}
+
 // Tells whether an output of integers, such as the keys that were found, differs between the two.
 bool ChoseOtherwise(const NamedTensors& a, const NamedTensors& b) {
   for (const auto& [name, tensor] : a) {
@@ -191,6 +302,10 @@ std::vector<Case> DeviceCases() {
       {"AGraphOfEachAppendGivesTheSameBits", "", {Usual(true)}, AGraphOfEachAppendGivesTheSameBits},
       {"AGraphOfABackwardPassGivesTheSameBits", "", UsualBoth(),
        AGraphOfABackwardPassGivesTheSameBits},
+      {"OnAStreamOfItsOwnItComputesTheSameBits",
+       "",
+       {Usual(true)},
+       OnAStreamOfItsOwnItComputesTheSameBits},
       {"TheDeviceAgreesWithTheCpu", "29", all, TheDeviceAgreesWithTheCpu},
   };
   for (Case& one : cases) {

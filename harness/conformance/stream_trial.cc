@@ -18,19 +18,41 @@ int SegmentAxis(const TensorSpec& spec) {
 
 }  // namespace
 
-std::unique_ptr<StreamTrial> StreamTrial::Make(Trial* trial) {
-  auto* layer = dynamic_cast<StreamingLayer*>(&trial->layer());
-  const auto skip = [](const std::string& reason) {
-    Skip(reason);
-    return nullptr;
-  };
-  if (layer == nullptr) return skip("the technique does not stream");
-  if (trial->job().problem.query_tokens != trial->job().problem.kv_tokens) {
-    return skip("a stream has as many queries as keys");
+std::string WhyNoSegments(const Trial& trial, const StreamingLayer* layer) {
+  if (layer == nullptr) return "the technique does not stream";
+  if (trial.job().problem.query_tokens != trial.job().problem.kv_tokens) {
+    return "a stream has as many queries as keys";
   }
   for (const TensorSpec& spec : layer->segment_inputs()) {
-    if (spec.optional || trial->inputs().count(spec.name) > 0) continue;
-    return skip(absl::StrCat("segments have an input ", spec.name, " that the whole has not"));
+    if (spec.optional || trial.inputs().count(spec.name) > 0) continue;
+    return absl::StrCat("segments have an input ", spec.name, " that the whole has not");
+  }
+  return "";
+}
+
+Inputs SegmentOf(const StreamingLayer& layer, const Inputs& whole, int64_t begin, int64_t count) {
+  Inputs segment;
+  for (const TensorSpec& spec : layer.segment_inputs()) {
+    const ConstTensorView* input = whole.Find(spec.name);
+    if (input == nullptr) continue;
+    segment.Set(spec.name, Slice(*input, SegmentAxis(spec), begin, count));
+  }
+  return segment;
+}
+
+std::vector<TensorSpec> SegmentOutputs(const StreamingLayer& layer, int64_t count) {
+  std::vector<TensorSpec> specs = layer.segment_outputs();
+  for (TensorSpec& spec : specs) {
+    std::replace(spec.shape.begin(), spec.shape.end(), kSegmentTokens, count);
+  }
+  return specs;
+}
+
+std::unique_ptr<StreamTrial> StreamTrial::Make(Trial* trial) {
+  auto* layer = dynamic_cast<StreamingLayer*>(&trial->layer());
+  if (const std::string reason = WhyNoSegments(*trial, layer); !reason.empty()) {
+    Skip(reason);
+    return nullptr;
   }
   std::unique_ptr<StreamTrial> stream(new StreamTrial(trial, layer));
   const absl::Status status = stream->Start();
@@ -62,17 +84,11 @@ absl::StatusOr<StreamTrial::Segment> StreamTrial::Place(int64_t begin, int64_t c
   Segment segment;
   segment.begin = begin;
   segment.count = count;
-  for (const TensorSpec& spec : layer_->segment_inputs()) {
-    const ConstTensorView* whole = whole_.inputs().Find(spec.name);
-    if (whole == nullptr) continue;
-    segment.inputs.Set(spec.name, Slice(*whole, SegmentAxis(spec), begin, count));
-  }
-  for (const TensorSpec& spec : layer_->segment_outputs()) {
-    Shape shape = spec.shape;
-    std::replace(shape.begin(), shape.end(), kSegmentTokens, count);
+  segment.inputs = SegmentOf(*layer_, whole_.inputs(), begin, count);
+  for (const TensorSpec& spec : SegmentOutputs(*layer_, count)) {
     TFB_ASSIGN_OR_RETURN(
         GuardedTensor output,
-        GuardedTensor::Allocate(spec.dtype, shape, /*gaps=*/false, trial_->job().device));
+        GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, trial_->job().device));
     TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
     segment.outputs.Set(spec.name, output.device_view());
     segment.written[spec.name] = std::move(output);

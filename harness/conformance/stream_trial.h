@@ -22,6 +22,13 @@
 
 namespace tfb::conformance {
 
+// Returns why the trial's sequence cannot be appended in segments; nothing where it can.
+std::string WhyNoSegments(const Trial& trial, const StreamingLayer* layer);
+// Returns the inputs of the segment of tokens begin, ..., begin + count - 1 of those of the whole.
+Inputs SegmentOf(const StreamingLayer& layer, const Inputs& whole, int64_t begin, int64_t count);
+// Returns the specs of the outputs of a segment of as many tokens.
+std::vector<TensorSpec> SegmentOutputs(const StreamingLayer& layer, int64_t count);
+
 // A streaming layer that has been set up, and the outputs of its segments.
 class StreamTrial {
  public:

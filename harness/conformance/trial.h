@@ -152,6 +152,7 @@ class Trial {
   const Job& job() const { return job_; }
   Layer& layer() { return *layer_; }
   NamedTensors& inputs() { return inputs_; }
+  const NamedTensors& inputs() const { return inputs_; }
 
   // Requires that q and v of the usual shapes are among the inputs, and k unless the queries are
   // the keys. Else the test is marked as skipped.

@@ -44,9 +44,11 @@ struct BoundLayer {
                     const Outputs& parameter_gradients, absl::Span<std::byte> kept);
   absl::Status SetUpBackward() const { return layer->SetUpBackward(inputs, execution); }
   absl::Status Backward() const { return layer->Backward(backward, execution); }
-  absl::Status Synchronize() const { return tfb::Synchronize(runtime); }
+  absl::Status Synchronize() const { return tfb::Synchronize(runtime, execution.stream); }
   // Waits, and returns copies of the outputs that Bind has allocated, in the memory of the host.
-  absl::StatusOr<NamedTensors> Results() const { return memory->outputs.Download(); }
+  absl::StatusOr<NamedTensors> Results() const {
+    return memory->outputs.Download(execution.stream);
+  }
 };
 
 // Binds a layer to the inputs, and to new outputs and a new workspace, whose contents are

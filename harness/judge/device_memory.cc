@@ -12,8 +12,8 @@ absl::StatusOr<CudaRuntime*> RuntimeOf(Device device) {
   return CudaRuntime::For(device);
 }
 
-absl::Status Synchronize(CudaRuntime* runtime) {
-  return runtime == nullptr ? absl::OkStatus() : runtime->Synchronize();
+absl::Status Synchronize(CudaRuntime* runtime, void* stream) {
+  return runtime == nullptr ? absl::OkStatus() : runtime->Synchronize(stream);
 }
 
 absl::Status DeviceStatus(Device device) {
@@ -79,14 +79,14 @@ absl::StatusOr<DeviceTensors> DeviceTensors::Allocate(Device device,
   return tensors;
 }
 
-absl::StatusOr<NamedTensors> DeviceTensors::Download() const {
+absl::StatusOr<NamedTensors> DeviceTensors::Download(void* stream) const {
   NamedTensors host;
   for (const auto& [name, view] : inputs_) {
     TFB_ASSIGN_OR_RETURN(Tensor copy, Tensor::Allocate(view.dtype, view.shape()));
     if (runtime_ == nullptr) {
       CopyElements(view, copy.view());
     } else {
-      TFB_RETURN_IF_ERROR(runtime_->CopyToHost(copy.raw(), view.data, copy.bytes()));
+      TFB_RETURN_IF_ERROR(runtime_->CopyToHost(copy.raw(), view.data, copy.bytes(), stream));
     }
     host[name] = std::move(copy);
   }

@@ -24,9 +24,9 @@ namespace tfb {
 // where there is no such device.
 absl::StatusOr<CudaRuntime*> RuntimeOf(Device device);
 
-// Waits for the work that layers have enqueued on the default stream. Does nothing where `runtime`
-// is null: layers on the CPU return when they are done.
-absl::Status Synchronize(CudaRuntime* runtime);
+// Waits for the work that layers have enqueued on the stream. Does nothing where `runtime` is null:
+// layers on the CPU return when they are done.
+absl::Status Synchronize(CudaRuntime* runtime, void* stream = nullptr);
 
 // Returns OK where layers can run on the device. Returns Unavailable or Unimplemented where there
 // is none, as RuntimeOf does, and Unavailable where it is lost to this process: after a kernel has
@@ -60,8 +60,8 @@ class DeviceTensors {
 
   const Inputs& inputs() const { return inputs_; }
   const Outputs& outputs() const { return outputs_; }  // empty after Of
-  // Returns copies of the tensors in the memory of the host. Waits for the device.
-  absl::StatusOr<NamedTensors> Download() const;
+  // Returns copies of the tensors in the memory of the host. Waits for the device's work on the stream.
+  absl::StatusOr<NamedTensors> Download(void* stream = nullptr) const;
 
  private:
   CudaRuntime* runtime_ = nullptr;

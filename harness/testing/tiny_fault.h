@@ -110,6 +110,8 @@ enum class TinyFault {
   kWaits,              // waits for the device, in Run and Backward
   kHeadsInGridZ,       // launches a kernel whose grid has a z for each head, a y for each batch row
   kOtherStream,        // enqueues on the default stream, whatever the caller's is
+  kSetsUpOnOtherStream,  // the same in Setup, and does not wait
+  kResetsOnOtherStream,  // the same in Reset
 };
 
 }  // namespace tfb

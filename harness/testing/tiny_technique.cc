@@ -128,6 +128,8 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kWaits, "tiny_waits"},
     {TinyFault::kHeadsInGridZ, "tiny_heads_in_grid_z"},
     {TinyFault::kOtherStream, "tiny_other_stream"},
+    {TinyFault::kSetsUpOnOtherStream, "tiny_sets_up_on_other_stream"},
+    {TinyFault::kResetsOnOtherStream, "tiny_resets_on_other_stream"},
 };
 
 // Tells whether a dimension of size 1 has another stride than in a contiguous tensor.
@@ -204,7 +206,7 @@ class TinyLayer : public StreamingLayer {
 
   absl::Status Reset() override {
     cached_ = fault_ == TinyFault::kResetKeepsAToken ? std::min<int64_t>(cached_, 1) : 0;
-    return absl::OkStatus();
+    return fault_ == TinyFault::kResetsOnOtherStream ? CopyDrawnGain() : absl::OkStatus();
   }
 
  protected:
@@ -283,8 +285,12 @@ class TinyLayer : public StreamingLayer {
     TFB_RETURN_IF_ERROR(store(segment.Get("v"), values));
     const int64_t first_query = cached_, all = cached_ + tokens;
     cached_ = all - (fault_ == TinyFault::kForgetsInAppend && tokens > 1 ? 1 : 0);
-    return Attend(segment.Get("q"), Slice(keys, 2, 0, all), Slice(values, 2, 0, all), {}, outputs,
-                  first_query, execution, /*kept=*/nullptr);
+    TFB_RETURN_IF_ERROR(Attend(segment.Get("q"), Slice(keys, 2, 0, all), Slice(values, 2, 0, all),
+                               {}, outputs, first_query, execution, /*kept=*/nullptr));
+    if (fault_ != TinyFault::kResetsOnOtherStream || all < p.kv_tokens) return absl::OkStatus();
+    // What Reset has to undo.
+    TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device_));
+    return runtime->Fill(gain_.mutable_data(), 0, gain_.bytes(), execution.stream);
   }
 
  private:
@@ -334,8 +340,14 @@ class TinyLayer : public StreamingLayer {
       absl::c_copy(gain.span<float>(), gain_.mutable_data());
       return absl::OkStatus();
     }
+    if (fault_ == TinyFault::kSetsUpOnOtherStream) return CopyDrawnGain();
     TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device_));
     return runtime->CopyToDevice(gain_.mutable_data(), gain.raw(), gain.bytes(), stream);
+  }
+  // Copies the parameter as it was drawn, on the default stream.
+  absl::Status CopyDrawnGain() const {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device_));
+    return runtime->CopyWithinDevice(gain_.mutable_data(), drawn_gain_.data(), gain_.bytes());
   }
 
   const float* Gain() const {

@@ -355,7 +355,7 @@ struct CUgraph_st;
 using cudaGraph_t = CUgraph_st*;
 using cudaGraphExec_t = CUgraph_st*;
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
-constexpr unsigned cudaStreamNonBlocking = 1;
+constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
 
 // Returns registered host memory that counts as unwritten.
 cudaError_t cudaMalloc(void** memory, size_t bytes);

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "core/cuda/simulator/cuda_runtime.h"
-#include "core/cuda/simulator/graphs.h"
 #include "core/cuda/simulator/images.h"
 #include "core/cuda/simulator/machine.h"
 #include "core/cuda/simulator/runtime_error.h"
+#include "core/cuda/simulator/streams.h"
 
 namespace cuda_simulator {
 
@@ -169,28 +169,9 @@ cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const Launch
   return cudaSuccess;
 }
 
-// Returns the launch with a copy of its context, and with the shared memory that the kernel is
-// allowed now.
-RecordedWork AgainWithItsArguments(const char* kernel_name, const LaunchShape& shape,
-                                   void (*body)(void*), const void* context, size_t bytes) {
-  const auto* begin = static_cast<const std::byte*>(context);
-  std::vector<std::byte> copy(begin, begin + bytes);
-  const int allowed = static_cast<int>(shape.shared_bytes);
-  return [=]() mutable {
-    if (allowed > 0) SetMaxDynamicShared(shape.kernel, allowed);
-    return LaunchBody(kernel_name, shape, body, copy.data(), bytes);
-  };
-}
-
-}  // namespace
-
-cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
-                       void* context, size_t context_bytes) {
+cudaError_t LaunchNow(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
+                      void* context, size_t context_bytes) {
   Machine& machine = TheMachine();
-  if (IsCapturing()) {
-    return Record(shape.stream,
-                  AgainWithItsArguments(kernel_name, shape, body, context, context_bytes));
-  }
   const auto on_launch = CurrentSettings().on_launch;
   if (on_launch != nullptr) on_launch(true);
   cudaError_t error;
@@ -200,6 +181,29 @@ cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (
   }
   if (on_launch != nullptr) on_launch(false);
   return error;
+}
+
+// Returns the launch with a copy of its context, and with the shared memory that the kernel is
+// allowed now.
+Work WithItsArguments(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
+                      const void* context, size_t bytes) {
+  const auto* begin = static_cast<const std::byte*>(context);
+  std::vector<std::byte> copy(begin, begin + bytes);
+  const int allowed = static_cast<int>(shape.shared_bytes);
+  return [=]() mutable {
+    if (allowed > 0) SetMaxDynamicShared(shape.kernel, allowed);
+    return LaunchNow(kernel_name, shape, body, copy.data(), bytes);
+  };
+}
+
+}  // namespace
+
+cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
+                       void* context, size_t context_bytes) {
+  if (IsDoneAtOnce()) {
+    return LaunchNow(kernel_name, shape, body, context, context_bytes);
+  }
+  return Enqueue(shape.stream, WithItsArguments(kernel_name, shape, body, context, context_bytes));
 }
 
 cudaError_t SetMaxDynamicShared(const void* kernel, int bytes) {
@@ -251,6 +255,7 @@ uint64_t SeedOfEnvironment() {
 }
 
 void Configure(const Settings& settings) {
+  (void)FinishAll();  // findings remain
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
   TheMachine().settings = settings;
   TheMachine().failure.clear();

@@ -4,14 +4,15 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
 
 #include "core/cuda/simulator/cuda_runtime.h"
-#include "core/cuda/simulator/graphs.h"
 #include "core/cuda/simulator/machine.h"
 #include "core/cuda/simulator/runtime_error.h"
+#include "core/cuda/simulator/streams.h"
 
 namespace cuda_simulator {
 namespace {
@@ -66,10 +67,16 @@ cudaError_t EarlierOfAll() {
 }  // namespace
 
 cudaError_t cudaDeviceSynchronize() {
-  const cudaError_t refused = RefuseWhileCapturing();
-  return refused != cudaSuccess ? refused : EarlierOfAll();
+  if (const cudaError_t refused = RefuseWhileCapturing(); refused != cudaSuccess) return refused;
+  const cudaError_t error = FinishAll();
+  return error != cudaSuccess ? error : EarlierOfAll();
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (const cudaError_t refused = RefuseWhileCapturing(); refused != cudaSuccess) return refused;
+  const cudaError_t error = Finish(stream);
+  return error != cudaSuccess ? error : EarlierOfAll();
+}
+// The event's stream may have been destroyed.
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
 
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
@@ -88,6 +95,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
 
 cudaError_t cudaFree(void* memory) {
   if (memory == nullptr) return cudaSuccess;
+  (void)FinishAll();  // its error is that of a later call that waits
   {
     Machine& machine = TheMachine();
     std::lock_guard<std::mutex> lock(machine.mutex);
@@ -109,17 +117,7 @@ DeviceBufferShadow* BufferOf(const void* memory, size_t bytes) {
   return buffer != nullptr && buffer->ContainsAll(address, bytes) ? buffer : nullptr;
 }
 
-}  // namespace
-
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                            cudaStream_t stream) {
-  if (bytes == 0) return cudaSuccess;
-  if (kind != cudaMemcpyDeviceToDevice) {
-    if (const cudaError_t refused = RefuseWhileCapturing(); refused != cudaSuccess) return refused;
-  }
-  if (IsCapturing()) {
-    return Record(stream, [=] { return cudaMemcpyAsync(to, from, bytes, kind, nullptr); });
-  }
+cudaError_t CopyNow(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
   if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
   if (kind != cudaMemcpyHostToDevice && BufferOf(from, bytes) == nullptr) {
@@ -134,11 +132,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 
-cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
-  if (bytes == 0) return cudaSuccess;
-  if (IsCapturing()) {
-    return Record(stream, [=] { return cudaMemsetAsync(memory, value, bytes, nullptr); });
-  }
+cudaError_t FillNow(void* memory, int value, size_t bytes) {
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
   if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
   DeviceBufferShadow* buffer = BufferOf(memory, bytes);
@@ -148,6 +142,25 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
   return cudaSuccess;
 }
 
+}  // namespace
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
+  if (kind == cudaMemcpyDeviceToDevice) {
+    return Enqueue(stream, [=] { return CopyNow(to, from, bytes, kind); });
+  }
+  // Memory of the host is pageable: the call waits for the stream's work, and copies.
+  if (const cudaError_t refused = RefuseWhileCapturing(); refused != cudaSuccess) return refused;
+  const cudaError_t error = Finish(stream);
+  return error != cudaSuccess ? error : CopyNow(to, from, bytes, kind);
+}
+
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
+  return Enqueue(stream, [=] { return FillNow(memory, value, bytes); });
+}
+
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   *total_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes;
@@ -155,8 +168,9 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   return cudaSuccess;
 }
 
+// The seconds outlive an event that is destroyed before it is recorded.
 struct CUevent_st {
-  double seconds = 0;
+  std::shared_ptr<double> seconds = std::make_shared<double>(0);
 };
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
   *event = new CUevent_st;
@@ -166,17 +180,19 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete event;
   return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  const auto told = CurrentSettings().event_seconds;
-  event->seconds =
-      told != nullptr
-          ? told()
-          : std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
-                .count();
-  return cudaSuccess;
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return Enqueue(stream, [seconds = event->seconds] {
+    const auto told = CurrentSettings().event_seconds;
+    *seconds =
+        told != nullptr
+            ? told()
+            : std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+                  .count();
+    return cudaSuccess;
+  });
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
-  *ms = static_cast<float>((to->seconds - from->seconds) * 1000);
+  *ms = static_cast<float>((*to->seconds - *from->seconds) * 1000);
   return cudaSuccess;
 }
 

@@ -114,6 +114,11 @@ struct Settings {
   // Whether errors are reported as on a GPU: not by the launch of the failing kernel but by the
   // next call that waits, and by all later calls until the next Configure.
   bool errors_are_deferred = false;
+  // Whether the work of a stream is done as late as CUDA permits, instead of by the call that enqueues it:
+  // when something waits for that stream, copies from or to the host on it, or frees memory. Streams that
+  // wait for the default stream count as that one. So what relies on another stream's work without
+  // waiting for it goes without.
+  bool streams_are_late = false;
   // Called before (true) and after (false) every launch, for code that counts or times the host
   // program.
   void (*on_launch)(bool begins) = nullptr;
