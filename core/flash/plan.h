@@ -199,7 +199,8 @@ class FlashPlan {
   // Adds a softmax, of all keys, over the queries that a step marks in each Run. Its cost is that
   // of the marked queries, whose number the host does not learn.
   FlashPlan& AddMarkedRows(const MarkedQueries& queries);
-  // Change the softmax that was added last. Tensors of steps may have its heads alone.
+  // Change the softmax that was added last. Tensors of steps may have its heads alone. Heads are whole
+  // groups of query heads: those of some key-value heads.
   FlashPlan& Heads(const TokenRange& heads);
   FlashPlan& Scale(double scale);
   FlashPlan& Precision(DType dtype);  // the problem's, if not another

@@ -117,6 +117,12 @@ absl::StatusOr<std::unique_ptr<Layer>> PlannedLayer::Create(const Problem& probl
                                                             NamedTensors parameters, Device device,
                                                             Describe describe, Fit fit) {
   TFB_ASSIGN_OR_RETURN(FlashPlan plan, describe(parameters));
+  for (const FlashRows& rows : plan.rows()) {
+    if (rows.heads.begin % problem.group() == 0 && rows.heads.end % problem.group() == 0) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("a softmax has the query heads ", rows.heads.begin, " to ", rows.heads.end - 1,
+                     ", which are no whole groups of ", problem.group()));
+  }
   std::unique_ptr<PlannedLayer> layer(new PlannedLayer(problem, std::move(inputs),
                                                        std::move(outputs), device,
                                                        std::move(describe), std::move(plan)));

@@ -332,6 +332,19 @@ TEST_P(Planned, HeadsMayHaveSoftmaxesOfTheirOwn) {
   EXPECT_EQ(layer_->cost().flops, 2 * pairs * 2 * (16 + 16));
 }
 
+TEST_P(Planned, HeadsThatAreNoWholeGroupsAreRefused) {
+  Problem problem = Problem::SelfAttention(1, 6, 70, 16);
+  problem.kv_heads = 3;
+  FlashPlan plan = FlashPlan::Empty(problem);
+  plan.AddRows(TokenRange{0, 70}).Heads({0, 3}).AddPart();
+  plan.AddRows(TokenRange{0, 70}).Heads({3, 6}).AddPart();
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  EXPECT_EQ(Run(problem, QkvInputs(problem), inputs, [&](const auto&) { return plan; })
+                .status()
+                .message(),
+            "a softmax has the query heads 0 to 2, which are no whole groups of 2");
+}
+
 // A step that makes the queries twice as large.
 class Doubling : public FlashStep {
  public:

@@ -79,7 +79,8 @@ class ScoreTerm {
 };
 
 // A number for each head and distance p_i - j, which is positive for keys before the query. Here
-// p_i = i + kv_tokens - query_tokens is the position of query i among the keys. Where it depends on
+// p_i = i + kv_tokens - query_tokens is the position of query i among the keys; of a part with an order,
+// i and j are places in it, not tokens. Where it depends on
 // parameters, these are traced (core/traced.h), for the sake of their gradients.
 using OfDistance = std::function<Traced(int64_t head, int64_t distance)>;
 

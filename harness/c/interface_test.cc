@@ -163,7 +163,7 @@ TEST(CInterface, HasTheHeadersVersion) {
 
 TEST(CInterface, EveryTechniqueRunsAndIsAsCloseToItsDefinitionAsItsBound) {
   const Json techniques = Json::parse(tfb_techniques());
-  EXPECT_EQ(techniques.size(), 38u);
+  EXPECT_GE(techniques.size(), 38u);
   for (const Json& one : techniques) {
     const std::string name = one["name"];
     // Language models read a datastore; its queries are tokens of text.
@@ -699,7 +699,7 @@ TEST(CInterface, EveryTechniqueRunsBackwardsOrSaysWhyNot) {
     EXPECT_EQ(d.said["workspace_bytes"], bytes);
   }
   EXPECT_GE(with, 15);
-  EXPECT_EQ(with + without, 38);
+  EXPECT_EQ(static_cast<size_t>(with + without), Json::parse(tfb_techniques()).size());
 }
 
 TEST(CInterface, ABackwardPassSaysWhatItTakesAndWrites) {

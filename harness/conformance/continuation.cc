@@ -127,7 +127,7 @@ void WhatIsHandedOverIsEnoughUnderAnyOptions(const Job& job) {
     Job drawn = On(ProblemAtRandom(simulated ? 40 : 100, &random), job);
     // The state is rounded to 16 bits once more.
     drawn.problem.dtype = DType::kF32;
-    drawn.options = OptionsAtRandom(info, drawn.problem.query_tokens, &random);
+    drawn.options = OptionsAtRandom(info, drawn.problem, attempt, &random);
     SCOPED_TRACE(absl::StrCat(LabelOf(drawn.problem), " ", ToString(drawn.options)));
     const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status())) continue;

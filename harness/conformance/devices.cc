@@ -281,8 +281,10 @@ void TheDeviceAgreesWithTheCpu(const Job& job) {
       largest = std::abs(y - r);
       place = i;
     }
-    EXPECT_TRUE(largest <= bound) << name << ": element " << place << " is "
-                                  << output.view().Get(place) << " on the device and "
+    EXPECT_TRUE(largest <= bound) << name << ": element "
+                                  << ShapeString(
+                                         PlaceIn(output.shape(), std::max<int64_t>(place, 0)))
+                                  << " is " << output.view().Get(place) << " on the device and "
                                   << other.Get(place) << " on the CPU, allowed is a difference of "
                                   << bound;
   }

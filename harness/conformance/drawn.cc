@@ -4,9 +4,11 @@
 #include <cstdlib>
 #include <iterator>
 #include <set>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
 
@@ -76,7 +78,7 @@ std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, b
     return texts;
   }
   if (option.type == "techniques") return ListsToTry(option);
-  return {};  // the technique's own tests cover lists of numbers
+  return {};
 }
 
 int64_t FromEnvironment(const char* name, int64_t otherwise) {
@@ -113,13 +115,47 @@ Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
   return problem;
 }
 
-Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random) {
+namespace {
+
+// Draws a list of small numbers, or of one, for the heads of the problem.
+std::string ListAtRandom(const Problem& problem, std::mt19937_64* random) {
+  constexpr int64_t kNumbers[] = {1, 2, 3, 5};
+  const int64_t sizes[] = {1, problem.query_heads, problem.kv_heads};
+  std::vector<int64_t> list(static_cast<size_t>(sizes[Below(std::size(sizes), random)]));
+  for (int64_t& number : list) number = kNumbers[Below(std::size(kNumbers), random)];
+  return absl::StrJoin(list, "/");
+}
+
+// Returns the choices, and the values of true and false, that no default is.
+std::vector<std::pair<std::string, std::string>> OtherChoices(const TechniqueInfo& info) {
+  std::vector<std::pair<std::string, std::string>> choices;
+  for (const OptionSpec& option : info.options) {
+    if (option.type != "bool" && option.type != "choice") continue;
+    for (const std::string& value : ValuesToTry(option, /*tokens=*/1, /*few=*/true)) {
+      if (value != option.default_value) choices.emplace_back(option.name, value);
+    }
+  }
+  return choices;
+}
+
+}  // namespace
+
+Options OptionsAtRandom(const TechniqueInfo& info, const Problem& problem, int64_t number,
+                        std::mt19937_64* random) {
   Options options;
   for (const OptionSpec& option : info.options) {
-    const std::vector<std::string> values = ValuesToTry(option, tokens, /*few=*/false);
-    if (values.empty() || Below(5, random) >= 2) continue;
+    if (Below(5, random) >= 2) continue;
+    const std::vector<std::string> values =
+        option.type == "ints" ? std::vector<std::string>{ListAtRandom(problem, random)}
+                              : ValuesToTry(option, problem.query_tokens, /*few=*/false);
+    if (values.empty()) continue;
     options[option.name] = values[Below(static_cast<int64_t>(values.size()), random)];
     if (option.type == "techniques") options["layers"] = absl::StrCat(kLayersOfLists);
+  }
+  const auto choices = OtherChoices(info);
+  if (!choices.empty()) {
+    const auto& [name, value] = choices[static_cast<size_t>(number) % choices.size()];
+    options[name] = value;
   }
   return options;
 }

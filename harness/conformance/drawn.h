@@ -23,8 +23,8 @@ Range RangeOf(const OptionSpec& option);
 constexpr int64_t kLayersOfLists = 2;
 // Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
 // ends of its range where their magnitude is that of the sequence's length, and numbers around that
-// length. With `few` it leaves out the numbers between these. Lists of numbers have none; lists of
-// techniques are for a stack with layers=kLayersOfLists.
+// length. With `few` it leaves out the numbers between these. Lists of numbers have none, see
+// OptionsAtRandom; lists of techniques are for a stack with layers=kLayersOfLists.
 std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few);
 
 // Returns the number in an environment variable, or `otherwise` where it is not set.
@@ -36,8 +36,11 @@ int64_t Below(int64_t bound, std::mt19937_64* random);
 // Draws a problem, with sizes around those of tiles and far from them, grouped heads, different
 // numbers of queries and keys, and sometimes a 16-bit dtype.
 Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random);
-// Draws values for two in five options, except lists of numbers.
-Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random);
+// Draws values for two in five options. The draws of ascending numbers, from 0, also have each choice and
+// each of true and false in turn, other than the defaults. Lists of integers have one number, or as many as
+// the problem has query heads or key-value heads.
+Options OptionsAtRandom(const TechniqueInfo& info, const Problem& problem, int64_t number,
+                        std::mt19937_64* random);
 
 }  // namespace tfb::conformance
 

@@ -781,14 +781,19 @@ void ProblemsAndOptionsAtRandom(const Job& job) {
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 20 * draws && tried < draws; ++attempt) {
     Job drawn = On(ProblemAtRandom(70, &random), job);
-    drawn.options = OptionsAtRandom(job.technique->info(), drawn.problem.query_tokens, &random);
+    drawn.options = OptionsAtRandom(job.technique->info(), drawn.problem, attempt, &random);
     const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status()) || !(*layer)->CheckBackward().ok()) continue;
     if (IsLongInTheSimulator(drawn, **layer)) continue;
     SCOPED_TRACE(drawn.ToString());
     const auto trial = GradientTrial::Make(drawn);
     ASSERT_NE(trial, nullptr);
-    trial->ExpectMatchesDefinition(trial->Backward());
+    const NamedTensors gradients = trial->Backward();
+    trial->ExpectMatchesDefinition(gradients);
+    // Threads of a device are the host's, and compute nothing there.
+    if (job.device == Device::kCpu) {
+      ExpectSameBits(gradients, trial->Backward(StepSettings::Threads(3)), "2 threads and 3");
+    }
     ++tried;
   }
   EXPECT_GT(tried, 0) << "every problem was refused";

@@ -150,13 +150,19 @@ void ExpectDrawnMatch(const Job& job, int64_t draws, const DrawProblem& draw_pro
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 20 * draws && tried < draws; ++attempt) {
     Job drawn = On(draw_problem(&random), job);
-    drawn.options = draw_options(drawn.problem, &random);
+    drawn.options = draw_options(drawn.problem, attempt, &random);
     SCOPED_TRACE(absl::StrCat(LabelOf(drawn.problem), " ", Describe(drawn.options)));
     const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status())) continue;
     const auto trial = Trial::Make(drawn);
     ASSERT_NE(trial, nullptr);
-    trial->ExpectRunMatchesDefinition(Tolerance::Conditioned());  // for networks of few channels
+    const NamedTensors outputs = trial->Run();
+    trial->ExpectMatchesDefinition(outputs,
+                                   Tolerance::Conditioned());  // for networks of few channels
+    // Threads of a device are the host's, and compute nothing there.
+    if (job.device == Device::kCpu) {
+      ExpectSameBits(outputs, trial->Run(RunSettings::Threads(3)), "2 threads and 3");
+    }
     ++tried;
   }
   EXPECT_GT(tried, 0) << "every problem was refused";
@@ -168,8 +174,8 @@ void ProblemsAndOptionsAtRandom(const Job& job) {
   ExpectDrawnMatch(
       job, FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10),
       [=](std::mt19937_64* random) { return ProblemAtRandom(simulated ? 40 : 100, random); },
-      [&](const Problem& problem, std::mt19937_64* random) {
-        return OptionsAtRandom(job.technique->info(), problem.query_tokens, random);
+      [&](const Problem& problem, int64_t number, std::mt19937_64* random) {
+        return OptionsAtRandom(job.technique->info(), problem, number, random);
       });
 }
 
@@ -188,8 +194,8 @@ void LongProblemsAndListsAtRandom(const Job& job) {
         problem.dtype = DType::kF32;
         return problem;
       },
-      [&](const Problem& problem, std::mt19937_64* random) {
-        Options options = OptionsAtRandom(info, problem.query_tokens, random);
+      [&](const Problem& problem, int64_t number, std::mt19937_64* random) {
+        Options options = OptionsAtRandom(info, problem, number, random);
         for (const OptionSpec& option : info.options) {
           constexpr const char* kLists[] = {"1", "2", "3", "5", "0/70", "2/3"};
           if (option.type != "ints" || Below(5, random) >= 3) continue;

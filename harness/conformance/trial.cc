@@ -201,6 +201,15 @@ double Trial::ScaleOf(const std::string& name, const ConstTensorView& values,
   return scale;
 }
 
+Shape PlaceIn(const Shape& shape, int64_t element) {
+  Shape place = shape;
+  for (size_t axis = shape.size(); axis-- > 0;) {
+    place[axis] = element % shape[axis];
+    element /= shape[axis];
+  }
+  return place;
+}
+
 void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance) {
   if (outputs.empty()) return;  // the run has failed already
   const NamedTensors reference =
@@ -234,9 +243,9 @@ void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance
       }
       if (std::abs(y - r) <= allowed) continue;
       ++reported;
-      ADD_FAILURE() << name << " " << ShapeString(output.shape()) << ": element " << i << " is "
-                    << y << ", the definition says " << r << ", allowed is a difference of "
-                    << allowed;
+      ADD_FAILURE() << name << " " << ShapeString(output.shape()) << ": element "
+                    << ShapeString(PlaceIn(output.shape(), i)) << " is " << y
+                    << ", the definition says " << r << ", allowed is a difference of " << allowed;
     }
   }
 }

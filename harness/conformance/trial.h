@@ -195,6 +195,9 @@ class Trial {
   NamedTensors inputs_;
 };
 
+// Returns the indices of an element of that number, the last fastest.
+Shape PlaceIn(const Shape& shape, int64_t element);
+
 // Binds the trial's layer to its inputs, for cases that call the layer themselves. Memory has no
 // guard bands, and outputs hold arbitrary bytes.
 absl::StatusOr<BoundLayer> Bind(Trial* trial, ThreadPool* pool, bool optional_outputs = true);

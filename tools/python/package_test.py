@@ -325,7 +325,7 @@ class Layers(unittest.TestCase):
 
     def test_of_every_technique_are_made(self):
         known = tfb.techniques()
-        self.assertEqual(len(known), 38)
+        self.assertGreaterEqual(len(known), 38)
         for one in known:
             layer = tfb.Layer(one['name'], tokens=96, heads=2, head_dim=16, causal=one['causal'][-1])
             self.assertIn('out', [spec.name for spec in layer.outputs])
