@@ -2,9 +2,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -132,10 +134,15 @@ absl::StatusOr<InputSource> ReadInput() {
   }
   const std::string layer = absl::GetFlag(FLAGS_layer);
   if (layer.empty() && sources->size() == 1) return sources->front();
+  // Of a name in several files, that of the first is that layer; FILE/LAYER tells them apart.
   std::vector<std::string> layers;
   for (const InputSource& source : *sources) {
-    layers.push_back(source.captured->layer);
-    if (source.captured->layer == layer) return source;
+    const CapturedLayer& captured = *source.captured;
+    const bool again = std::find(layers.begin(), layers.end(), captured.layer) != layers.end();
+    const std::string with_file =
+        absl::StrCat(absl::StripSuffix(captured.file, ".safetensors"), "/", captured.layer);
+    layers.push_back(again ? with_file : captured.layer);
+    if (layer == captured.layer || layer == with_file) return source;
   }
   return absl::InvalidArgumentError(
       layer.empty()
@@ -451,6 +458,11 @@ absl::StatusOr<int> DrawInput() {
     }
   }
   const std::string path = CallerPath(absl::GetFlag(FLAGS_draw_input));
+  // As a slip for --input it would cost the tensors.
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored)) {
+    return absl::AlreadyExistsError(absl::StrCat("--draw_input: ", path, " is there already"));
+  }
   const absl::Status written = WriteSafetensors(path, inputs, MetadataOf(job));
   if (!written.ok()) return WithFlag("draw_input", written);
   std::vector<std::string> names;

@@ -204,7 +204,7 @@ absl::StatusOr<int> Check() {
   ResultSet results;
   results.add_environments()->set_id("check");
   const bool shows_progress = !verbose && isatty(fileno(stderr)) != 0;
-  bool failed = false;
+  bool failed = false, checked = false;
   for (size_t i = 0; i < cases.size(); ++i) {
     if (shows_progress) {
       std::fprintf(stderr, "\r\033[K%zu of %zu: %s", i + 1, cases.size(),
@@ -215,6 +215,7 @@ absl::StatusOr<int> Check() {
     record->set_environment_id("check");
     const Outcome::Status status = record->outcome().status();
     failed |= status == Outcome::STATUS_FAILED;
+    checked |= status == Outcome::STATUS_OK || status == Outcome::STATUS_FAILED;
     if (verbose) {
       std::printf("%s: %s %s\n", DescribeCase(*record).c_str(), std::string(Name(status)).c_str(),
                   record->outcome().reason().c_str());
@@ -223,6 +224,10 @@ absl::StatusOr<int> Check() {
   }
   if (shows_progress) std::fputs("\r\033[K", stderr);
   Print(results);
+  if (!checked) {
+    return absl::UnavailableError(absl::StrCat(
+        "no case could be checked: ", Printable(results.cases().rbegin()->outcome().reason())));
+  }
   return failed ? kExitCheckFailed : kExitDone;
 }
 

@@ -283,9 +283,11 @@ TEST_F(Programs, RefusalsNameTheFlagAndWhatIsAllowed) {
            {"--layer=layer1",
             "apply: --layer: qkv.safetensors has no \"layer1\"; it has tensors without a layer"},
            {"--input=real",
-            "apply: --layer: real has several; name one of layer0, layer2, layer5, layer2"},
+            "apply: --layer: real has several; name one of layer0, layer2, layer5, "
+            "minilm_4096/layer2"},
            {"--input=real --layer=layer7",
-            "apply: --layer: real has no \"layer7\"; it has layer0, layer2, layer5, layer2"},
+            "apply: --layer: real has no \"layer7\"; it has layer0, layer2, layer5, "
+            "minilm_4096/layer2"},
            {"--input=", "apply: --input: name a safetensors file"},
            {"--input=qkv.bin", unknown},
            {"--input=needle",
@@ -674,6 +676,10 @@ TEST_F(Programs, DrawnInputsCanBeAppliedTo) {
   ExpectBadUsage("tiny_apply",
                  "--technique=tiny --input=drawn.safetensors --draw_input=drawn.safetensors",
                  "--draw_input: is the file of --input");
+  const NamedTensors before = Read("drawn.safetensors");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --draw_input=drawn.safetensors --seed=9",
+                 "is there already");
+  EXPECT_TRUE(SameBits(Read("drawn.safetensors").at("q").view(), before.at("q").view()));
   for (const std::string other : {"input", "parameters", "output", "dump_parameters"}) {
     ExpectBadUsage(
         "tiny_apply",
@@ -781,6 +787,15 @@ TEST_F(Programs, ACaseOfCheckThatEndsItsProcessIsARow) {
   EXPECT_EQ(finished.exit_code, 1) << finished.err;
   EXPECT_THAT(finished.out, AllOf(HasSubstr("6 cases: 4 ok, 2 failed"),
                                   HasSubstr("it ended the process: signal")));
+}
+
+TEST_F(Programs, ACheckOfNothingIsAnError) {
+  const Finished finished =
+      Run("toy_check",
+          "--techniques=toy_unable --devices=cpu --lengths=40 --input=gaussian "
+          "--dtypes=f32");
+  EXPECT_EQ(finished.exit_code, 2) << finished.out;
+  EXPECT_THAT(finished.err, HasSubstr("check: no case could be checked: "));
 }
 
 // A GPU that is lost to a kernel is available again to the next case.

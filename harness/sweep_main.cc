@@ -80,12 +80,15 @@ ABSL_FLAG(
 ABSL_FLAG(bool, graphs, true,
           "On a GPU, also time each run as one CUDA graph, which leaves out what the host does for "
           "every kernel.");
-ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");
+ABSL_FLAG(std::string, min_time, "10ms",
+          "A sample averages as many calls as last this long. Without a unit: seconds.");
 ABSL_FLAG(std::string, case_timeout, "60s",
-          "A case that takes longer is stopped: a row that says so. 0: no limit.");
+          "A case that takes longer is stopped: a row that says so. Without a unit: seconds. 0: no "
+          "limit.");
 ABSL_FLAG(
     std::string, time_budget, "5m",
-    "For the whole sweep. Accuracy takes at most a third; then lengths are measured from the "
+    "For the whole sweep; without a unit: seconds. Accuracy takes at most a third; then lengths "
+    "are measured from the "
     "shortest on, and one that would not fit, by what the shorter ones took, is left out for all "
     "techniques alike, with a line that says so; what is left buys samples. A length that has "
     "begun is finished, for at most a fifth more. 0: no limit.");
@@ -96,6 +99,10 @@ ABSL_FLAG(std::string, output, "",
           "The result file. Empty: results/runs/<time>-<host>.pb in the repository.");
 ABSL_FLAG(bool, resume, false,
           "Go on with the file of --output: cases that it has are not run again.");
+ABSL_FLAG(
+    bool, retry, false,
+    "With --resume: run cases again that failed, timed out or found no memory, as with another "
+    "--case_timeout, --memory_limit or build.");
 
 ABSL_FLAG(bool, allow_different_environment, false,
           "With --resume: also go on with a file of another machine, build or version.");
@@ -174,6 +181,10 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
   options.measure.cold = absl::GetFlag(FLAGS_cold);
   options.measure.graphs = absl::GetFlag(FLAGS_graphs);
   options.resume = absl::GetFlag(FLAGS_resume);
+  options.retry = absl::GetFlag(FLAGS_retry);
+  if (options.retry && !options.resume) {
+    return absl::InvalidArgumentError("--retry: goes with --resume");
+  }
   options.allow_different_environment = absl::GetFlag(FLAGS_allow_different_environment);
   const std::string output = absl::GetFlag(FLAGS_output);
   if (options.resume && output.empty()) {
@@ -209,7 +220,7 @@ std::vector<std::string> Without(const std::vector<absl::string_view>& names,
                                    [&](absl::string_view one) { return IsFlag(argv[i], one); });
     if (name == names.end()) {
       words.push_back(argv[i]);
-    } else if (*name != "resume" && argv[i].find('=') == std::string::npos) {
+    } else if (*name != "resume" && *name != "retry" && argv[i].find('=') == std::string::npos) {
       ++i;
     }
   }
@@ -226,10 +237,11 @@ absl::StatusOr<SweepOptions::Other> OtherFromFlags(const std::vector<std::string
         absl::StrCat("--interleave_with: ", other.program, ": ", std::strerror(errno)));
   }
   other.output = absl::StrCat(absl::StripSuffix(options.output, ".pb"), "-base.pb");
-  other.arguments = Without({"interleave_with", "output", "resume"}, argv);
+  other.arguments = Without({"interleave_with", "output", "resume", "retry"}, argv);
   other.arguments.push_back(absl::StrCat("--output=", other.output));
   const bool exists = access(other.output.c_str(), F_OK) == 0;
   if (options.resume && exists) other.arguments.push_back("--resume");
+  if (options.retry && exists) other.arguments.push_back("--retry");
   if (!options.resume && exists) {
     return absl::AlreadyExistsError(absl::StrCat("--interleave_with: ", other.output,
                                                  " is there already; --resume goes on with it"));
@@ -241,7 +253,7 @@ absl::StatusOr<SweepOptions::Other> OtherFromFlags(const std::vector<std::string
 std::string Command(const std::vector<std::string>& argv) {
   std::string command =
       WorkspaceFolder().empty() ? argv[0] : std::string("bazel run //harness:sweep --");
-  for (const std::string& word : Without({"output", "resume"}, argv)) {
+  for (const std::string& word : Without({"output", "resume", "retry"}, argv)) {
     const bool plain = word.find_first_of(" *?'\"$&;|<>()[]{}\\") == std::string::npos;
     absl::StrAppend(&command, " ", plain ? word : absl::StrCat("'", word, "'"));
   }
@@ -267,7 +279,7 @@ absl::StatusOr<int> Sweep(const std::vector<std::string>& argv) {
   TFB_ASSIGN_OR_RETURN(SweepOptions options, OptionsFromFlags());
   TFB_ASSIGN_OR_RETURN(const std::vector<Job> cases, MakeCases(flags, registry, CallerPath(".")));
   if (absl::GetFlag(FLAGS_dry_run)) {
-    for (const Job& one : cases) std::printf("%s\n", one.ToString().c_str());
+    for (const std::string& name : NamesOf(cases)) std::printf("%s\n", name.c_str());
     std::printf("%zu cases\n", cases.size());
     return kExitDone;
   }

@@ -289,6 +289,26 @@ TEST_F(SweepTest, ASweepOfWhichNothingCouldRunIsAnError) {
   EXPECT_EQ(Outcomes("a.pb").size(), 2u);  // they are in the file all the same
 }
 
+TEST_F(SweepTest, ASweepThatFoundNoMemoryForAnyCaseIsAnErrorAndMayRetry) {
+  const std::vector<std::string> sweep = {"--techniques=toy_hungry:mib=64", "--counterparts=false",
+                                          "--lengths=16", "--output=a.pb"};
+  const auto with = [&sweep](const std::vector<std::string>& more) {
+    std::vector<std::string> all = sweep;
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  const Finished run = Run(with({"--memory_limit=1MiB"}));
+  EXPECT_EQ(run.exit_status, 2) << run.err;
+  EXPECT_THAT(run.err, HasSubstr("no case could run: "));
+  EXPECT_EQ(Outcomes("a.pb")["toy_hungry 16"].status(), Outcome::STATUS_OUT_OF_MEMORY);
+  const Finished resumed = Run(with({"--memory_limit=1GiB", "--resume"}));
+  EXPECT_THAT(resumed.out, HasSubstr("which 1 did not run; --retry runs it again"));
+  EXPECT_EQ(Outcomes("a.pb")["toy_hungry 16"].status(), Outcome::STATUS_OUT_OF_MEMORY);
+  const Finished retried = Run(with({"--memory_limit=1GiB", "--resume", "--retry"}));
+  EXPECT_EQ(retried.exit_status, 0) << retried.err;
+  EXPECT_EQ(Outcomes("a.pb")["toy_hungry 16"].status(), Outcome::STATUS_OK);
+}
+
 TEST_F(SweepTest, MemoryThatSetupTakesUnannouncedIsARow) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers have their own ideas of memory";
   const Finished run =
@@ -724,7 +744,10 @@ TEST_F(SweepTest, BadUsageIsOneLineThatNamesTheFlag) {
       {{"--case_timeout=-1"}, "--case_timeout: \"-1\"" + duration},
       {{"--time_budget=x"}, "--time_budget: \"x\"" + duration},
       {{"--memory_limit=lots"}, "--memory_limit: \"lots\"; write a size like 512MiB, 16GiB"},
+      {{"--memory_limit=16"},
+       "--memory_limit: \"16\" has no unit; write a size like 512MiB, 16GiB"},
       {{"--resume"}, "--resume: name the file to go on with by --output=FILE"},
+      {{"--retry"}, "--retry: goes with --resume"},
       {{"--output=/proc/no/a.pb"},
        "--output: /proc/no: cannot make this folder: No such file or directory"},
       {{"--turns=7"}, "--turns: \"7\" is set by a sweep with --interleave_with"},
@@ -785,6 +808,7 @@ TEST_F(SweepTest, EveryFlagHasItsDefault) {
             "--python  (default: python3)\n"
             "--repetitions  (default: 33)\n"
             "--resume  (default: false)\n"
+            "--retry  (default: false)\n"
             "--rounds  (default: 0)\n"
             "--seed  (default: 1)\n"
             "--shard  (default: none)\n"

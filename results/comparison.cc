@@ -469,14 +469,24 @@ class Comparer {
     }
   }
 
-  // Makes a verdict ambiguous that a second metric contradicts, as where only dense changed.
+  // Makes a verdict ambiguous that a second metric contradicts, as where only dense changed: half of the
+  // change over dense, in powers of it, has to be the technique's own, or that one's interval beyond the
+  // threshold. With less, noise alone would call what did not change slower wherever dense is faster.
   void Confirm(const TimeView& view, const std::optional<TimeView>& other, Finding* finding) const {
     if (view.divisor != kOverDense || !other.has_value()) return;
     const double change = MedianOrNan(other->now) / MedianOrNan(other->base);
-    const double half = std::sqrt(options().threshold);
-    const bool doubtful = (finding->verdict == Verdict::kRegressed && change < half) ||
-                          (finding->verdict == Verdict::kImproved && change > 1 / half);
-    if (!doubtful) return;
+    const std::optional<RatioInterval> own =
+        BootstrapRatio(other->change, SeedOf(absl::StrCat(other->divisor, finding->key)));
+    const double threshold = options().threshold;
+    bool confirmed = true;
+    if (finding->verdict == Verdict::kRegressed) {
+      confirmed = change >= std::sqrt(std::max(threshold, finding->change)) ||
+                  (own.has_value() && own->low > threshold);
+    } else if (finding->verdict == Verdict::kImproved) {
+      confirmed = change <= std::sqrt(std::min(1 / threshold, finding->change)) ||
+                  (own.has_value() && own->high < 1 / threshold);
+    }
+    if (confirmed) return;
     finding->verdict = Verdict::kAmbiguous;
     finding->reason = absl::StrCat("dense changed: the time", other->divisor, " is ",
                                    FormatSignificant(change), "x what it was");

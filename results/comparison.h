@@ -86,8 +86,9 @@ struct Comparison {
 //                   that includes the samples of dense. A time has regressed where the whole
 //                   interval lies above the threshold and the rank sum test, corrected for the
 //                   number of times compared, says that the two differ (p < 0.05); improvements
-//                   are judged likewise. A time over dense that the time over the fixed arithmetic,
-//                   or over the peak, does not confirm is ambiguous: dense changed. Nothing is
+//                   are judged likewise. A time over dense is ambiguous, since dense changed, where
+//                   the time over the fixed arithmetic, or over the peak, has not at least half of the
+//                   change, in powers of it, nor an interval beyond the threshold. Nothing is
 //                   judged under three samples, nor is a setup below 5 % of its run; a setup that
 //                   was below and no longer is, is compared with those 5 %.
 //   working memory  workspace, parameters and what a run keeps for its backward pass: no noise

@@ -738,14 +738,55 @@ Verdict VerdictBeside(double dense, double own) {
   return Verdict::kNotJudged;
 }
 
-TEST(Compare, AChangeOverDenseCountsWhereHalfOfTheThresholdIsItsOwn) {
+TEST(Compare, AChangeOverDenseCountsWhereHalfOfItIsItsOwnOrItIsSureByItself) {
+  // Over dense 1.2 times: half of that is 1.095.
+  EXPECT_EQ(VerdictBeside(1.095 / 1.2, 1.0955), Verdict::kRegressed);
+  EXPECT_EQ(VerdictBeside(1.03 / 1.2, 1.03), Verdict::kAmbiguous);
+  EXPECT_EQ(VerdictBeside(1.2 / 1.095, 1 / 1.0955), Verdict::kImproved);
+  EXPECT_EQ(VerdictBeside(1.2 / 1.03, 1 / 1.03), Verdict::kAmbiguous);
+  // Twice as long over dense, of which a fifth is its own: little of it, and sure.
+  EXPECT_EQ(VerdictBeside(0.6, 1.2), Verdict::kRegressed);
+  EXPECT_EQ(VerdictBeside(1 / 0.6, 1 / 1.2), Verdict::kImproved);
   const double half = std::sqrt(CompareOptions().threshold);
-  EXPECT_EQ(VerdictBeside(0.5, half * 1.001), Verdict::kRegressed);
-  EXPECT_EQ(VerdictBeside(0.5, half * 0.999), Verdict::kAmbiguous);
-  EXPECT_EQ(VerdictBeside(0.5, 1 / half), Verdict::kAmbiguous);
-  EXPECT_EQ(VerdictBeside(2, 0.999 / half), Verdict::kImproved);
-  EXPECT_EQ(VerdictBeside(2, 1.001 / half), Verdict::kAmbiguous);
-  EXPECT_EQ(VerdictBeside(2, half), Verdict::kAmbiguous);
+  for (const double own : {1 / half, 1.0, half * 1.001}) {
+    EXPECT_EQ(VerdictBeside(0.5, own), Verdict::kAmbiguous) << own;
+    EXPECT_EQ(VerdictBeside(2, 1 / own), Verdict::kAmbiguous) << own;
+  }
+}
+
+// Thirty techniques that did not change, of 2 % noise, beside a dense that became a tenth faster.
+TEST(Compare, WhatDidNotChangeIsNotSlowerWhereDenseIsFaster) {
+  std::mt19937_64 random(7);
+  std::normal_distribution<double> noise(0, 0.02);
+  const auto sweep = [&](double of_dense) {
+    ResultSet results = MakeSweep();
+    const ResultSet one = results;
+    for (int copy = 0; copy < 30; ++copy) {
+      for (const Case& given : one.cases()) {
+        if (given.key().technique() != "near") continue;
+        Case* added = results.add_cases();
+        *added = given;
+        added->mutable_key()->set_seed(given.key().seed());
+        (*added->mutable_key()->mutable_options())["copy"] = std::to_string(copy);
+        added->mutable_key()->set_options_text(absl::StrCat("copy=", copy));
+      }
+    }
+    SetProbes(1e5, &results);
+    for (Case& each : *results.mutable_cases()) {
+      const bool is_dense = each.key().technique() == "plain";
+      for (double& ns : *each.mutable_outcome()->mutable_timing()->mutable_run_ns()) {
+        ns *= std::exp(noise(random)) * (is_dense ? of_dense : 1);
+      }
+    }
+    return results;
+  };
+  const Comparison comparison = CompareOrDie(sweep(1), sweep(0.9));
+  int over_dense = 0;
+  for (const Finding& finding : comparison.findings) {
+    over_dense += finding.what == "run time over dense" ? 1 : 0;
+    EXPECT_NE(finding.verdict, Verdict::kRegressed) << finding.what << " of " << finding.subject;
+  }
+  EXPECT_GE(over_dense, 30);
 }
 
 TEST(Compare, ChangesOfErrorsAndMemoryAreRatiosWithTheirThresholds) {

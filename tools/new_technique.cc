@@ -89,7 +89,7 @@ std::vector<std::string> Families(const fs::path& workspace) {
   return families;
 }
 
-// Keywords of C++17, each between spaces.
+// Keywords of C++17, each between spaces, and namespaces that one in tfb would hide.
 constexpr absl::string_view kWords =
     " alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t "
     "char32_t class compl const const_cast constexpr continue decltype default delete do double "
@@ -97,12 +97,14 @@ constexpr absl::string_view kWords =
     "mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public "
     "register reinterpret_cast return short signed sizeof static static_assert static_cast struct "
     "switch template this thread_local throw true try typedef typeid typename union unsigned using "
-    "virtual void volatile wchar_t while xor xor_eq ";
+    "virtual void volatile wchar_t while xor xor_eq std absl testing tfb ";
 
 absl::Status CheckName(absl::string_view name) {
   if (absl::StrContains(kWords, absl::StrCat(" ", name, " "))) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "\"", name, "\" is a word of C++; a technique's name is also that of its namespace"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", name,
+                     "\" is a word or a namespace of C++ code; a technique's name is also that of "
+                     "its namespace"));
   }
   const auto is_word = [](char c) {
     return absl::ascii_islower(static_cast<unsigned char>(c)) ||

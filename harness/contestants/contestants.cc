@@ -80,7 +80,10 @@ absl::StatusOr<std::vector<std::string>> Files(absl::string_view flag) {
 absl::StatusOr<std::shared_ptr<const ContestantFile>> ToFile(const std::string& element,
                                                              const PythonSettings& python) {
   if (absl::EndsWith(element, ".so")) {
-    return std::make_shared<const SharedLibrary>(CallerPath(element));
+    // A name without a folder would be looked for where the system keeps its libraries.
+    const std::string path = CallerPath(element);
+    return std::make_shared<const SharedLibrary>(
+        absl::StrContains(path, '/') ? path : absl::StrCat("./", path));
   }
   if (absl::EndsWith(element, ".py") || absl::StrContains(element, ".py:")) {
     return std::make_shared<const PythonFile>(CallerPath(element), python);

@@ -92,6 +92,7 @@ class Sweep {
         cases_(cases),
         clock_(*options.measure.clock),
         begin_(clock_.Seconds()),
+        names_(NamesOf(cases)),
         visits_(cases.size()) {
     options_.rounds = std::max(options_.rounds, 1);
     // The core time of this process is also the sweep's own.
@@ -113,7 +114,7 @@ class Sweep {
       if (const absl::Status shown = Show(); !shown.ok()) return Fail(shown);
     }
     if (signals_seen > 0) return Interrupted();
-    if (!any_ran_ && !leaves_out_ && !cases_.empty()) {
+    if (!any_ran_ && !follows() && !cases_.empty()) {
       return Fail(absl::UnavailableError(absl::StrCat("no case could run: ", reason_of_skip_)));
     }
     return AnyFailed() ? kExitCheckFailed : kExitDone;
@@ -189,7 +190,7 @@ class Sweep {
       const Outcome& outcome = found->second->outcome();
       if (outcome.status() == Outcome::STATUS_SKIPPED) {
         skipped_before_[i] = outcome.reason();
-      } else {
+      } else if (!options_.retry || outcome.status() == Outcome::STATUS_OK) {
         recorded_before_[i] = found->second;
         left_[i] = outcome.unfinished();
         origins_.insert(found->second->environment_id());
@@ -249,13 +250,12 @@ class Sweep {
     return AppendRecord(record);
   }
 
-  // Notes whether any case was tried, by this sweep or by the one that it resumes.
+  // Notes whether any case ran, in this sweep or in the one that it resumes.
   void NoteOutcome(const Outcome& outcome) {
-    if (outcome.status() == Outcome::STATUS_SKIPPED ||
-        outcome.status() == Outcome::STATUS_UNSUPPORTED) {
-      reason_of_skip_ = outcome.reason();
-    } else {
+    if (outcome.status() == Outcome::STATUS_OK || outcome.status() == Outcome::STATUS_FAILED) {
       any_ran_ = true;
+    } else {
+      reason_of_skip_ = outcome.reason();
     }
   }
 
@@ -267,7 +267,7 @@ class Sweep {
       failed_.erase(index);
     }
     open_.erase(index);
-    progress_->Finished(absl::StrCat(cases_[index].ToString(), ": ", Summary(record)),
+    progress_->Finished(absl::StrCat(names_[index], ": ", Summary(record)),
                         outcome.status() == Outcome::STATUS_FAILED ||
                             outcome.status() == Outcome::STATUS_TIMEOUT ||
                             outcome.status() == Outcome::STATUS_OUT_OF_MEMORY);
@@ -293,7 +293,7 @@ class Sweep {
     }
     if (outcome.status() == Outcome::STATUS_OK) return text.empty() ? "ok" : text;
     absl::StrAppend(&text, text.empty() ? "" : ", ", Name(outcome.status()), ": ",
-                    outcome.reason());
+                    Printable(outcome.reason()));
     return text;
   }
 
@@ -710,7 +710,6 @@ class Sweep {
 
   // Leaves out a case. It has no line of its own, but one for all that are left out together.
   absl::Status LeaveOut(size_t index, absl::string_view reason) {
-    leaves_out_ = true;
     const auto held = records_.find(index);
     const bool is_checked = held != records_.end();
     if (is_checked && held->second.outcome().timing().run_ns_size() > 0) {
@@ -761,14 +760,26 @@ class Sweep {
     how.style = StyleFor(STDOUT_FILENO);
     how.paths = {ShortPath(options_.output)};
     if (progress_->finished() == 0) {
-      how.notes.push_back(signals_seen > 0
-                              ? "stopped before the first case was done"
-                              : "nothing was left to measure: the file has every case");
+      how.notes.push_back(signals_seen > 0 ? "stopped before the first case was done"
+                                           : NothingLeft());
     }
     std::fputs(TerminalReport(Analysis(file.results), how).c_str(), stdout);
     if (!options_.other.program.empty()) TFB_RETURN_IF_ERROR(ShowComparison(file.results));
     std::fflush(stdout);
     return absl::OkStatus();
+  }
+
+  // Says why a sweep that resumes has measured nothing.
+  std::string NothingLeft() const {
+    if (cases_.empty()) return "nothing was left to measure: this part of the sweep has no case";
+    int64_t without = 0;
+    for (const auto& [index, record] : recorded_before_) {
+      without += record->outcome().status() != Outcome::STATUS_OK ? 1 : 0;
+    }
+    const std::string text = "nothing was left to measure: the file has every case";
+    if (without == 0 || options_.retry) return text;
+    return absl::StrCat(text, ", of which ", without, " did not run; --retry runs ",
+                        without == 1 ? "it" : "them", " again");
   }
 
   absl::Status ShowComparison(const ResultSet& now) const {
@@ -821,6 +832,7 @@ class Sweep {
   std::map<size_t, std::string> skipped_before_;
   std::map<size_t, const Case*> recorded_before_;
   std::set<std::string> origins_;
+  std::vector<std::string> names_;  // by case
   std::vector<int> visits_;         // by case
   std::set<size_t> open_;           // cases that the visit at hand waits for
   std::map<size_t, Case> records_;  // by case: all visits to it
@@ -828,7 +840,6 @@ class Sweep {
   std::set<size_t> improved_;       // cases with samples that the file lacks
   std::set<size_t> failed_;
   bool any_ran_ = false;
-  bool leaves_out_ = false;     // cases that the time is not enough for
   bool is_new_ = false;         // the file was not there before
   std::string reason_of_skip_;  // the last one
   int ends_between_cases_ = 0;

@@ -21,7 +21,9 @@ struct SweepOptions {
   MeasureOptions measure;
   // Seconds for the whole sweep; 0: no limit. harness/plan/sweep_plan.h says how they are spent.
   double time_budget = 300;
-  std::string output;   // path of the result file
+  std::string output;  // path of the result file
+  // With `resume`: whether cases that failed, timed out or found no memory are run again.
+  bool retry = false;
   bool resume = false;  // whether to append to `output`: cases with a record there are not run
                         // again, unless they were skipped
   // Whether `output` may have cases of another machine, build or version, which then count as this

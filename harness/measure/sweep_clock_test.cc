@@ -111,7 +111,7 @@ TEST_F(SweepByClock, AHangingCaseIsARowAndTheNextCaseRuns) {
 }
 
 TEST_F(SweepByClock, ALengthThatDoesNotFitIsOutForAllAndResumeMeasuresIt) {
-  // A case of toy_slow takes about 2 s: creation, two or three first calls and three samples.
+  // A case of toy_slow takes about 2 s: creation, two or three first calls and four samples.
   options_.time_budget = 8;
   EXPECT_EQ(Sweep("toy_slow:ms=300,toy_mean,toy_causal", "16:256"), 0);
   EXPECT_LE(elapsed_, 8);
@@ -138,7 +138,7 @@ TEST_F(SweepByClock, ALengthThatDoesNotFitIsOutForAllAndResumeMeasuresIt) {
   }
 }
 
-// A case of toy_slow takes 12 s at any length: two or three first calls and three samples.
+// A case of toy_slow takes 12 s at any length: two or three first calls and four samples.
 TEST_F(SweepByClock, AResumedSweepKnowsTheTimesOfTheLengthsThatItDoesNotMeasure) {
   options_.time_budget = 0;
   EXPECT_EQ(Sweep("toy_slow:ms=2000", "16,32"), 0);

@@ -480,6 +480,18 @@ InputProfile RecordInput(const InputSource& source) {
   return input;
 }
 
+std::vector<std::string> NamesOf(const std::vector<Job>& cases) {
+  bool several = false;
+  for (const Job& one : cases) several |= one.threads != cases.front().threads;
+  std::vector<std::string> names;
+  for (const Job& one : cases) {
+    names.push_back(one.ToString());
+    if (!several || one.device != Device::kCpu) continue;
+    absl::StrAppend(&names.back(), ", ", one.threads, one.threads == 1 ? " thread" : " threads");
+  }
+  return names;
+}
+
 Case MakeRecord(const Job& job) {
   const TechniqueInfo& info = job.technique->info();
   Case record;

@@ -81,6 +81,9 @@ int64_t LengthOf(const Job& job);
 // grows with tokens.
 double RelativeEffort(const Job& job);
 
+// Returns a text for each case, that of Job::ToString, with the threads where the cases have several.
+std::vector<std::string> NamesOf(const std::vector<Job>& cases);
+
 // Returns the case's input profile: its name and, for a file, the file, layer and model.
 InputProfile RecordInput(const InputSource& source);
 // Returns the record of a case without an outcome: its key and the technique's description.

@@ -323,6 +323,19 @@ TEST_F(CasesTest, ThreadsAreNoAxisOfAGpu) {
   flags.cuda_present = true;
   flags.threads = "1,2";
   EXPECT_EQ(Cases(flags).size(), 1u);
+  EXPECT_EQ(NamesOf(Cases(flags))[0], Cases(flags)[0].ToString());
+}
+
+TEST_F(CasesTest, NamesTellThreadsApartWhereTheyDiffer) {
+  CaseFlags flags = Drawn("toy_mean");
+  flags.lengths = "16";
+  flags.threads = "2";
+  flags.counterparts = false;
+  const std::string alone = NamesOf(Cases(flags)).at(0);
+  EXPECT_EQ(alone, Cases(flags).at(0).ToString());
+  flags.threads = "1,2";
+  EXPECT_EQ(NamesOf(Cases(flags)),
+            std::vector<std::string>({alone + ", 1 thread", alone + ", 2 threads"}));
 }
 
 TEST_F(CasesTest, RealTensorsMakeAccuracyCasesOfTheirOwnSizes) {

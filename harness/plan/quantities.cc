@@ -56,6 +56,11 @@ absl::StatusOr<int64_t> ParseBytes(absl::string_view flag, absl::string_view tex
     return absl::InvalidArgumentError(
         absl::StrCat("--", flag, ": \"", text, "\" is more than any machine has"));
   }
+  // A number alone is a slip for one of GiB.
+  if (bytes > 0 && absl::ascii_isdigit(static_cast<unsigned char>(text.back()))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, ": \"", text, "\" has no unit; write a size like 512MiB, 16GiB"));
+  }
   return static_cast<int64_t>(bytes);
 }
 

@@ -21,9 +21,9 @@ TEST(Quantities, DurationsHaveUnitsOrAreSeconds) {
 
 TEST(Quantities, SizesAreBinaryUnlessTheySayOtherwise) {
   const std::vector<std::pair<std::string, double>> units = {
-      {"", 1},       {"B", 1},        {"K", 1024},     {"M", 1048576}, {"G", 1073741824},
-      {"T", 0x1p40}, {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},    {"TB", 1e12},
-      {"KiB", 1024}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+      {"B", 1},        {"K", 1024},     {"M", 1048576}, {"G", 1073741824}, {"T", 0x1p40},
+      {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},    {"TB", 1e12},      {"KiB", 1024},
+      {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   for (const auto& [unit, size] : units) {
     EXPECT_EQ(*ParseBytes("f", "3" + unit), static_cast<int64_t>(3 * size)) << unit;
     EXPECT_EQ(*ParseBytes("f", "1.5 " + absl::AsciiStrToLower(unit)),
@@ -34,6 +34,8 @@ TEST(Quantities, SizesAreBinaryUnlessTheySayOtherwise) {
   EXPECT_EQ(*ParseBytes("f", "4194303TiB"), int64_t{4194303} << 40);
   EXPECT_EQ(ParseBytes("f", "4194304TiB").status().message(),
             "--f: \"4194304TiB\" is more than any machine has");
+  EXPECT_EQ(ParseBytes("f", "16").status().message(),
+            "--f: \"16\" has no unit; write a size like 512MiB, 16GiB");
 }
 
 TEST(Quantities, NonsenseNamesTheFlag) {

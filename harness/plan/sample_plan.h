@@ -5,9 +5,10 @@
 namespace tfb {
 
 // The range of six samples is a 95 % interval of the median, so fewer are taken only where six do
-// not fit the time. Three are the fewest that show a spread.
+// not fit the time. Four are the fewest that can tell two cases apart: of three and three samples the
+// rank sum test gives p = 0.1 at best, of four and four 0.029.
 inline constexpr int kIntervalSamples = 6;
-inline constexpr int kFewestSamples = 3;
+inline constexpr int kFewestSamples = 4;
 // A call longer than this needs no warm-up call, since the effect of warm caches is negligible.
 inline constexpr double kWarmedSeconds = 0.05;
 

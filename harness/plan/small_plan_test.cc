@@ -342,20 +342,20 @@ TEST_F(SmallPlan, GoesFromAccuracyOverTheLengthsToRepetitions) {
   EXPECT_EQ(NextOf(plan, 1),
             "until 72: 2 (share 2, check 2, 11 samples) 3 (share 2, check 2, 11 samples)");
   plan.Note(2, Found(11, 0.1, 0.5, 0.25, 0.03));
-  plan.Note(3, Found(3, 0.4, 2, 1, 0.1));
+  plan.Note(3, Found(3, 0.3, 2, 1, 0.1));
   EXPECT_EQ(NextOf(plan, 10),
             "until 72: 4 (share 2, check 2, 11 samples) 5 (share 2, check 2, 11 samples)");
   plan.Note(4, Found(11, 0.2, 1, 0.5, 0.02));
-  plan.Note(5, Found(6, 1.6, 8, 1, 0.04));
-  // All of toy_mean grows as its tokens: preparation 2 s, calls of 0.4 s; the pilot is one call, three
-  // samples fit 0.6 of the share of 2 s, and no setup and no cold run fits a fifth of it.
-  // The calls of dense grow with the square, to 6.4 s. Its start, 0.6 s and 5.4 s, does not grow
-  // faster than that, to 21.6 s. A check that may take up to 4 s is beyond the 2 s of the visit.
-  const double expected = (2 + 0.4 + 3 * 0.4) + (21.6 + 6.4 + 6.4 + 3 * 6.4);
+  plan.Note(5, Found(6, 1.2, 8, 1, 0.04));
+  // All of toy_mean grows as its tokens: preparation 2 s, calls of 0.4 s; the pilot is one call, four
+  // samples are the fewest, and no setup and no cold run fits a fifth of it.
+  // The calls of dense grow with the square, to 4.8 s. Its start, 0.7 s and 5.8 s, does not grow
+  // faster than that, to 23.2 s. A check that may take up to 4 s is beyond the 2 s of the visit.
+  const double expected = (2 + 0.4 + 4 * 0.4) + (23.2 + 4.8 + 4.8 + 4 * 4.8);
   EXPECT_NEAR(plan.ExpectedSeconds(0), expected, 1e-9);
   EXPECT_EQ(NextOf(plan, 20),
             "without 6, 7: 256 tokens: left out for all techniques alike; 256 tokens would take "
-            "about 1:06 and 40 s of --time_budget=1:00 are left\n"
+            "about 1:04 and 40 s of --time_budget=1:00 are left\n"
             "again until 60: 2 (share 4, check 2, 11 samples) 3 (share 4, check 2, 11 samples)");
 }
 
@@ -369,10 +369,10 @@ TEST_F(SmallPlan, RepetitionsKeepToTheBudgetAndToTheSamplesThatAreWanted) {
   plan.Note(7, Found(11, 2, 5, 4, 0.01));
   // A visit with twice the share of 6 s: 7 samples of 1 s fit 0.6 of it, a setup of 2 s 0.2 of it,
   // a cold run of 1.55 s likewise. With the pilot, and what is prepared without a check, that is
-  // 1 + 1 + 7 + 2 + 1.55 s; of the counterpart 1 + 2 + 3 * 2 s and no more. 1.15 times 21.55 s fit
-  // in 24.8 s, and not in 24.7 s.
-  EXPECT_EQ(NextOf(plan, 35.3), "done");
-  EXPECT_EQ(NextOf(plan, 35.2),
+  // 1 + 1 + 7 + 2 + 1.55 s; of the counterpart 1 + 2 + 4 * 2 s and no more. 1.15 times 23.55 s fit
+  // in 27.1 s, and not in 27.0 s.
+  EXPECT_EQ(NextOf(plan, 33.0), "done");
+  EXPECT_EQ(NextOf(plan, 32.9),
             "again until 60: 6 (share 12, check 6, 11 samples) 7 (share 12, check 6, 11 samples)");
   // Where the counterpart has never been visited it is not taken along.
   SweepPlan alone = Plan({false, false, false, false, false, false, true, false});
@@ -503,7 +503,7 @@ TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
            {0.05, 1.01, 0.04, 12, 2, 1, 4, 12 * 0.05 + 2 * 0.1 + 0.115 + 4 * 0.1},
            {0.09, 1, 0, 6, 1, 1, 2, 6 * 0.09 + 0.18 + 0.135 + 2 * 0.18},
            {0.11, 1, 0, 5, 0, 1, 1, 5 * 0.11 + 0.165 + 0.22},
-           {1, 1, 0, 3, 0, 0, 0, 3},
+           {1, 1, 0, 4, 0, 0, 0, 4},
            {1, 0, 0, 33, 6, 6, 6, 33 + 12 + 9 + 12}}) {
     SampleWishes wishes;
     wishes.repetitions = 33;
@@ -548,7 +548,7 @@ TEST(SamplePlan, HasWhatFitsThePartsOfTheShareByHand) {
   EXPECT_EQ(PlanSamples(few, 0, 1e-3).setups, kIntervalSamples);
 }
 
-TEST(SamplePlan, KeepsToTheShareButForThreeRuns) {
+TEST(SamplePlan, KeepsToTheShareButForFourRuns) {
   SampleWishes wishes;
   wishes.repetitions = 33;
   wishes.flush_seconds = 0.04;
@@ -557,8 +557,8 @@ TEST(SamplePlan, KeepsToTheShareButForThreeRuns) {
       const SamplePlan plan = PlanSamples(wishes, call, share);
       EXPECT_GE(plan.runs, kFewestSamples);
       EXPECT_LE(plan.runs, 33);
-      const double three = kFewestSamples * 2 * std::max(call, wishes.min_time);
-      EXPECT_LE(plan.seconds, share + three) << call << " s a call, " << share << " s";
+      const double four = kFewestSamples * 2 * std::max(call, wishes.min_time);
+      EXPECT_LE(plan.seconds, share + four) << call << " s a call, " << share << " s";
     }
   }
   const SamplePlan all = PlanSamples(wishes, 1.0, 0);

@@ -4,7 +4,7 @@
 //      layers). An input that would not fit is left out for all techniques. An accuracy case is
 //      timed once where there are scaling cases, which report times; else it is timed as these are.
 //   2. Breadth: scaling cases by length, the shortest first. Every case of a length gets at least
-//      three samples before the next length begins. The time of a length is extrapolated from the
+//      four samples before the next length begins. The time of a length is extrapolated from the
 //      shorter ones, each part of it by its own law (SweepPlan::Foretell); a length that would not
 //      fit is left out for all techniques, and so are longer ones.
 //   3. Repetition: the rest of the budget is spent on samples where the interval of the median is

@@ -206,7 +206,7 @@ std::map<int64_t, std::pair<int, int>> CountLengths(const std::vector<Job>& case
 
 class OnMachines : public ::testing::TestWithParam<double> {};
 
-TEST_P(OnMachines, EveryTechniqueHasThreeSamplesAtEveryLengthThatAnyHas) {
+TEST_P(OnMachines, EveryTechniqueHasFourSamplesAtEveryLengthThatAnyHas) {
   const std::vector<Job> cases = DefaultCases();
   ASSERT_GT(cases.size(), 250u);
   const Story story = CarryOut(cases, DefaultOptions(), Machine(GetParam()));
