@@ -17,6 +17,7 @@
 #include "core/backward_testing.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/cuda/work_testing.h"
 #include "core/layers/exits/exit_probabilities.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
@@ -217,7 +218,7 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
 // Loads and stores of a Run and its backward pass, less those of the Run alone. With one token of two
 // that stays behind the first of three layers, a third of the tokens of all layers have left. What does
 // not fall with them are the gradients of keys and values and of their matrices, and in part those of
-// distances.
+// distances. Compilers differ in accesses by half a percent; the rest of the work is the kernels' own.
 TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Problem problem = CausalProblem(1, 2, 256, 32);
@@ -230,25 +231,32 @@ TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
     EXPECT_TRUE(status.ok()) << status;
     return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
   };
-  for (const auto& [pre_norm, most] : {std::pair("false", 0.7904), std::pair("true", 0.7943)}) {
+  for (const auto& [pre_norm, kernels] : {std::pair("false", "A"), std::pair("true", "B")}) {
     const RunRequest request = {{{"layers", "3"},
                                  {"segment", "128"},
                                  {"memory", "128"},
                                  {"vocabulary", "9"},
                                  {"pre_norm", pre_norm}},
                                 KernelDevice()};
+    std::string of_kernels;
     const auto work = [&](int64_t one_in) {
       for (int64_t t = 0; t < 256; ++t) {
         inputs["exits"].span<int32_t>()[t] = t % one_in == 0 ? 3 : 1;
       }
-      const double of_both = accesses_of([&] {
-        return BackwardOfTechnique(Calm(), problem, ViewsOf(inputs), of_outputs, request).status();
+      double of_both = 0;
+      of_kernels = WorkOf([&] {
+        of_both = accesses_of([&] {
+          return BackwardOfTechnique(Calm(), problem, ViewsOf(inputs), of_outputs, request)
+              .status();
+        });
       });
       const double of_run = accesses_of(
           [&] { return RunTechnique(Calm(), problem, ViewsOf(inputs), request).status(); });
       return of_both - of_run;
     };
-    EXPECT_LE(work(2) / work(1), most) << pre_norm;
+    const double of_all = work(1);
+    EXPECT_LE(work(2) / of_all, 0.8) << pre_norm;
+    EXPECT_EQ(of_kernels, kernels) << pre_norm;
   }
 }
 

@@ -14,6 +14,7 @@
 #include "attention/encoder_decoder/encoder_decoder.h"
 #include "core/backward_testing.h"
 #include "core/cuda/simulator/simulator.h"
+#include "core/cuda/work_testing.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -378,7 +379,8 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
 }
 
 // Likewise of a Run and its backward pass, less those of the Run alone. Where every second token halts
-// after the first of three steps, a third of the tokens of all steps have halted.
+// after the first of three steps, a third of the tokens of all steps have halted. Compilers differ in
+// accesses by half a percent; the rest of the work is the kernels' own.
 TEST(UniversalTransformer, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatHalted) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Problem problem = Self(1, 2, 256, 32);
@@ -397,19 +399,26 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkOfABackwardPassFallsWithTheToken
     EXPECT_TRUE(status.ok()) << status;
     return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
   };
+  std::string of_kernels;
   const auto work = [&](int64_t one_in) {
     for (int64_t t = 0; t < 256; ++t) {
       *inputs["x"].view().MutableAt<float>(0, t, 0) = t % one_in == 0 ? 0 : 100;
     }
     const UniversalTransformer technique;
-    const double of_both = accesses_of([&] {
-      return BackwardOfTechnique(technique, problem, ViewsOf(inputs), of_outputs, request).status();
+    double of_both = 0;
+    of_kernels = WorkOf([&] {
+      of_both = accesses_of([&] {
+        return BackwardOfTechnique(technique, problem, ViewsOf(inputs), of_outputs, request)
+            .status();
+      });
     });
     const double of_run = accesses_of(
         [&] { return RunTechnique(technique, problem, ViewsOf(inputs), request).status(); });
     return of_both - of_run;
   };
-  EXPECT_LE(work(2) / work(1), 0.692);
+  const double of_all = work(1);
+  EXPECT_LE(work(2) / of_all, 0.7);
+  EXPECT_EQ(of_kernels, "A");
 }
 
 TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {
