@@ -153,8 +153,8 @@ Options OptionsAtRandom(const TechniqueInfo& info, const Problem& problem, int64
     if (option.type == "techniques") options["layers"] = absl::StrCat(kLayersOfLists);
   }
   const auto choices = OtherChoices(info);
-  if (!choices.empty()) {
-    const auto& [name, value] = choices[static_cast<size_t>(number) % choices.size()];
+  if (!choices.empty() && number % 2 == 0) {
+    const auto& [name, value] = choices[static_cast<size_t>(number / 2) % choices.size()];
     options[name] = value;
   }
   return options;

@@ -36,8 +36,8 @@ int64_t Below(int64_t bound, std::mt19937_64* random);
 // Draws a problem, with sizes around those of tiles and far from them, grouped heads, different
 // numbers of queries and keys, and sometimes a 16-bit dtype.
 Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random);
-// Draws values for two in five options. The draws of ascending numbers, from 0, also have each choice and
-// each of true and false in turn, other than the defaults. Lists of integers have one number, or as many as
+// Draws values for two in five options. Every other draw, of ascending numbers, also has one choice, or one
+// of true and false, each in its turn, that is no default. Lists of integers have one number, or as many as
 // the problem has query heads or key-value heads.
 Options OptionsAtRandom(const TechniqueInfo& info, const Problem& problem, int64_t number,
                         std::mt19937_64* random);

@@ -203,7 +203,7 @@ cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (
   if (IsDoneAtOnce()) {
     return LaunchNow(kernel_name, shape, body, context, context_bytes);
   }
-  return Enqueue(shape.stream, WithItsArguments(kernel_name, shape, body, context, context_bytes));
+  return Keep(shape.stream, WithItsArguments(kernel_name, shape, body, context, context_bytes));
 }
 
 cudaError_t SetMaxDynamicShared(const void* kernel, int bytes) {

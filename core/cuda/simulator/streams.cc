@@ -67,8 +67,7 @@ bool IsCapturing() { return capture.has_value(); }
 
 bool IsDoneAtOnce() { return !IsCapturing() && !CurrentSettings().streams_are_late; }
 
-cudaError_t Enqueue(cudaStream_t stream, Work work) {
-  if (IsDoneAtOnce()) return work();
+cudaError_t Keep(cudaStream_t stream, Work work) {
   if (IsCapturing()) return Record(stream, std::move(work));
   LateWork& late = TheLateWork();
   const std::lock_guard<std::mutex> lock(late.mutex);

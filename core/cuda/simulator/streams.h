@@ -19,9 +19,15 @@ bool IsCapturing();
 // Settings::streams_are_late.
 bool IsDoneAtOnce();
 
-// Does the work, or keeps it, see IsDoneAtOnce. Returns its error, or, of a thread that captures another
-// stream than this one, that; the capture is then invalid.
-cudaError_t Enqueue(cudaStream_t stream, Work work);
+// Keeps work that is not done at once. Returns the error of a thread that captures another stream than
+// this one; the capture is then invalid.
+cudaError_t Keep(cudaStream_t stream, Work work);
+
+// Does work at once, or keeps it.
+template <class OfStream>
+cudaError_t Enqueue(cudaStream_t stream, const OfStream& work) {
+  return IsDoneAtOnce() ? work() : Keep(stream, work);
+}
 
 // Do the work that was kept of a stream, or of all. They return the first error, of work behind which
 // nothing of its stream is done.
