@@ -737,7 +737,7 @@ TEST(RenderTerminal, SentencesNameTheirGroupWhereThereAreSeveral) {
   EXPECT_EQ(sentence_with(
                 [](Case* result) { result->mutable_key()->mutable_input()->set_name("peaked"); }),
             "(cpu, f32, input gaussian, errors on input real)");
-  // Of equal ones, those that ran at the longer lengths count.
+  // Among equal ones, those that ran at the longer lengths count.
   EXPECT_EQ(sentence_with([](Case* result) {
               ProblemSize* problem = result->mutable_key()->mutable_problem();
               problem->set_batch(4);

@@ -180,9 +180,9 @@ absl::Status CheckNoPlotFlags() {
       {"group", absl::GetFlag(FLAGS_group)}};
   for (const auto& [name, value] : kFlags) {
     if (value.empty()) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("--", name, " wants --format=svg or --format=png",
-                     absl::string_view(name) == "plot" ? "" : " and --plot: tables show everything"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--", name, " wants --format=svg or --format=png",
+        absl::string_view(name) == "plot" ? "" : " and --plot: tables show everything"));
   }
   return absl::OkStatus();
 }
