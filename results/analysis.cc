@@ -6,8 +6,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "results/reader.h"
+#include "results/table.h"
 
 namespace tfb {
 namespace {
@@ -73,6 +75,39 @@ std::vector<std::string> SharedOptions(const std::vector<const Case*>& cases) {
   }
   return shared;
 }
+
+// A text of something in which machines and builds differ.
+using PlaceProperty = std::string (*)(const Environment&);
+
+std::string CommitText(const Environment& environment) {
+  if (environment.git_commit().empty()) return "commit unknown";
+  return absl::StrCat("commit ", environment.git_commit().substr(0, 10),
+                      environment.git_dirty() ? " (dirty)" : "");
+}
+
+// The fields of MachineOf, the most telling ones first.
+constexpr PlaceProperty kPlaceProperties[] = {
+    [](const Environment& one) {
+      return absl::StrCat("on ", one.host().empty() ? "an unknown host" : one.host());
+    },
+    &CommitText,
+    [](const Environment& one) { return one.cpu_model(); },
+    [](const Environment& one) { return absl::StrCat(one.logical_cores(), " cores"); },
+    [](const Environment& one) {
+      return absl::StrJoin(one.gpus(), " + ", [](std::string* out, const Gpu& gpu) {
+        absl::StrAppend(out, gpu.name(), ", driver ", gpu.driver(), ", CUDA ", gpu.toolkit());
+      });
+    },
+    [](const Environment& one) { return one.compiler(); },
+    [](const Environment& one) { return one.compilation_mode(); },
+    [](const Environment& one) { return absl::StrCat("flags ", one.compile_flags()); },
+    [](const Environment& one) { return one.cuda_compiler(); },
+    [](const Environment& one) { return one.os(); },
+    [](const Environment& one) { return absl::StrJoin(one.simd(), " "); },
+    [](const Environment& one) {
+      return absl::StrCat("program ", absl::Hex(one.program_checksum(), absl::kZeroPad8));
+    },
+    [](const Environment& one) { return absl::StrCat("commit ", one.git_commit()); }};
 
 bool HasRunTime(const Case& result) { return RunTime(result).has_value(); }
 
@@ -191,21 +226,34 @@ std::string Analysis::RowKeyOf(const Case& result) const {
   return absl::StrCat(result.key().technique(), " counterpart of ", counterpart->second);
 }
 
-void Analysis::NameCounterparts(SeriesGroup* group) const {
-  std::map<std::string, int> rows;  // by technique
-  for (const Series& series : group->series) {
-    if (series.is_counterpart) ++rows[series.first().key().technique()];
-  }
+void Analysis::NameCounterparts(SeriesGroup* group) {
   for (Series& series : group->series) {
     if (!series.is_counterpart) continue;
     series.name = series.first().key().technique();
-    if (rows[series.name] > 1) {
-      for (const std::string& option : SharedOptions(series.cases)) {
-        absl::StrAppend(&series.name, " ", option);
-      }
+    for (const std::string& option : SharedOptions(series.cases)) {
+      absl::StrAppend(&series.name, " ", option);
     }
     series.name += " (dense counterpart)";
   }
+}
+
+std::string Analysis::PlaceOf(const Environment& environment) const {
+  if (machines_.size() < 2) return "";
+  std::vector<const Environment*> others;  // that the text does not yet tell apart
+  const std::string machine = MachineOf(results_, environment.id());
+  for (const Environment* other : machines_) {
+    if (MachineOf(results_, other->id()) != machine) others.push_back(other);
+  }
+  std::vector<std::string> parts;
+  for (const PlaceProperty property : kPlaceProperties) {
+    const std::string own = property(environment);
+    const auto is_other = [&](const Environment* other) { return property(*other) != own; };
+    const auto rest = std::remove_if(others.begin(), others.end(), is_other);
+    if (rest == others.end()) continue;
+    others.erase(rest, others.end());
+    parts.push_back(Printable(own));
+  }
+  return absl::StrJoin(parts, ", ");
 }
 
 void Analysis::Group() {
@@ -222,6 +270,7 @@ void Analysis::Group() {
       SeriesGroup group;
       group.purpose = result->key().purpose();
       group.environment = &EnvironmentOf(*result);
+      group.place = PlaceOf(*group.environment);
       group.fold_key = absl::StrCat(CaseKey(FoldKey(result->key())), " on ", machine_name);
       groups_.push_back(std::move(group));
     }

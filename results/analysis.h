@@ -23,7 +23,8 @@ struct Series {
   // Technique, options, device and threads: the same in every table.
   std::string row_key;
   // Whether the row ran, with other options at each length, only for others to be compared with:
-  // the counterparts of the same cases are one row, "near (dense counterpart)".
+  // the counterparts of the same cases are one row, "near window=512 (dense counterpart)", which
+  // names the options that are no defaults and that all its cases share.
   bool is_counterpart = false;
   bool is_common_baseline = false;  // whether other techniques are compared with it
   std::vector<const Case*> cases;
@@ -53,6 +54,9 @@ struct SeriesGroup {
   std::vector<Series> series;    // by StandsBefore, then in the order of the file
   std::vector<int64_t> lengths;  // ascending
   const Environment* environment = nullptr;
+  // The name of the machine and build for a title: "on HOST, commit 786d64f0c1". It holds only what
+  // tells them from the others of the file, and is empty where there is one.
+  std::string place;
   // Groups with equal fold keys may share a table: accuracy groups that differ only in the layer of
   // the input and in the mask.
   std::string fold_key;
@@ -93,7 +97,8 @@ class Analysis {
   void FindCounterparts();
   std::string RowKeyOf(const Case& result) const;
   void Group();
-  void NameCounterparts(SeriesGroup* group) const;
+  static void NameCounterparts(SeriesGroup* group);
+  std::string PlaceOf(const Environment& environment) const;
   void Finish(Series* series) const;
   std::optional<SpeedUpInterval> SpeedUpOver(const std::vector<const Case*>& cases) const;
 

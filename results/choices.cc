@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -74,7 +75,11 @@ std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& grou
     set->choices.push_back(std::move(choice));
   }
   std::stable_sort(sets.begin(), sets.end(), [](const ChoiceSet& a, const ChoiceSet& b) {
-    return a.choices.size() > b.choices.size();
+    const auto place = [](const ChoiceSet& set) {
+      return std::make_tuple(-static_cast<int64_t>(set.techniques()), set.is_apart(),
+                             -set.choices.front().series->first().key().threads());
+    };
+    return place(a) < place(b);
   });
   return sets;
 }
@@ -90,6 +95,12 @@ std::string KeyWithoutMask(const TableGroup& group) {
 }
 
 }  // namespace
+
+size_t ChoiceSet::techniques() const {
+  return static_cast<size_t>(
+      std::count_if(choices.begin(), choices.end(),
+                    [](const Choice& choice) { return !choice.series->is_counterpart; }));
+}
 
 bool Beats(const Choice& a, const Choice& b) {
   return a.time_ns <= b.time_ns && a.error <= b.error &&
@@ -112,12 +123,16 @@ int64_t SharedLength(const TableGroup& group) {
 
 std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup& group,
                                       int64_t tokens) {
+  std::vector<ChoiceSet> pairs;  // of one technique and its counterpart
   for (const Case::Purpose purpose : {Case::PURPOSE_ACCURACY, Case::PURPOSE_SCALING}) {
     std::vector<ChoiceSet> sets =
         SetsWith(analysis, group, FindErrors(analysis, group, purpose), tokens);
-    if (!sets.empty() && sets.front().choices.size() >= 2) return sets;
+    if (!sets.empty() && sets.front().techniques() >= 2) return sets;
+    const auto is_pair = [](const ChoiceSet& set) { return set.choices.size() >= 2; };
+    std::stable_partition(sets.begin(), sets.end(), is_pair);
+    if (pairs.empty() && !sets.empty() && is_pair(sets.front())) pairs = std::move(sets);
   }
-  return {};
+  return pairs;
 }
 
 std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableGroup& group) {
@@ -130,25 +145,41 @@ std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableG
   return medians;
 }
 
+std::vector<TableGroup> ChoiceGroups(const Analysis& analysis, Case::Pass pass) {
+  std::vector<TableGroup> groups;
+  for (const TableGroup& group : TableGroups(analysis)) {
+    if (group.purpose() == Case::PURPOSE_ACCURACY || group.pass() != pass) continue;
+    if (!FindChoiceSets(analysis, group, SharedLength(group)).empty()) groups.push_back(group);
+  }
+  return groups;
+}
+
 std::vector<TableGroup> MainGroups(const Analysis& analysis, Case::Pass pass) {
   struct Masks {
     std::vector<TableGroup> groups;
     size_t choices = 0;
+    int64_t tokens = 0;  // the longest SharedLength
+    int threads = 0;     // the most
   };
   std::vector<std::pair<std::string, Masks>> all;  // in the order of the file
-  for (const TableGroup& group : TableGroups(analysis)) {
-    if (group.purpose() == Case::PURPOSE_ACCURACY || group.pass() != pass) continue;
-    const std::vector<ChoiceSet> sets = FindChoiceSets(analysis, group, SharedLength(group));
-    if (sets.empty()) continue;
+  for (const TableGroup& group : ChoiceGroups(analysis, pass)) {
+    const int64_t tokens = SharedLength(group);
+    const ChoiceSet set = FindChoiceSets(analysis, group, tokens).front();
     const std::string key = KeyWithoutMask(group);
     auto masks = std::find_if(all.begin(), all.end(),
                               [&key](const auto& entry) { return entry.first == key; });
     if (masks == all.end()) masks = all.insert(all.end(), {key, Masks()});
     masks->second.groups.push_back(group);
-    masks->second.choices += sets.front().choices.size();
+    masks->second.choices += set.techniques();
+    masks->second.tokens = std::max(masks->second.tokens, tokens);
+    masks->second.threads =
+        std::max(masks->second.threads, set.choices.front().series->first().key().threads());
   }
   const auto most = std::max_element(all.begin(), all.end(), [](const auto& a, const auto& b) {
-    return a.second.choices < b.second.choices;
+    const auto size = [](const Masks& masks) {
+      return std::make_tuple(masks.choices, masks.tokens, masks.threads);
+    };
+    return size(a.second) < size(b.second);
   });
   if (most == all.end()) return {};
   std::stable_sort(most->second.groups.begin(), most->second.groups.end(),

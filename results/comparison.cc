@@ -13,7 +13,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "core/status.h"
+#include "results/analysis.h"
 #include "results/describe.h"
 #include "results/reader.h"
 #include "results/statistics.h"
@@ -187,6 +189,25 @@ Samples RunSamples(const Case& result) {
   return ToSamples(result.outcome().timing().run_ns());
 }
 
+// Tells whether a case was tried and did not end well.
+bool WasTried(Outcome::Status status) {
+  return status == Outcome::STATUS_FAILED || status == Outcome::STATUS_TIMEOUT ||
+         status == Outcome::STATUS_OUT_OF_MEMORY;
+}
+
+// Returns "near:window=256" for the case that is shown as "near window=256".
+std::string SpecOf(const Case& result) {
+  std::string spec = result.key().technique();
+  absl::string_view separator = ":";
+  const std::string name = DisplayName(result);
+  for (const absl::string_view word : absl::StrSplit(name, ' ')) {
+    if (!absl::StrContains(word, '=')) continue;
+    absl::StrAppend(&spec, separator, word);
+    separator = ",";
+  }
+  return spec;
+}
+
 class Comparer {
  public:
   Comparer(const ResultSet& base, const ResultSet& now, const CompareOptions& options)
@@ -253,6 +274,8 @@ class Comparer {
     finding.what = std::string(what);
     finding.subject = DescribeCase(result);
     finding.key = CaseKey(result);
+    finding.case_key = result.key();
+    finding.spec = SpecOf(result);
     finding.verdict = verdict;
     return finding;
   }
@@ -293,7 +316,7 @@ class Comparer {
       const bool gone = options().allow_missing &&
                         (after == Outcome::STATUS_SKIPPED || after == Outcome::STATUS_UNSUPPORTED);
       Verdict verdict = Verdict::kNotJudged;
-      if (after == Outcome::STATUS_OK) verdict = Verdict::kImproved;
+      if (after == Outcome::STATUS_OK && WasTried(before)) verdict = Verdict::kImproved;
       if (before == Outcome::STATUS_OK && !gone) verdict = Verdict::kRegressed;
       // Failing where it was skipped is news as well.
       if (after == Outcome::STATUS_FAILED) verdict = Verdict::kRegressed;
@@ -301,6 +324,9 @@ class Comparer {
       finding.base = std::string(Name(before));
       finding.now = std::string(Name(after));
       finding.reason = Printable(now.outcome().reason());
+      if (after == Outcome::STATUS_OK && verdict == Verdict::kNotJudged) {
+        finding.reason = "newly measured";
+      }
     }
     CompareRuns(base, now);
     CompareSetups(base, now);
@@ -535,7 +561,7 @@ class Comparer {
     Finding& finding = Add(what, result, verdict);
     finding.base = FormatError(before);
     finding.now = FormatError(after);
-    finding.change = before > 0 ? after / before : after > 0 ? HUGE_VAL : 1;
+    finding.change = before == after ? 1 : before > 0 ? after / before : after > 0 ? HUGE_VAL : 1;
   }
 
   void CompareDefinition(const Case& base, const Case& now) {
@@ -576,6 +602,7 @@ class Comparer {
   }
 
   Verdict JudgeError(double before, double after) const {
+    if (before == after) return Verdict::kSame;  // also where both are infinite
     if (std::isnan(before)) return std::isnan(after) ? Verdict::kSame : Verdict::kImproved;
     const double floor = std::max(options().error_floor, std::numeric_limits<double>::min());
     return Judge(std::max(after, floor) / std::max(before, floor), options().error_threshold);
@@ -647,6 +674,30 @@ int Comparison::Count(Verdict verdict) const {
   return static_cast<int>(
       std::count_if(findings.begin(), findings.end(),
                     [verdict](const Finding& finding) { return finding.verdict == verdict; }));
+}
+
+bool Comparison::judged() const {
+  if (regressed() || Count(Verdict::kImproved) > 0) return true;
+  const bool times = std::any_of(findings.begin(), findings.end(),
+                                 [](const Finding& finding) { return finding.is_time; });
+  return std::any_of(findings.begin(), findings.end(), [&](const Finding& finding) {
+    return finding.verdict == Verdict::kSame && (finding.is_time || !times);
+  });
+}
+
+std::string Comparison::WhyNotJudged() const {
+  const auto times = std::count_if(findings.begin(), findings.end(),
+                                   [](const Finding& one) { return one.is_time; });
+  const auto ambiguous = std::count_if(findings.begin(), findings.end(), [](const Finding& one) {
+    return one.is_time && one.verdict == Verdict::kAmbiguous;
+  });
+  if (times == 0) {
+    return absl::StrCat("no number of the ", cases, cases == 1 ? " case" : " cases",
+                        " in both was measured on both sides and could be compared");
+  }
+  return absl::StrCat("of ", times, times == 1 ? " time" : " times", " ", ambiguous,
+                      ambiguous == 1 ? " is" : " are", " ambiguous and ", times - ambiguous,
+                      " not judged");
 }
 
 absl::StatusOr<Comparison> Compare(const ResultSet& base, const ResultSet& now,

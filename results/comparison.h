@@ -56,6 +56,9 @@ struct Finding {
   std::string what;     // "run time over dense", "working memory", "status", ...
   std::string subject;  // the case, for people
   std::string key;      // CaseKey
+  Case::Key case_key;   // of the case that was compared: of NEW, or of BASE where NEW lacks it
+  // The technique with its options as --techniques of the sweep takes it: "near:window=256".
+  std::string spec;
   bool is_time = false;
   std::string base, now;
   double change = 1;  // now over base, where both are numbers: above 1 is worse
@@ -79,6 +82,12 @@ struct Comparison {
 
   int Count(Verdict verdict) const;
   bool regressed() const { return Count(Verdict::kRegressed) > 0; }
+  // Tells whether there is a verdict at all: something regressed or improved, or a time is the same
+  // or, where no time was compared, another number is. That memory and errors are the same says
+  // nothing about times that are all ambiguous.
+  bool judged() const;
+  // Says why there is no verdict, in one line without a full stop.
+  std::string WhyNotJudged() const;
 };
 
 // Matches cases by their whole keys (results/reader.h), the last of several, and judges
@@ -94,7 +103,9 @@ struct Comparison {
 //   working memory  workspace, parameters and what a run keeps for its backward pass: no noise
 //   errors          a bound that was met and is exceeded now; an error against dense that grew; an
 //                   error that the current set lacks, unless its case says why it was not measured
-//   status          a case that was ok, and is not now
+//   status          a case that was ok, and is not now; one that failed, took too long or had too
+//                   little memory, and is ok now. One that was skipped or unsupported, and is ok
+//                   now, is measured for the first time, which is no improvement.
 //   presence        a case of the base that is missing; new cases count only where they failed.
 // Returns FailedPrecondition, with the differences, where the two cannot be compared: they have no
 // case in common, their environments differ in something that the compared cases depend on, or one

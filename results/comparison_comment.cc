@@ -195,22 +195,19 @@ std::vector<const Finding*> FindingsOf(const Comparison& comparison, Verdict ver
 absl::string_view VerdictOfAll(const Comparison& comparison) {
   if (comparison.regressed()) return "Regressed";
   if (comparison.Count(Verdict::kImproved) > 0) return "Improved";
-  const auto is_time = [](const Finding& finding) { return finding.is_time; };
-  const bool times = std::any_of(comparison.findings.begin(), comparison.findings.end(), is_time);
-  const bool same = std::any_of(
-      comparison.findings.begin(), comparison.findings.end(), [&](const Finding& finding) {
-        return finding.verdict == Verdict::kSame && (finding.is_time || !times);
-      });
-  return same ? "Unchanged" : "Cannot be judged";
+  return comparison.judged() ? "Unchanged" : "Cannot be judged";
 }
 
 std::string Heading(const Comparison& comparison) {
-  return absl::StrCat(kCommentMarker, "\n### ", VerdictOfAll(comparison), ": ",
-                      comparison.Count(Verdict::kRegressed), " slower or worse, ",
-                      comparison.Count(Verdict::kImproved), " faster or better, ",
-                      comparison.Count(Verdict::kSame), " the same, ",
-                      comparison.Count(Verdict::kAmbiguous), " ambiguous, ",
-                      comparison.Count(Verdict::kNotJudged), " not judged\n\n");
+  return absl::StrCat(
+      kCommentMarker, "\n### ", VerdictOfAll(comparison), ": ",
+      comparison.Count(Verdict::kRegressed), " slower or worse, ",
+      comparison.Count(Verdict::kImproved), " faster or better, ", comparison.Count(Verdict::kSame),
+      " the same, ", comparison.Count(Verdict::kAmbiguous), " ambiguous, ",
+      comparison.Count(Verdict::kNotJudged), " not judged\n\n",
+      comparison.judged()
+          ? ""
+          : absl::StrCat("There is no verdict: ", comparison.WhyNotJudged(), ".\n\n"));
 }
 
 // --- The builds and the machine

@@ -7,10 +7,14 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "nlohmann/json.hpp"
 #include "results/comparison_comment.h"
+#include "results/reader.h"
+#include "results/statistics.h"
 
 namespace tfb {
 namespace {
@@ -101,6 +105,13 @@ Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   return table;
 }
 
+// Returns the report's last line.
+std::string VerdictLine(const Comparison& comparison) {
+  if (comparison.regressed()) return "regressed";
+  if (comparison.judged()) return "nothing regressed";
+  return absl::StrCat("cannot be judged: ", comparison.WhyNotJudged());
+}
+
 std::string Text(const Comparison& comparison, bool markdown, bool all, const TextStyle& style) {
   std::string out;
   for (const Verdict verdict : kVerdicts) {
@@ -122,8 +133,7 @@ std::string Text(const Comparison& comparison, bool markdown, bool all, const Te
   }
   const bool hides = comparison.Count(Verdict::kAmbiguous) + comparison.Count(Verdict::kNotJudged);
   absl::StrAppend(&out, !all && hides ? " (--all lists them)" : "", "\n",
-                  AmbiguityAdvice(comparison),
-                  comparison.regressed() ? "regressed" : "nothing regressed", "\n");
+                  AmbiguityAdvice(comparison), VerdictLine(comparison), "\n");
   return markdown || style.unicode ? out : ToAscii(out);
 }
 
@@ -157,16 +167,18 @@ std::string JsonText(const Comparison& comparison) {
   }
   Json findings = Json::array();
   for (const Finding& finding : comparison.findings) findings.push_back(JsonOf(finding));
-  const Json json = {{"format", "tfb.Comparison/1"},
-                     {"regressed", comparison.regressed()},
-                     {"metric", std::string(MetricName(comparison.options.metric))},
-                     {"threshold", comparison.options.threshold},
-                     {"cases", comparison.cases},
-                     {"missing", comparison.missing},
-                     {"added", comparison.added},
-                     {"counts", counts},
-                     {"environment_differences", comparison.environment_differences},
-                     {"findings", findings}};
+  Json json = {{"format", "tfb.Comparison/1"},
+               {"judged", comparison.judged()},
+               {"regressed", comparison.regressed()},
+               {"metric", std::string(MetricName(comparison.options.metric))},
+               {"threshold", comparison.options.threshold},
+               {"cases", comparison.cases},
+               {"missing", comparison.missing},
+               {"added", comparison.added},
+               {"counts", counts},
+               {"environment_differences", comparison.environment_differences},
+               {"findings", findings}};
+  if (!comparison.judged()) json["why_not_judged"] = comparison.WhyNotJudged();
   // Result files may hold any bytes.
   return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
 }
@@ -185,23 +197,108 @@ absl::StatusOr<ComparisonFormat> ParseComparisonFormat(absl::string_view name) {
       absl::StrCat("--format: \"", name, "\" is none of terminal, markdown, comment, json"));
 }
 
+namespace {
+
+// Returns the word as it may stand in a command of a shell.
+std::string Quoted(const std::string& word) {
+  const bool plain = std::all_of(word.begin(), word.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) ||
+           absl::string_view("_-+.,:=/@%").find(c) != absl::string_view::npos;
+  });
+  return plain ? word : absl::StrCat("'", absl::StrReplaceAll(word, {{"'", "'\\''"}}), "'");
+}
+
+// The values that cases have of something that a flag of the sweep sets.
+template <class T>
+using Values = std::set<T>;
+
+// Returns " --flag=values", or nothing where the values are those that the sweep takes by itself.
+template <class T>
+std::string FlagUnless(absl::string_view flag, const Values<T>& values, const Values<T>& usual) {
+  if (values.empty() || values == usual) return "";
+  return absl::StrCat(" --", flag, "=", Quoted(absl::StrJoin(values, ",")));
+}
+
+// The flags with which a sweep measures the cases of these findings again, and as little else as
+// flags allow: they set lists, of which a sweep measures every combination.
+class SweepFlags {
+ public:
+  explicit SweepFlags(const Comparison& comparison) {
+    for (const Environment& environment : comparison.now_environments) {
+      if (environment.threads() > 0) usual_threads_.insert(environment.threads());
+      has_gpu_ = has_gpu_ || environment.gpus_size() > 0;
+    }
+  }
+
+  void Add(const Finding& finding) {
+    const Case::Key& key = finding.case_key;
+    const ProblemSize& problem = key.problem();
+    names_.insert(key.technique());
+    specs_.insert(finding.spec);
+    accuracy_ = accuracy_ || key.purpose() == Case::PURPOSE_ACCURACY;
+    devices_.insert(std::string(Name(key.device())));
+    dtypes_.insert(std::string(Name(key.dtype())));
+    passes_.insert(std::string(Name(key.pass())));
+    inputs_.insert(key.input().name());
+    if (key.threads() > 0) threads_.insert(key.threads());
+    seeds_.insert(key.seed());
+    lengths_.insert(LengthOf(problem));
+    batches_.insert(problem.batch());
+    heads_.insert(problem.query_heads());
+    if (problem.kv_heads() != problem.query_heads()) kv_heads_.insert(problem.kv_heads());
+    head_dims_.insert(problem.head_dim());
+    causal_.insert(problem.causal() ? "true" : "false");
+  }
+
+  std::string Text() const {
+    constexpr size_t kMostNames = 12;
+    std::string flags;
+    if (specs_.size() <= kMostNames) {
+      flags = FlagUnless("techniques", specs_, {});
+    } else if (names_.size() <= kMostNames) {
+      flags = FlagUnless("techniques", names_, {});
+    }
+    // Accuracy cases of captured tensors have their own lengths.
+    if (!accuracy_) {
+      absl::StrAppend(&flags, FlagUnless("lengths", lengths_, {}), " --accuracy=false",
+                      FlagUnless("input", inputs_, {"gaussian"}));
+    }
+    absl::StrAppend(
+        &flags, FlagUnless("dtypes", dtypes_, {"f32"}), FlagUnless("pass", passes_, {"forward"}),
+        FlagUnless("threads", threads_, usual_threads_), FlagUnless("batches", batches_, {1}),
+        FlagUnless("heads", heads_, {8}), FlagUnless("kv_heads", kv_heads_, {}),
+        FlagUnless("head_dims", head_dims_, {64}),
+        // Drawn inputs are causal by default.
+        accuracy_ ? "" : FlagUnless("causal", causal_, {"true"}), FlagUnless("seed", seeds_, {1}));
+    if (has_gpu_ || devices_.count("cuda") > 0) {
+      absl::StrAppend(&flags, FlagUnless("devices", devices_, {"cpu", "cuda"}));
+    }
+    return flags;
+  }
+
+ private:
+  bool has_gpu_ = false, accuracy_ = false;
+  Values<std::string> names_, specs_, devices_, dtypes_, passes_, inputs_, causal_;
+  Values<int64_t> threads_, usual_threads_, lengths_, batches_, heads_, kv_heads_, head_dims_;
+  Values<uint64_t> seeds_;
+};
+
+}  // namespace
+
 std::string AmbiguityAdvice(const Comparison& comparison) {
-  constexpr size_t kMostNames = 12;
-  std::set<std::string> names;
+  SweepFlags flags(comparison);
   int times = 0;
   for (const Finding& finding : comparison.findings) {
     if (finding.verdict != Verdict::kAmbiguous || !finding.is_time) continue;
     ++times;
-    // "near window=256, cpu f32, ...".
-    names.insert(finding.subject.substr(0, finding.subject.find_first_of(" ,")));
+    flags.Add(finding);
   }
   if (times == 0) return "";
   return absl::StrCat(
       times, times == 1 ? " time is" : " times are",
       " ambiguous; more samples of both builds, taken by turns, would tell:\n"
       "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
-      names.size() <= kMostNames ? absl::StrCat(" --techniques=", absl::StrJoin(names, ",")) : "",
-      "\n");
+      flags.Text(), "\n");
 }
 
 absl::string_view VerdictWord(const Finding& finding) {

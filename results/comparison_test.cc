@@ -174,7 +174,10 @@ TEST(Compare, AmbiguousTimesComeWithTheCommandThatWouldTell) {
   for (int i = 0; i < times->size(); ++i) times->Set(i, times->Get(i) * (i % 2 == 0 ? 0.7 : 1.5));
   const std::string text = Text(CompareOrDie(MakeSweep(), now));
   EXPECT_TRUE(absl::StrContains(text, "1 time is ambiguous; more samples")) << text;
-  EXPECT_TRUE(absl::StrContains(text, "--techniques=near\n")) << text;
+  const std::string tokens = absl::StrCat(near->key().problem().query_tokens());
+  EXPECT_TRUE(absl::StrContains(
+      text, absl::StrCat("--techniques=near:window=256 --lengths=", tokens, " --accuracy=false\n")))
+      << text;
 }
 
 TEST(Compare, ATimeThatIsNoTimeRegresses) {
@@ -978,7 +981,10 @@ TEST(Compare, AStatusIsJudgedByWhatItWas) {
       if (before == after) {
         expected = Verdict::kSame;
       } else if (after == Outcome::STATUS_OK) {
-        expected = Verdict::kImproved;
+        // A case that was not tried before is measured for the first time.
+        const bool tried = before == Outcome::STATUS_FAILED || before == Outcome::STATUS_TIMEOUT ||
+                           before == Outcome::STATUS_OUT_OF_MEMORY;
+        if (tried) expected = Verdict::kImproved;
       } else if (after == Outcome::STATUS_FAILED || before == Outcome::STATUS_OK) {
         expected = Verdict::kRegressed;
       }
@@ -1010,6 +1016,8 @@ TEST(Compare, ErrorsAreJudgedFromTheFloorOn) {
       {1e-5, 0.1, kNan, Verdict::kRegressed, kNan},
       {1e-5, kNan, kNan, Verdict::kSame, kNan},
       {1e-5, 0.1, HUGE_VAL, Verdict::kRegressed, HUGE_VAL},
+      {1e-5, HUGE_VAL, HUGE_VAL, Verdict::kSame, 1},
+      {1e-5, HUGE_VAL, 0.1, Verdict::kImproved, 0},
   };
   const auto set_of = [](double error) {
     ResultSet results;
@@ -1035,7 +1043,10 @@ TEST(Compare, ErrorsAreJudgedFromTheFloorOn) {
       ++errors;
       const std::string name = absl::StrCat(finding.what, ": ", row.before, " to ", row.after);
       EXPECT_EQ(finding.verdict, row.verdict) << name;
-      if (std::isfinite(row.before) && std::isfinite(row.after) && std::isfinite(row.change)) {
+      if (row.before == row.after) {
+        EXPECT_EQ(finding.change, 1) << name;
+      } else if (std::isfinite(row.before) && std::isfinite(row.after) &&
+                 std::isfinite(row.change)) {
         EXPECT_NEAR(finding.change, row.change, 1e-9 * row.change) << name;
       } else if (std::isinf(row.change)) {
         EXPECT_EQ(finding.change, row.change) << name;
@@ -1109,10 +1120,14 @@ TEST(Compare, ThreeSamplesAreEnoughToJudge) {
 Comparison MakeAmbiguous(int count) {
   Comparison comparison;
   comparison.cases = 1;
+  comparison.now_environments = {MakeEnvironment()};
   for (int i = 0; i < count; ++i) {
     Finding& finding = comparison.findings.emplace_back();
     finding.what = "run time";
     finding.subject = absl::StrCat("t", i, i % 2 == 0 ? " window=1, cpu" : ", cpu");
+    finding.case_key = MakeCase(CaseSpec()).key();
+    finding.case_key.set_technique(absl::StrCat("t", i % 13));
+    finding.spec = absl::StrCat(finding.case_key.technique(), i % 2 == 0 ? ":window=1" : "");
     finding.is_time = true;
     finding.verdict = Verdict::kAmbiguous;
   }
@@ -1126,26 +1141,89 @@ TEST(RenderComparison, AdvisesMoreSamplesOfUpToTwelveTechniques) {
   const auto text = [](int count, bool all) {
     return RenderComparison(MakeAmbiguous(count), ComparisonFormat::kTerminal, all, TextStyle());
   };
-  const auto expected = [](int count, const std::string& times, const std::string& names) {
+  const auto expected = [](int count, const std::string& times, const std::string& names,
+                           const std::string& verdict) {
     return absl::StrCat(
         "1 case in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, ", count + 1,
         " ambiguous, 0 not judged, 0 same (--all lists them)\n", times,
         " ambiguous; more samples of both builds, taken by turns, would tell:\n"
         "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
-        names, "\nnothing regressed\n");
+        names, " --lengths=512 --accuracy=false\ncannot be judged: of ", verdict,
+        " ambiguous and 0 not judged\n");
   };
-  EXPECT_EQ(text(1, false), expected(1, "1 time is", " --techniques=t0"));
-  EXPECT_EQ(text(2, false), expected(2, "2 times are", " --techniques=t0,t1"));
+  EXPECT_EQ(text(1, false), expected(1, "1 time is", " --techniques=t0:window=1", "1 time 1 is"));
+  EXPECT_EQ(text(2, false),
+            expected(2, "2 times are", " --techniques=t0:window=1,t1", "2 times 2 are"));
   EXPECT_EQ(text(12, false),
-            expected(12, "12 times are", " --techniques=t0,t1,t10,t11,t2,t3,t4,t5,t6,t7,t8,t9"));
-  EXPECT_EQ(text(13, false), expected(13, "13 times are", ""));
-  EXPECT_EQ(text(0, false),
-            "1 case in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, 1 "
-            "ambiguous, 0 not judged, 0 same (--all lists them)\nnothing regressed\n");
+            expected(12, "12 times are",
+                     " --techniques=t0:window=1,t1,t10:window=1,t11,t2:window=1,t3,t4:window=1,t5,"
+                     "t6:window=1,t7,t8:window=1,t9",
+                     "12 times 12 are"));
+  EXPECT_EQ(text(13, false), expected(13, "13 times are", "", "13 times 13 are"));
+  EXPECT_EQ(
+      text(0, false),
+      "1 case in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, 1 "
+      "ambiguous, 0 not judged, 0 same (--all lists them)\ncannot be judged: no number of the "
+      "1 case in both was measured on both sides and could be compared\n");
   EXPECT_FALSE(absl::StrContains(text(1, true), "--all"));
   EXPECT_EQ(RenderComparison(Comparison(), ComparisonFormat::kMarkdown, false, TextStyle()),
             "0 cases in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, 0 "
-            "ambiguous, 0 not judged, 0 same\nnothing regressed\n");
+            "ambiguous, 0 not judged, 0 same\ncannot be judged: no number of the 0 cases in both "
+            "was measured on both sides and could be compared\n");
+}
+
+TEST(RenderComparison, AdvisesTheFlagsThatMeasureTheAmbiguousCasesAgain) {
+  Comparison comparison = MakeAmbiguous(2);
+  const auto flags = [&comparison] {
+    const std::string advice = AmbiguityAdvice(comparison);
+    const size_t begin = advice.find("--time_budget=0 ") + 16;
+    return advice.substr(begin, advice.size() - 1 - begin);
+  };
+  Case::Key& first = comparison.findings[0].case_key;
+  Case::Key& second = comparison.findings[1].case_key;
+  EXPECT_EQ(flags(), "--techniques=t0:window=1,t1 --lengths=512 --accuracy=false");
+  // Each property that the sweep would not take by itself.
+  second.set_threads(1);
+  second.set_dtype(ELEMENT_TYPE_BF16);
+  second.set_pass(Case::PASS_TRAINING);
+  second.mutable_input()->set_name("peaked");
+  ProblemSize* problem = second.mutable_problem();
+  problem->set_query_tokens(1024);
+  problem->set_kv_tokens(1024);
+  problem->set_batch(4);
+  problem->set_query_heads(16);
+  problem->set_kv_heads(2);
+  problem->set_head_dim(32);
+  problem->set_causal(!first.problem().causal());
+  comparison.findings[0].spec = "t0:name=a b";
+  EXPECT_EQ(flags(),
+            "--techniques='t0:name=a b,t1' --lengths=512,1024 --accuracy=false "
+            "--input=gaussian,peaked --dtypes=bf16,f32 --pass=forward,training --threads=1,2 "
+            "--batches=1,4 --heads=8,16 --kv_heads=2 --head_dims=32,64 --causal=false,true");
+}
+
+TEST(RenderComparison, SaysInEveryFormatThatNothingCouldBeJudged) {
+  ResultSet sweep;
+  *sweep.add_environments() = MakeEnvironment();
+  *sweep.add_cases() = MakeUnmeasured(CaseSpec(), Outcome::STATUS_SKIPPED, "no time");
+  const Comparison comparison = CompareOrDie(sweep, sweep);
+  EXPECT_FALSE(comparison.judged());
+  const auto text = [&comparison](ComparisonFormat format) {
+    return RenderComparison(comparison, format, false, TextStyle());
+  };
+  const std::string why =
+      "no number of the 1 case in both was measured on both sides and could be compared";
+  for (const ComparisonFormat format : {ComparisonFormat::kTerminal, ComparisonFormat::kMarkdown}) {
+    EXPECT_TRUE(absl::EndsWith(text(format), absl::StrCat("\ncannot be judged: ", why, "\n")));
+  }
+  const auto json = nlohmann::json::parse(text(ComparisonFormat::kJson));
+  EXPECT_EQ(json.at("judged"), false);
+  EXPECT_EQ(json.at("why_not_judged"), why);
+  const std::string comment = text(ComparisonFormat::kComment);
+  EXPECT_TRUE(absl::StrContains(comment, "### Cannot be judged: ")) << comment;
+  EXPECT_TRUE(absl::StrContains(comment, absl::StrCat("\n\nThere is no verdict: ", why, ".\n\n")))
+      << comment;
+  EXPECT_TRUE(CompareOrDie(MakeSweep(), MakeSweep()).judged());
 }
 
 }  // namespace

@@ -265,15 +265,13 @@ std::vector<Figure> FiguresOf(FigureKind kind, const Analysis& analysis,
   return {};
 }
 
-std::string GroupName(const Analysis& analysis, const SeriesGroup& group) {
+std::string GroupName(const SeriesGroup& group) {
   const Case::Key& key = group.first().key();
   std::string name =
       absl::StrCat(Name(key.device()), " ", Name(key.dtype()), ", ", DescribeProblem(key, false));
   const std::string input = DescribeInput(key.input());
   if (!input.empty()) absl::StrAppend(&name, ", input ", input);
-  if (analysis.machines().size() > 1 && group.environment != nullptr) {
-    absl::StrAppend(&name, ", on ", Printable(group.environment->host()));
-  }
+  if (!group.place.empty()) absl::StrAppend(&name, ", ", group.place);
   return name;
 }
 

@@ -25,20 +25,18 @@ std::optional<double> Middle(const Entry& entry, const char* statistic) {
 
 namespace {
 
-std::string ProfileTitle(const Analysis& analysis, const Case& result) {
+std::string ProfileTitle(const SeriesGroup& group, const Case& result) {
   Case::Key key = result.key();
   key.mutable_problem()->clear_causal();
   key.mutable_input()->clear_layer();
   std::string title = absl::StrCat("input ", DescribeInput(key.input()), ", ", Name(key.device()),
                                    " ", Name(key.dtype()), ", ", DescribeProblem(key, false));
-  if (analysis.machines().size() > 1) {
-    absl::StrAppend(&title, ", on ", Printable(analysis.EnvironmentOf(result).host()));
-  }
+  if (!group.place.empty()) absl::StrAppend(&title, ", ", group.place);
   return title;
 }
 
-std::string ProfileKey(const Analysis& analysis, const Case& result) {
-  return absl::StrCat(ProfileTitle(analysis, result), "\n",
+std::string ProfileKey(const Analysis& analysis, const SeriesGroup& group, const Case& result) {
+  return absl::StrCat(ProfileTitle(group, result), "\n",
                       MachineOf(analysis.results(), result.environment_id()));
 }
 
@@ -118,8 +116,9 @@ std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& fi
       for (const Case* result : series.cases) {
         const Outcome::Status status = result->outcome().status();
         if (status != Outcome::STATUS_OK && status != Outcome::STATUS_FAILED) continue;
-        const auto [place, added] = places.emplace(ProfileKey(analysis, *result), profiles.size());
-        if (added) profiles.push_back({ProfileTitle(analysis, *result), {}});
+        const auto [place, added] =
+            places.emplace(ProfileKey(analysis, group, *result), profiles.size());
+        if (added) profiles.push_back({ProfileTitle(group, *result), {}});
         const int64_t tokens = LengthOf(result->key().problem());
         AddCase(analysis, series, *result,
                 EntryOf(series, &profiles[place->second].by_tokens[tokens]));

@@ -54,7 +54,8 @@ std::vector<Figure> FiguresOf(FigureKind kind, const Analysis& analysis,
 
 // Returns the name of a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian",
 // or "cpu f32, 8 heads of 64, causal, training step, input gaussian".
-std::string GroupName(const Analysis& analysis, const SeriesGroup& group);
+// It also names the machine and build where the file has several.
+std::string GroupName(const SeriesGroup& group);
 
 }  // namespace tfb
 

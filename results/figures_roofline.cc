@@ -87,7 +87,9 @@ plot::Guide Bound(std::string label, double low, double low_y, double high, doub
 // level of peak FLOP/s, or both with the ridge point between them.
 void AddRoof(const Roof& roof, bool name_threads, double low, double high, plot::Plot* plot) {
   const std::string threads =
-      name_threads && roof.threads > 0 ? absl::StrCat(", ", roof.threads, " threads") : "";
+      name_threads && roof.threads > 0
+          ? absl::StrCat(", ", roof.threads, roof.threads == 1 ? " thread" : " threads")
+          : "";
   const double otherwise = roof.bandwidth.has_value() ? high : low;
   const double ridge = std::clamp(roof.ridge().value_or(otherwise), low, high);
   if (ridge > low) {
@@ -216,7 +218,7 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
     AddPoints(analysis, rates, length_word, &plot);
     Figure figure;
     figure.kind = FigureKind::kRoofline;
-    figure.title = GroupName(analysis, group);
+    figure.title = GroupName(group);
     figure.caption =
         "Each technique's longest run: its FLOPs over its time and over the bytes that it moves, "
         "both "

@@ -265,7 +265,7 @@ std::vector<Figure> LengthFigures(const Analysis& analysis, const SeriesFilter& 
     }
     Figure figure;
     figure.kind = kind.kind;
-    figure.title = GroupName(analysis, group);
+    figure.title = GroupName(group);
     figure.caption = kind.caption;
     for (const Panel& panel : panels) {
       figure.panels.push_back(PanelPlot(analysis, group, panel, kind));

@@ -577,10 +577,38 @@ TEST(FrontierFigure, KeepsTheReferencesOfWhatTheFilterLeaves) {
     }
     return names;
   };
-  const std::string chain = "chain memory=64", counterpart = "chain (dense counterpart)";
+  const std::string chain = "chain memory=64", counterpart = "chain memory=512 (dense counterpart)";
   EXPECT_EQ(kept({"good"}), (std::set<std::string>{"plain", "good"}));
   EXPECT_EQ(kept({"chain"}), (std::set<std::string>{chain, counterpart}));
   EXPECT_EQ(kept({"fast", "chain"}), (std::set<std::string>{"plain", "fast", chain, counterpart}));
+}
+
+TEST(Figures, TitlesNameMachineAndBuildWhereTheFileHasSeveral) {
+  const auto titles_of = [](FigureKind kind, bool several) {
+    ResultSet results = MakeSweep();
+    Environment other = MakeEnvironment("other");
+    if (several) other.set_git_commit("fedcba98765432");
+    *results.add_environments() = other;
+    for (const int cases = results.cases_size(); results.cases_size() < 2 * cases;) {
+      Case result = results.cases(results.cases_size() - cases);
+      result.set_environment_id("other");
+      *results.add_cases() = result;
+    }
+    const Analysis analysis(results);
+    std::vector<std::string> titles;
+    for (const Figure& figure : FiguresOf(kind, analysis, nullptr)) titles.push_back(figure.title);
+    return titles;
+  };
+  for (const FigureKind kind :
+       {FigureKind::kScaling, FigureKind::kFrontier, FigureKind::kMemory, FigureKind::kRoofline}) {
+    const std::vector<std::string> titles = titles_of(kind, true);
+    ASSERT_EQ(titles.size(), 2u) << Name(kind);
+    EXPECT_TRUE(StrContains(titles[0], ", commit 0123456789 (dirty)")) << titles[0];
+    EXPECT_TRUE(StrContains(titles[1], ", commit fedcba9876 (dirty)")) << titles[1];
+    for (const std::string& title : titles_of(kind, false)) {
+      EXPECT_FALSE(StrContains(title, "commit") || StrContains(title, ", on ")) << title;
+    }
+  }
 }
 
 TEST(FrontierFigure, ErrorsOfRoundingStandOnALineBelowTheOthersAndAreOtherwiseToScale) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,6 +17,8 @@
 namespace tfb {
 namespace plot {
 namespace {
+
+constexpr double kDegrees = 180 / 3.14159265358979323846;  // of a radian
 
 constexpr double kMarkerRadius = 3;
 constexpr int kWidestPointName = 44;  // characters; the description has the whole name
@@ -40,6 +43,7 @@ class Drawing {
         frame_(layout_.frame),
         x_(layout_.x),
         y_(layout_.y),
+        guide_labels_(PlaceGuideLabels()),
         names_(plot.curves.size()) {
     NameLines(&names_);
     NamePoints(&names_);
@@ -194,42 +198,107 @@ class Drawing {
 
   std::string Guides() const {
     std::string out;
-    for (const Guide& guide : plot_.guides) {
+    for (size_t i = 0; i < plot_.guides.size(); ++i) {
+      const Guide& guide = plot_.guides[i];
       const std::string path = PathOf(guide.points);
       if (path.empty()) continue;
       const char* kind = guide.kind == Guide::Kind::kBound      ? "bound"
                          : guide.kind == Guide::Kind::kFrontier ? "frontier"
                                                                 : "trail";
       absl::StrAppend(&out, "<g class=\"guide ", kind, " ", StyleClass(guide.style),
-                      "\"><path d=\"", path, "\"/>", GuideLabel(guide), "</g>");
+                      "\"><path d=\"", path, "\"/>", GuideLabel(i), "</g>");
     }
     return out;
   }
-  // Writes the label along the guide's last segment, or above its end where the segment is level.
-  std::string GuideLabel(const Guide& guide) const {
-    if (guide.label.empty() || guide.points.size() < 2) return "";
+  // The place of a guide's label.
+  struct GuideLabelPlace {
+    double x = 0, y = 0;  // of a point on the guide, from which the text is dx, dy away
+    double dx = 0, dy = 0;
+    double angle = 0;  // in degrees
+    const char* anchor = "middle";
+    Box box;            // what the label covers; of a sloping one it is empty
+    bool last = false;  // whether to take it even where there is no room but for other labels
+  };
+  static double GuideLabelWidth(const Guide& guide) {
+    return TextWidth(guide.label, kFontSize) * 1.08;
+  }
+  // Returns the places for a label, the best one first. One of a level guide stands above its end, or
+  // below where the legend is there. One of a slope stands along it or, where the slope is shorter,
+  // level beside it: on the left, where a roof has no points, or on the right.
+  std::vector<GuideLabelPlace> LabelPlacesOf(const Guide& guide) const {
+    if (guide.label.empty() || guide.points.size() < 2) return {};
     const Point& a = guide.points[guide.points.size() - 2];
     const Point& b = guide.points.back();
-    if (!Shown(a) || !Shown(b)) return "";
+    if (!Shown(a) || !Shown(b)) return {};
     const double x1 = x_.Pixel(a.x), y1 = y_.Pixel(a.y), x2 = x_.Pixel(b.x), y2 = y_.Pixel(b.y);
-    const double angle = std::atan2(y2 - y1, x2 - x1) * 180 / 3.14159265358979323846;
-    const bool level = std::abs(y2 - y1) < 1;
-    const double share = level ? 1 : 0.5;
-    const double x = x1 + (x2 - x1) * share, y = y1 + (y2 - y1) * share;
-    return Text(
-        0, -5, guide.label,
-        absl::StrCat(" text-anchor=\"", level ? "end" : "middle", "\" transform=\"translate(",
-                     Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
+    const double width = GuideLabelWidth(guide), height = kFontSize + 4;
+    const double angle = std::atan2(y2 - y1, x2 - x1) * kDegrees;
+    if (std::abs(y2 - y1) < 1) {
+      return {{x2, y2, 0, -5, angle, "end", {x2 - width, y2 - 5 - kFontSize, width, height}},
+              {x2, y2, 0, kFontSize + 2, angle, "end", {x2 - width, y2 + 2, width, height}},
+              {x2, y2, 0, -5, angle, "end", {x2 - width, y2 - 5 - kFontSize, width, height}, true}};
+    }
+    // The width is estimated a little too wide.
+    if (std::hypot(x2 - x1, y2 - y1) >= 0.9 * width) {
+      return {{(x1 + x2) / 2, (y1 + y2) / 2, 0, -5, angle, "middle", {}}};
+    }
+    const double y = std::max((y1 + y2) / 2, std::min(y1, y2) + kFontSize);  // the text's middle
+    const auto x_at = [&](double height_at) {
+      return x1 + (x2 - x1) * std::clamp((height_at - y1) / (y2 - y1), 0.0, 1.0);
+    };
+    const double left = std::min(x_at(y - height / 2), x_at(y + height / 2));
+    const double right = std::max(x_at(y - height / 2), x_at(y + height / 2));
+    return {{left, y, -6, 4, 0, "end", {left - 6 - width, y - height / 2, width, height}},
+            {right, y, 6, 4, 0, "start", {right + 6, y - height / 2, width, height}}};
+  }
+  // Tells whether a level label has room: within the frame, or a little above it, and clear of
+  // slopes and, below the guide's end, of points. One along a slope has its place in any case.
+  bool HasRoom(const GuideLabelPlace& place) const {
+    constexpr double kAbove = 4;  // the legend is higher
+    if (place.last || place.box.width == 0) return true;
+    const Box room{frame_.x, frame_.y - kAbove, frame_.width, frame_.height + kAbove};
+    if (place.dx == 0) return place.box.y >= room.y && (place.dy < 0 || PointsIn(place.box) == 0);
+    Obstacles obstacles;
+    AddGuideLines(&obstacles);
+    const bool crossed =
+        std::any_of(obstacles.lines.begin(), obstacles.lines.end(),
+                    [&place](const Line& line) { return line.Crosses(place.box); });
+    return room.Contains(place.box) && !crossed && PointsIn(place.box) == 0;
+  }
+  // Finds a place for the label of each guide, of level ones first, or none where there is no room.
+  std::vector<std::optional<GuideLabelPlace>> PlaceGuideLabels() const {
+    std::vector<std::optional<GuideLabelPlace>> found(plot_.guides.size());
+    std::vector<Box> taken;
+    for (const bool level : {true, false}) {
+      for (size_t i = 0; i < plot_.guides.size(); ++i) {
+        for (const GuideLabelPlace& place : LabelPlacesOf(plot_.guides[i])) {
+          if ((place.dx == 0 && place.box.width > 0) != level) continue;
+          const bool covers = std::any_of(taken.begin(), taken.end(), [&place](const Box& box) {
+            return box.Overlaps(place.box);
+          });
+          if (covers || !HasRoom(place)) continue;
+          found[i] = place;
+          if (place.box.width > 0) taken.push_back(place.box);
+          break;
+        }
+      }
+    }
+    return found;
+  }
+  std::string GuideLabel(size_t i) const {
+    const std::optional<GuideLabelPlace>& place = guide_labels_[i];
+    if (!place.has_value()) return "";
+    return Text(place->dx, place->dy, plot_.guides[i].label,
+                absl::StrCat(" text-anchor=\"", place->anchor, "\" transform=\"translate(",
+                             Coordinate(place->x), " ", Coordinate(place->y), ") rotate(",
+                             Coordinate(place->angle), ")\""));
   }
 
-  // Returns the boxes of level guides' labels, which names of points must not cover.
+  // Returns the boxes of guides' level labels, which names of points must not cover.
   std::vector<Box> GuideLabelBoxes() const {
     std::vector<Box> boxes;
-    for (const Guide& guide : plot_.guides) {
-      if (guide.label.empty() || guide.points.empty() || !Shown(guide.points.back())) continue;
-      const double width = TextWidth(guide.label, kFontSize) * 1.08;
-      boxes.push_back({x_.Pixel(guide.points.back().x) - width,
-                       y_.Pixel(guide.points.back().y) - 5 - kFontSize, width, kFontSize + 4});
+    for (const std::optional<GuideLabelPlace>& place : guide_labels_) {
+      if (place.has_value() && place->box.width > 0) boxes.push_back(place->box);
     }
     return boxes;
   }
@@ -424,6 +493,7 @@ class Drawing {
   const Layout layout_;
   const Box& frame_;
   const Scale &x_, &y_;
+  const std::vector<std::optional<GuideLabelPlace>> guide_labels_;
   std::vector<std::string> names_;  // of each curve, as markup
   std::vector<std::string> list_;   // lines of "1 name, 2 name" below the plot
 };

@@ -438,6 +438,52 @@ TEST(Plot, AWhiskerIsDrawnWhereItReachesBeyondTheMarker) {
   for (const double pixels : {6.1, 9.0}) EXPECT_NEAR(whisker(pixels / 2 / unit), pixels, 0.11);
 }
 
+TEST(Plot, AGuideThatIsShorterThanItsLabelHasItBesideItOrNotAtAll) {
+  const auto label_of = [](Point from, Point to, std::vector<Point> points = {},
+                           double width = 600) {
+    points.push_back({1, 1, {}, {}});
+    points.push_back({1e6, 1e6, {}, {}});
+    Plot plot = PlotOf({});
+    plot.width = width;
+    for (const Point& point : points) {
+      plot.curves.push_back(CurveThrough({point}, Curve::Kind::kScatter));
+    }
+    plot.guides.resize(1);
+    plot.guides[0].label = "measured read 21.1 GB/s";
+    plot.guides[0].points = {from, to};
+    const std::string svg = DrawFile({plot}, 1, "a plot");
+    const size_t end = svg.find(">measured read 21.1 GB/s<");
+    if (end == std::string::npos) return std::string();
+    const size_t begin = svg.rfind('<', end);
+    return svg.substr(begin, end - begin);
+  };
+  const auto is_level = [](const std::string& label, const std::string& anchor) {
+    return absl::StrContains(label, absl::StrCat("text-anchor=\"", anchor, "\"")) &&
+           absl::StrContains(label, "rotate(0)");
+  };
+  // Along a long slope, and beside a short one: on its left or, at the left end, on its right.
+  EXPECT_TRUE(
+      absl::StrContains(label_of({1, 1, {}, {}}, {1e6, 1e6, {}, {}}), "text-anchor=\"middle\""));
+  EXPECT_TRUE(is_level(label_of({5e5, 1e5, {}, {}}, {1e6, 2e5, {}, {}}), "end"));
+  EXPECT_TRUE(is_level(label_of({10, 1e5, {}, {}}, {20, 2e5, {}, {}}), "start"));
+  // Nowhere where it would cover a point or leave the frame.
+  EXPECT_EQ(label_of({10, 1e5, {}, {}}, {20, 2e5, {}, {}}, {{40, 1.5e5, {}, {}}}), "");
+  EXPECT_EQ(label_of({10, 2, {}, {}}, {20, 3, {}, {}}, {}, 150), "");
+}
+
+TEST(Plot, LabelsOfEqualLevelsDoNotCoverEachOther) {
+  Plot plot = PlotOf({CurveThrough({{1, 1, {}, {}}, {100, 100, {}, {}}}, Curve::Kind::kScatter)});
+  plot.guides.resize(3);
+  for (Guide& guide : plot.guides) {
+    guide.label = "the peak";
+    guide.points = {{2, 50, {}, {}}, {90, 50, {}, {}}};
+  }
+  const std::string svg = DrawFile({plot}, 1, "a plot");
+  // One stands above, one below, and a third has no room.
+  const std::vector<std::string> parts = absl::StrSplit(svg, ">the peak<");
+  EXPECT_EQ(parts.size(), 3u);
+}
+
 TEST(Plot, AGuideWhoseEndIsNotShownKeepsNoRoomForItsLabel) {
   const auto drawn = [](const std::string& label, std::vector<Point> guide) {
     Plot plot = PlotOf({});

@@ -621,6 +621,150 @@ TEST(RenderTerminal, CounterpartsOfTwoConfigurationsAreToldApart) {
   EXPECT_TRUE(absl::StrContains(text, "\nchain layers=4 (dense counterpart)  ")) << text;
 }
 
+// A sweep in which a technique is as fast as a "plain" of other options, which it is held against.
+ResultSet MakeApart(bool with_plain) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (const Case::Purpose purpose : {Case::PURPOSE_ACCURACY, Case::PURPOSE_SCALING}) {
+    for (const char* name : {"plain", "plain scale=1", "biased"}) {
+      const bool scaled = absl::StrContains(name, "scale");
+      if (!with_plain && absl::string_view(name) == "plain") continue;
+      CaseSpec spec;
+      spec.technique = scaled ? "plain" : name;
+      if (scaled) spec.option_name = "scale", spec.option_value = "1";
+      spec.purpose = purpose;
+      Case result = MakeCase(spec);
+      TechniqueDescription* technique = result.mutable_technique();
+      technique->set_options_are_default(!scaled);
+      if (absl::string_view(name) != "plain") {
+        (*technique->mutable_dense_counterpart_options())["scale"] = "1";
+      }
+      *results.add_cases() = result;
+    }
+  }
+  return results;
+}
+
+TEST(RenderTerminal, ACounterpartIsShownWithItsOptionsAndIsNeverRecommended) {
+  const std::string text = AsTerminal(MakeApart(true), 0);
+  EXPECT_TRUE(absl::StrContains(text, "\nplain scale=1 (dense counterpart)  ")) << text;
+  EXPECT_TRUE(absl::StrContains(
+      text,
+      "\nNo technique with an error of at most 0.5 against dense is measurably faster than its "
+      "dense counterpart at 512 tokens (cpu, f32, errors on input real).\n"
+      "At that length plain is the choice; other lengths are in the tables.\n"))
+      << text;
+  EXPECT_FALSE(absl::StrContains(text, "\nChoices at ")) << text;
+  // Where only the counterpart ran, nothing is recommended.
+  const std::string alone = AsTerminal(MakeApart(false), 0);
+  EXPECT_TRUE(absl::StrContains(alone, "\nOther lengths are in the tables.\n")) << alone;
+  EXPECT_FALSE(absl::StrContains(alone, "is the choice")) << alone;
+}
+
+TEST(RenderTerminal, WhatStandsApartIsListedWithoutTheCommonBaseline) {
+  ResultSet results = MakeSweep();
+  results.mutable_cases()->MergeFrom(MakeApart(false).cases());
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().purpose() != Case::PURPOSE_ACCURACY) {
+      result.mutable_key()->mutable_problem()->set_query_tokens(512);
+      result.mutable_key()->mutable_problem()->set_kv_tokens(512);
+    }
+  }
+  const std::string text = AsTerminal(results, 0);
+  EXPECT_TRUE(absl::StrContains(text, ": of 3 held against plain, those that")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "held against a dense counterpart of their own: biased\n"))
+      << text;
+}
+
+TEST(RenderTerminal, TitlesNameMachineAndBuildWhereTheFileHasSeveral) {
+  const auto titles_with = [](void (*change)(Environment*)) {
+    ResultSet results = MakeSweep();
+    Environment other = MakeEnvironment("other");
+    change(&other);
+    *results.add_environments() = other;
+    for (const int cases = results.cases_size(); results.cases_size() < 2 * cases;) {
+      Case result = results.cases(results.cases_size() - cases);
+      result.set_environment_id("other");
+      *results.add_cases() = result;
+    }
+    std::vector<std::string> titles;
+    for (const absl::string_view line : absl::StrSplit(AsTerminal(results, 0), '\n')) {
+      for (const absl::string_view begin : {"Accuracy: ", "Scaling, ", "Choices at "}) {
+        if (absl::StartsWith(line, begin)) titles.emplace_back(line.substr(0, line.find(": of ")));
+      }
+    }
+    std::sort(titles.begin(), titles.end());
+    return titles;
+  };
+  const std::string accuracy = "Accuracy: cpu f32, 512 tokens, 8 heads of 64, input real";
+  const std::string choices =
+      "Choices at 4096 tokens, cpu f32, 8 heads of 64, causal, input gaussian";
+  const std::string scaling =
+      "Scaling, ms at tokens: cpu f32, 8 heads of 64, causal, input gaussian";
+  const auto expected = [&](const std::string& first, const std::string& second) {
+    std::vector<std::string> titles;
+    for (const std::string& title : {accuracy, choices, scaling}) {
+      titles.push_back(title + first);
+      if (second != first) titles.push_back(title + second);
+    }
+    return titles;
+  };
+  EXPECT_EQ(titles_with([](Environment*) {}), expected("", ""));
+  EXPECT_EQ(titles_with([](Environment* other) { other->set_host("bench-2"); }),
+            expected(", on bench-1", ", on bench-2"));
+  EXPECT_EQ(titles_with([](Environment* other) { other->set_git_commit("fedcba98765432"); }),
+            expected(", commit 0123456789 (dirty)", ", commit fedcba9876 (dirty)"));
+  EXPECT_EQ(titles_with([](Environment* other) { other->set_compile_flags("-O3"); }),
+            expected(", flags -O2", ", flags -O3"));
+}
+
+TEST(RenderTerminal, SentencesNameTheirGroupWhereThereAreSeveral) {
+  const auto sentence_with = [](void (*change)(Case*)) {
+    ResultSet results = MakeSweep();
+    for (const int cases = results.cases_size(); results.cases_size() < 2 * cases;) {
+      Case result = results.cases(results.cases_size() - cases);
+      if (result.key().purpose() != Case::PURPOSE_ACCURACY) change(&result);
+      *results.add_cases() = result;
+    }
+    const std::string text = AsTerminal(results, 0);
+    const size_t begin = text.find("(cpu, f32");
+    return text.substr(begin, text.find(')', begin) + 1 - begin);
+  };
+  EXPECT_EQ(sentence_with([](Case*) {}), "(cpu, f32, errors on input real)");
+  EXPECT_EQ(
+      sentence_with([](Case* result) { result->mutable_key()->mutable_problem()->set_batch(4); }),
+      "(cpu, f32, 8 heads of 64, errors on input real)");
+  EXPECT_EQ(sentence_with(
+                [](Case* result) { result->mutable_key()->mutable_input()->set_name("peaked"); }),
+            "(cpu, f32, input gaussian, errors on input real)");
+  // Among equal ones, those that ran at the longer lengths count.
+  EXPECT_EQ(sentence_with([](Case* result) {
+              ProblemSize* problem = result->mutable_key()->mutable_problem();
+              problem->set_batch(4);
+              problem->set_query_tokens(2 * problem->query_tokens());
+              problem->set_kv_tokens(2 * problem->kv_tokens());
+            }),
+            "(cpu, f32, 8 heads of 64, batch 4, errors on input real)");
+}
+
+TEST(RenderTerminal, ChoicesNameTheThreadsWhereThereAreSeveral) {
+  ResultSet results = MakeSweep();
+  for (const int cases = results.cases_size(); results.cases_size() < 2 * cases;) {
+    Case result = results.cases(results.cases_size() - cases);
+    result.mutable_key()->set_threads(4);
+    *results.add_cases() = result;
+  }
+  const std::string text = AsTerminal(results, 0);
+  for (const char* threads : {"2", "4"}) {
+    EXPECT_TRUE(absl::StrContains(text, absl::StrCat("\nChoices at 4096 tokens, cpu f32, ", threads,
+                                                     " threads, 8 heads of 64, causal, ")))
+        << text;
+  }
+  // The sentence is about the most threads.
+  EXPECT_TRUE(absl::StrContains(text, "(cpu, f32, 4 threads, errors on input real)")) << text;
+  EXPECT_FALSE(absl::StrContains(AsTerminal(MakeSweep(), 0), "2 threads, 8 heads"));
+}
+
 TEST(RenderTerminal, WhatStreamsStandsAmongTheOthersToo) {
   const std::string text = AsTerminal(MakeChain());
   EXPECT_TRUE(absl::StrContains(text, R"(

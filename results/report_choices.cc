@@ -59,8 +59,11 @@ std::string ChoiceTitle(const TableGroup& group, const ChoiceSet& set, int64_t t
   const Case::Key& key = group.first().key();
   return absl::StrCat(
       "Choices at ", tokens, " ", LengthName(group), ", ", Name(key.device()), " ",
-      Name(key.dtype()), ", ", DescribeProblem(key, false), ", input ", DescribeInput(key.input()),
-      ": of ", set.choices.size(),
+      Name(key.dtype()), ", ",
+      HasSeveralThreads(group) ? ThreadsText(*set.choices.front().series) + ", " : "",
+      DescribeProblem(key, false), ", input ", DescribeInput(key.input()),
+      group.front().place.empty() ? "" : absl::StrCat(", ", group.front().place), ": of ",
+      set.techniques(),
       set.dense == nullptr ? "" : absl::StrCat(" held against ", NameInText(*set.dense)),
       ", those that no other beats in both time and error on input ", set.inputs);
 }
@@ -108,12 +111,14 @@ std::vector<Table> ChoiceTablesOf(const Analysis& analysis, const TableGroup& gr
   std::vector<Table> tables;
   std::vector<std::string> apart;
   for (const ChoiceSet& set : FindChoiceSets(analysis, group, tokens)) {
-    if (set.choices.size() >= (tables.empty() ? 2 : kFewestFurtherChoices)) {
+    if (set.techniques() >= (tables.empty() ? 2 : kFewestFurtherChoices)) {
       tables.push_back(ChoiceTable(group, set, tokens));
       continue;
     }
     for (const Choice& choice : set.choices) {
-      if (!choice.series->is_counterpart) apart.push_back(NameInText(*choice.series));
+      if (choice.series->is_counterpart || choice.series->is_baseline) continue;
+      const std::string name = NameInText(*choice.series);
+      if (std::find(apart.begin(), apart.end(), name) == apart.end()) apart.push_back(name);
     }
   }
   if (tables.empty()) return tables;

@@ -80,10 +80,36 @@ std::string LengthText(const Mask& mask) {
   return absl::StrCat(mask.tokens, " ", LengthName(*mask.group));
 }
 
-std::string ConditionsText(const Mask& mask) {
+// Returns heads, their dimensions and the batch: "8 heads of 64, batch 4".
+std::string ShapeText(const TableGroup& group) {
+  ProblemSize problem = group.first().key().problem();
+  problem.clear_causal();
+  return DescribeProblem(problem, /*with_tokens=*/false);
+}
+
+std::string InputText(const TableGroup& group) {
+  return absl::StrCat("input ", DescribeInput(group.first().key().input()));
+}
+
+// Returns the conditions of a sentence about `mask`: device and element type, and whatever else
+// tells its group from the other groups of that pass in which there is a choice.
+std::string ConditionsText(const Analysis& analysis, const Mask& mask) {
   const Case::Key& key = mask.group->first().key();
-  return absl::StrCat(" (", Name(key.device()), ", ", Name(key.dtype()), ", errors on input ",
-                      mask.set.inputs, ")");
+  std::vector<std::string> parts = {std::string(Name(key.device())),
+                                    std::string(Name(key.dtype()))};
+  if (HasSeveralThreads(*mask.group)) {
+    parts.push_back(ThreadsText(*mask.set.choices.front().series));
+  }
+  const std::vector<TableGroup> groups = ChoiceGroups(analysis, mask.group->pass());
+  for (std::string (*text_of)(const TableGroup&) : {&ShapeText, &InputText}) {
+    const std::string text = text_of(*mask.group);
+    const bool differs = std::any_of(groups.begin(), groups.end(), [&](const TableGroup& other) {
+      return text_of(other) != text;
+    });
+    if (differs) parts.push_back(text);
+  }
+  if (!mask.group->front().place.empty()) parts.push_back(mask.group->front().place);
+  return absl::StrCat(" (", absl::StrJoin(parts, ", "), ", errors on input ", mask.set.inputs, ")");
 }
 
 // Returns "under the causal mask near window=256: 5.8x [5.7, 5.9] as fast as dense at 4096 tokens,
@@ -108,7 +134,8 @@ std::string OfPass(Case::Pass pass, std::string sentence) {
   return absl::StrCat("In a ", DescribePass(pass), ", ", sentence);
 }
 
-std::string FastestSentence(const std::vector<Mask>& masks, double limit) {
+std::string FastestSentence(const Analysis& analysis, const std::vector<Mask>& masks,
+                            double limit) {
   std::vector<std::string> parts;
   for (const Mask& mask : masks) parts.push_back(FastestText(mask));
   std::string sentence =
@@ -118,7 +145,7 @@ std::string FastestSentence(const std::vector<Mask>& masks, double limit) {
                     " none is surely faster than ", DenseName(masks.front()), ") ");
   }
   return absl::StrCat(sentence, "the fastest technique is ", absl::StrJoin(parts, "; "),
-                      ConditionsText(masks.front()), ".");
+                      ConditionsText(analysis, masks.front()), ".");
 }
 
 // Returns "near window=256 is faster than dense from 707 [690, 725] tokens on under the causal mask
@@ -197,21 +224,52 @@ std::string MissingSentence(const Analysis& analysis) {
 
 namespace {
 
+// Returns the set of choices that the sentences are about: the first one or, where that has a
+// counterpart of its own, the first in which a technique is faster than its counterpart.
+ChoiceSet SetOf(std::vector<ChoiceSet> sets) {
+  if (sets.front().is_apart() && sets.front().techniques() < 2) {
+    for (ChoiceSet& set : sets) {
+      if (FastestWithin(set, *std::rbegin(kErrorLimits), /*sure=*/true) != nullptr) return set;
+    }
+  }
+  return sets.front();
+}
+
+// Returns the row of the group that others are held against and that was asked for, at a length; or
+// null.
+const Series* BaselineAt(const TableGroup& group, int64_t tokens) {
+  for (const Series* series : group.AllSeries()) {
+    if (series->is_common_baseline && series->run_ns.count(tokens) > 0) return series;
+  }
+  return nullptr;
+}
+
+// Returns the sentences where no technique is faster than what it is held against. A counterpart of
+// other options than the default ones is none that could be chosen.
+std::vector<std::string> NoneIsFaster(const Analysis& analysis, const Mask& mask) {
+  const bool own = mask.set.is_apart();
+  const Series* choice = own ? BaselineAt(*mask.group, mask.tokens) : mask.set.dense;
+  const std::string name = choice == nullptr ? "dense" : NameInText(*choice);
+  return {absl::StrCat(
+              "No technique with an error of at most ", FormatBound(*std::rbegin(kErrorLimits)),
+              " against dense is measurably faster than ", own ? "its dense counterpart" : name,
+              " at ", LengthText(mask), ConditionsText(analysis, mask), "."),
+          own && choice == nullptr
+              ? std::string("Other lengths are in the tables.")
+              : absl::StrCat("At that length ", name,
+                             " is the choice; other lengths are in the tables.")};
+}
+
 std::vector<std::string> SentencesOf(const Analysis& analysis,
                                      const std::vector<TableGroup>& groups) {
   std::vector<Mask> masks;
   for (const TableGroup& group : groups) {
     const int64_t tokens = SharedLength(group);
-    masks.push_back({&group, tokens, FindChoiceSets(analysis, group, tokens).front(), nullptr});
+    masks.push_back({&group, tokens, SetOf(FindChoiceSets(analysis, group, tokens)), nullptr});
   }
   const std::optional<double> limit = FindFastest(&masks);
-  if (limit.has_value()) return {FastestSentence(masks, *limit), CostSentence(masks)};
-  return {absl::StrCat("No technique with an error of at most ",
-                       FormatBound(*std::rbegin(kErrorLimits)),
-                       " against dense is measurably faster than ", DenseName(masks.front()),
-                       " at ", LengthText(masks.front()), ConditionsText(masks.front()), "."),
-          absl::StrCat("At that length ", DenseName(masks.front()),
-                       " is the choice; other lengths are in the tables.")};
+  if (!limit.has_value()) return NoneIsFaster(analysis, masks.front());
+  return {FastestSentence(analysis, masks, *limit), CostSentence(masks)};
 }
 
 }  // namespace

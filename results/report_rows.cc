@@ -40,6 +40,24 @@ std::string DeviceName(const TableGroup& group, const Series& series) {
   return threads.size() > 1 ? absl::StrCat(device, " x", key.threads()) : device;
 }
 
+}  // namespace
+
+bool HasSeveralThreads(const TableGroup& group) {
+  std::set<int> threads;
+  for (const Series* series : group.AllSeries()) {
+    const Case::Key& key = series->first().key();
+    if (key.device() == group.first().key().device()) threads.insert(key.threads());
+  }
+  return threads.size() > 1;
+}
+
+std::string ThreadsText(const Series& series) {
+  const int threads = series.first().key().threads();
+  return absl::StrCat(threads, threads == 1 ? " thread" : " threads");
+}
+
+namespace {
+
 // Tells whether a table's rows differ in device or number of threads.
 bool HasSeveralDevices(const TableGroup& group) {
   std::set<std::string> names;
@@ -136,6 +154,7 @@ std::string GroupTitle(absl::string_view what, const TableGroup& group) {
       absl::StrCat(what, ": ", device, Name(key.dtype()), ", ", DescribeProblem(key, accuracy));
   const std::string described = DescribeInput(key.input());
   if (!described.empty()) absl::StrAppend(&title, ", input ", described);
+  if (!group.front().place.empty()) absl::StrAppend(&title, ", ", group.front().place);
   return title;
 }
 

@@ -53,8 +53,11 @@ std::string SeriesName(const Series& series);
 std::string FamilyOf(const Series& series);
 // Returns what a group's lengths count: "tokens", "keys" or "queries".
 std::string LengthName(const TableGroup& group);
-// Returns `what` followed by everything that the group's rows share. The rows of an accuracy group
-// name their masks and layers themselves.
+// Tells whether the rows of the group's first device differ in the number of threads.
+bool HasSeveralThreads(const TableGroup& group);
+std::string ThreadsText(const Series& series);  // "1 thread", "2 threads"
+// Returns `what` followed by everything that the group's rows share, and by the machine and build
+// where the file has several. The rows of an accuracy group name their masks and layers themselves.
 std::string GroupTitle(absl::string_view what, const TableGroup& group);
 
 // The columns that identify a row. A table has those in which its rows differ.

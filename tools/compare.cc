@@ -57,8 +57,9 @@ constexpr char kUsage[] =
     "beyond the threshold and a rank sum test, corrected for the number of cases, says that the "
     "two\n"
     "differ; FASTER likewise; SAME where the interval lies within; AMBIGUOUS in between.\n\n"
-    "Exit status: 0 nothing regressed, 1 a regression, 2 the two cannot be compared: other\n"
-    "hardware, compiler flags or precision, no case in common, an unreadable file, bad usage.";
+    "Exit status: 0 nothing regressed, 1 a regression, 2 it cannot be judged: all times are\n"
+    "ambiguous or too few samples, or no number is on both sides; other hardware, compiler flags\n"
+    "or precision, no case in common; an unreadable file, bad usage.";
 
 absl::StatusOr<CompareOptions::Metric> ParseMetric(const std::string& name) {
   using Metric = CompareOptions::Metric;
@@ -116,6 +117,10 @@ absl::StatusOr<int> CompareFiles(const CommandLine& line) {
   std::cout << RenderComparison(*comparison, format, absl::GetFlag(FLAGS_all),
                                 StyleFor(STDOUT_FILENO))
             << std::flush;
+  if (!comparison->judged()) {
+    PrintError(kProgram, absl::StrCat("cannot be judged: ", comparison->WhyNotJudged()));
+    return kExitBadUsage;
+  }
   return comparison->regressed() ? kExitCheckFailed : kExitDone;
 }
 

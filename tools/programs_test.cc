@@ -349,6 +349,39 @@ TEST_F(Programs, CompareIsZeroWithoutAndOneWithARegressionAndTwoForAnotherMachin
   EXPECT_EQ(Run("compare", base + " " + other + " --allow_different_environment").exit_status, 0);
 }
 
+TEST_F(Programs, CompareIsTwoWhereNothingCouldBeJudged) {
+  ResultSet skipped;
+  *skipped.add_environments() = synthetic::MakeEnvironment();
+  *skipped.add_cases() =
+      synthetic::MakeUnmeasured(synthetic::CaseSpec(), Outcome::STATUS_SKIPPED, "no time");
+  const std::string path = Write("skipped.pb", skipped);
+  const std::string why =
+      "cannot be judged: no number of the 1 case in both was measured on both sides and could be "
+      "compared\n";
+  for (const char* format : {"terminal", "markdown", "comment", "json"}) {
+    const Ended ended = Run("compare", absl::StrCat(path, " ", path, " --format=", format));
+    EXPECT_EQ(ended.exit_status, 2) << format;
+    EXPECT_EQ(ended.err, "compare: " + why);
+  }
+  EXPECT_TRUE(absl::EndsWith(Run("compare", path + " " + path).out, "\n" + why));
+}
+
+TEST_F(Programs, RenderRefusesFlagsOfPlotsForTables) {
+  const std::string path = Write("a.pb", MakeSweep());
+  for (const char* flag : {"family", "techniques", "group"}) {
+    for (const char* format : {"terminal", "markdown", "html", "csv"}) {
+      const Ended ended =
+          Run("render", absl::StrCat(path, " --format=", format, " --", flag, "=x"));
+      EXPECT_EQ(ended.exit_status, 2) << flag;
+      EXPECT_EQ(ended.out, "") << flag;
+      EXPECT_EQ(ended.err,
+                absl::StrCat("render: --", flag,
+                             " wants --format=svg or --format=png and --plot: tables show "
+                             "everything\n"));
+    }
+  }
+}
+
 TEST_F(Programs, CompareWritesACommentAlsoWhereTheTwoCannotBeCompared) {
   const std::string base = Write("base.pb", MakeSweep());
   const std::string marker = "<!-- transformer-family-bench -->\n";

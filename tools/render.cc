@@ -171,16 +171,30 @@ absl::Status RenderPlot(const ResultSet& results) {
   return WritePng(*svg, absl::GetFlag(FLAGS_dpi), CallerPath(output));
 }
 
+// Returns an error where a flag is set that only plots heed.
+absl::Status CheckNoPlotFlags() {
+  const std::pair<const char*, std::string> kFlags[] = {
+      {"plot", absl::GetFlag(FLAGS_plot)},
+      {"family", absl::GetFlag(FLAGS_family)},
+      {"techniques", absl::GetFlag(FLAGS_techniques)},
+      {"group", absl::GetFlag(FLAGS_group)}};
+  for (const auto& [name, value] : kFlags) {
+    if (value.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--", name, " wants --format=svg or --format=png",
+        absl::string_view(name) == "plot" ? "" : " and --plot: tables show everything"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<int> RenderAll(const CommandLine& line) {
   const bool plot = IsPlotFormat(absl::GetFlag(FLAGS_format));
   RenderOptions options;
   if (!plot) {
+    if (const absl::Status status = CheckNoPlotFlags(); !status.ok()) return status;
     absl::StatusOr<RenderOptions> from_flags = OptionsFromFlags();
     if (!from_flags.ok()) return from_flags.status();
     options = *std::move(from_flags);
-    if (!absl::GetFlag(FLAGS_plot).empty()) {
-      return absl::InvalidArgumentError("--plot wants --format=svg or --format=png");
-    }
   }
   absl::StatusOr<std::vector<std::string>> paths = Paths(line);
   if (!paths.ok()) return paths.status();

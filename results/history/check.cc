@@ -60,6 +60,18 @@ bool MatchesStars(absl::string_view pattern, absl::string_view text) {
   return absl::EndsWith(text, parts.back());
 }
 
+// Tells whether the text has the form of a run's name, "20261123T181522Z-unknown-1f2e3d4c".
+bool IsRunName(absl::string_view text) {
+  constexpr absl::string_view kBegin = "00000000T000000Z-";
+  if (text.size() <= kBegin.size()) return false;
+  for (size_t i = 0; i < kBegin.size(); ++i) {
+    const bool fits = kBegin[i] == '0' ? absl::ascii_isdigit(static_cast<unsigned char>(text[i]))
+                                       : text[i] == kBegin[i];
+    if (!fits) return false;
+  }
+  return true;
+}
+
 // The series of each case on each machine, by metric.
 using Companions = std::map<std::pair<std::string, int>, std::map<HistoryMetric, int>>;
 
@@ -349,7 +361,8 @@ class Checker {
     const int begin = std::max(0, place - kRunsBesideAChange);
     const int end = std::min(static_cast<int>(runs.size()), place + kRunsBesideAChange + 1);
     return std::any_of(runs.begin() + begin, runs.begin() + end, [&](const RunInfo& run) {
-      return absl::StartsWith(run.commit, acknowledgement.commit);
+      return absl::StartsWith(run.commit, acknowledgement.commit) ||
+             run.name == acknowledgement.commit;
     });
   }
 
@@ -423,14 +436,17 @@ absl::StatusOr<std::vector<Acknowledgement>> ParseAcknowledgements(absl::string_
     const std::vector<std::string> words =
         absl::StrSplit(parts.first, absl::MaxSplits(absl::ByAnyChar(" \t"), 2));
     if (words.size() < 3) return wrong("too few words");
-    acknowledgement.commit = absl::AsciiStrToLower(words[0]);
+    const bool is_run = IsRunName(words[0]);
+    acknowledgement.commit = is_run ? words[0] : absl::AsciiStrToLower(words[0]);
     acknowledgement.metric = words[1];
     acknowledgement.pattern = std::string(absl::StripAsciiWhitespace(words[2]));
     const bool is_hash = acknowledgement.commit.size() >= 7 &&
                          std::all_of(acknowledgement.commit.begin(), acknowledgement.commit.end(),
                                      absl::ascii_isxdigit);
-    if (!is_hash)
-      return wrong(absl::StrCat("\"", Printable(words[0]), "\" is no hash of 7 or more digits"));
+    if (!is_hash && !is_run) {
+      return wrong(absl::StrCat("\"", Printable(words[0]),
+                                "\" is no hash of 7 or more digits, nor the name of a run"));
+    }
     if (acknowledgement.metric != "*") {
       const absl::Status metric = ParseHistoryMetric(acknowledgement.metric).status();
       if (!metric.ok()) return wrong(absl::StrCat("the metric ", metric.message()));
@@ -444,7 +460,7 @@ absl::StatusOr<std::vector<Acknowledgement>> ParseAcknowledgements(absl::string_
 std::string AcknowledgementLine(const History& history, const Change& change) {
   const HistorySeries& series = history.series[change.series];
   const RunInfo& first = history.machines[series.machine].runs[series.runs[change.at]];
-  return absl::StrCat(first.commit.empty() ? "unknown" : first.commit.substr(0, 12), " ",
+  return absl::StrCat(first.commit.empty() ? first.name : first.commit.substr(0, 12), " ",
                       MetricName(series.metric), " ", series.key, " # ");
 }
 

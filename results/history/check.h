@@ -69,7 +69,7 @@ struct HistoryCheck {
 
 // One line of a file of acknowledgements.
 struct Acknowledgement {
-  std::string commit;   // its first 7 or more digits
+  std::string commit;   // its first 7 or more digits, or the name of a run without a commit
   std::string metric;   // MetricName, or "*"
   std::string pattern;  // of the case's key, where * stands for any text
   std::string reason;
@@ -77,7 +77,8 @@ struct Acknowledgement {
 };
 
 // Parses a file of acknowledgements: each line is `COMMIT METRIC PATTERN # REASON`, or empty, or
-// begins with #. COMMIT is the first commit of the worse level, as a check names it.
+// begins with #. COMMIT is the first commit of the worse level, as a check names it, or the name of
+// that level's first run (results/history/store.h), which may have no commit.
 // InvalidArgument names `path` and the line.
 absl::StatusOr<std::vector<Acknowledgement>> ParseAcknowledgements(absl::string_view text,
                                                                    const std::string& path);

@@ -328,6 +328,24 @@ TEST(Check, AnAcknowledgementHoldsForItsCommitMetricAndCasesAlone) {
   EXPECT_EQ(regressions_with(CommitOfNumber(kChanged + 3) + " time * # why"), 1);
 }
 
+TEST(Check, ARunWithoutACommitIsAcknowledgedByItsName) {
+  HistoryMaker maker;
+  maker.ChangeTimes("near", 1.1);
+  History history = maker.Make();
+  for (RunInfo& run : history.machines[0].runs) {
+    run.commit.clear();
+    run.name = absl::StrCat("20261123T", 100000 + run.start_unix_s % 100000, "Z-unknown-4f94863f");
+  }
+  const HistoryCheck before = CheckOf(history, {});
+  ASSERT_EQ(before.regressions(), 1);
+  const std::string line = AcknowledgementLine(history, before.changes[0]) + "wanted";
+  const auto parsed = ParseAcknowledgements(line, "file");
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  const HistoryCheck after = CheckOf(history, *parsed);
+  EXPECT_EQ(after.regressions(), 0) << line;
+  EXPECT_EQ(after.changes[0].acknowledged, "wanted");
+}
+
 TEST(Check, AcknowledgementsThatAreNoneNameTheirLine) {
   for (const auto& [text, message] : std::vector<std::pair<std::string, std::string>>{
            {"1234567 time *", "line 1: no reason"},
@@ -335,6 +353,8 @@ TEST(Check, AcknowledgementsThatAreNoneNameTheirLine) {
            {"1234567 time # why", "too few words"},
            {"123456 time * # why", "is no hash of 7 or more digits"},
            {"main123 time * # why", "is no hash"},
+           {"20261123T195804Z- time * # why", "nor the name of a run"},
+           {"unknown time * # why", "nor the name of a run"},
            {"1234567 speed * # why", "\"speed\" is none of time, machine_time"}}) {
     const absl::Status status = ParseAcknowledgements(text, "FILE").status();
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << text;

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <set>
 #include <system_error>
 
 #include "absl/strings/ascii.h"
@@ -219,6 +220,39 @@ void RemoveLeftovers(const std::string& folder) {
   }
 }
 
+// Returns the processes that measured a run. Each has an environment of its own.
+std::set<std::string> ProcessesOf(const HistoryRun& run) {
+  std::set<std::string> processes;
+  for (const Environment& environment : run.environments()) {
+    processes.insert(absl::StrCat(environment.start_unix_ns(), " ", environment.id()));
+  }
+  return processes;
+}
+
+// Removes each run that another one continues, as a resumed sweep does.
+void RemoveContinued(std::vector<StoredRun>* runs) {
+  std::vector<std::set<std::string>> processes;
+  std::map<std::string, std::vector<size_t>> by_process;
+  for (size_t i = 0; i < runs->size(); ++i) {
+    processes.push_back(ProcessesOf((*runs)[i].run));
+    for (const std::string& process : processes.back()) by_process[process].push_back(i);
+  }
+  std::vector<StoredRun> kept;
+  for (size_t i = 0; i < runs->size(); ++i) {
+    const std::set<std::string>& own = processes[i];
+    const auto continues = [&](size_t other) {
+      const std::set<std::string>& more = processes[other];
+      return more.size() > own.size() &&
+             std::includes(more.begin(), more.end(), own.begin(), own.end());
+    };
+    const std::vector<size_t> others =
+        own.empty() ? std::vector<size_t>() : by_process.at(*own.begin());
+    if (std::any_of(others.begin(), others.end(), continues)) continue;
+    kept.push_back(std::move((*runs)[i]));
+  }
+  *runs = std::move(kept);
+}
+
 }  // namespace
 
 std::string RunName(const HistoryRun& run) {
@@ -378,6 +412,7 @@ absl::StatusOr<StoredRuns> HistoryStore::Read(Damage damage) const {
       return run.status();
     }
   }
+  RemoveContinued(&stored.runs);
   return stored;
 }
 

@@ -61,7 +61,9 @@ class HistoryStore {
   // contents, as of a sweep that was resumed after it had been added.
   absl::StatusOr<Additions> Add(const std::vector<HistoryRun>& runs) const;
 
-  // Reads all runs. With Damage::kPassOver a run that is cut or damaged gives a note instead of an
+  // Reads all runs but those of an interrupted sweep whose resumed run is there, too: a run of which
+  // another one has every environment, and more of them, is left out, since the other one has its
+  // samples. With Damage::kPassOver a run that is cut or damaged gives a note instead of an
   // error; one of a newer version is an error in any case.
   absl::StatusOr<StoredRuns> Read(Damage damage = Damage::kRefuse) const;
 

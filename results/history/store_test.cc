@@ -320,6 +320,25 @@ TEST_F(StoreTest, StoresThatAreMergedInAnyOrderAreEqual) {
   EXPECT_EQ(merged("a", {{1, 2, 3}, {3, 4}}), merged("b", {{4, 3}, {2}, {1, 3}}));
 }
 
+TEST_F(StoreTest, ARunThatWasResumedCountsOnceWithWhateverWasAddedFirst) {
+  const HistoryRun other = RunWithCase(7), interrupted = RunWithCase(1);
+  HistoryRun resumed = RunWithCase(1);
+  *resumed.add_environments() = MakeHistoryRun(2).environments(0);
+  AddHistoryValue(AddHistoryCase(&resumed, "far"), HISTORY_METRIC_TIME_OVER_DENSE, 0.5);
+  const std::vector<std::vector<HistoryRun>> orders = {{interrupted, other, resumed},
+                                                       {resumed, other, interrupted}};
+  for (size_t i = 0; i < orders.size(); ++i) {
+    const auto store = HistoryStore::OpenOrCreate((base_ / absl::StrCat(i)).string());
+    ASSERT_TRUE(store.ok()) << store.status();
+    for (const HistoryRun& run : orders[i]) ASSERT_TRUE(store->Add({run}).ok());
+    const auto stored = store->Read();
+    ASSERT_TRUE(stored.ok()) << stored.status();
+    std::vector<std::string> names;
+    for (const StoredRun& run : stored->runs) names.push_back(run.name);
+    EXPECT_THAT(names, ElementsAre(RunName(resumed), RunName(other)));
+  }
+}
+
 TEST_F(StoreTest, ACloneWithoutTheEmptyFolderOfRunsIsAStore) {
   Store();
   fs::remove(fs::path(folder_) / "runs");  // git keeps no empty folder

@@ -127,6 +127,15 @@ class CompareBuilds(CiTest):
         self.assertIn("`the environments differ: processor: One / Another @octocat 'x'; --allow_different_env", comment)
         self.assertTrue(err.startswith('compare: the environments differ: processor'), err)
 
+    def test_times_that_cannot_be_judged_are_no_success(self):
+        self.commit(factor='1', sweep=SWEEP.replace('--factor=', '--few_samples --factor='))
+        self.commit(factor='1.5')
+        status, comment, err = self.compare()
+        self.assertEqual(status, 2)
+        self.assertTrue(self.heading(comment).startswith('### Cannot be judged: 0 slower or worse, 0 faster or better, '), comment)
+        self.assertRegex(comment, r'\n\nThere is no verdict: of \d+ times 0 are ambiguous and \d+ not judged\.\n\n')
+        self.assertRegex(err, r'^compare: cannot be judged: of \d+ times 0 are ambiguous and \d+ not judged\n$')
+
     def test_a_base_that_a_shallow_clone_lacks_is_fetched(self):
         base = self.commit(factor='1')
         self.commit(factor='1.5')
