@@ -297,7 +297,7 @@ std::string AmbiguityAdvice(const Comparison& comparison) {
   return absl::StrCat(
       times, times == 1 ? " time is" : " times are",
       " ambiguous; more samples of both builds, taken by turns, would tell:\n"
-      "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
+      "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=8 --time_budget=0",
       flags.Text(), "\n");
 }
 

@@ -1147,7 +1147,7 @@ TEST(RenderComparison, AdvisesMoreSamplesOfUpToTwelveTechniques) {
         "1 case in both, 0 missing, 0 new; of their numbers 0 regressed, 0 improved, ", count + 1,
         " ambiguous, 0 not judged, 0 same (--all lists them)\n", times,
         " ambiguous; more samples of both builds, taken by turns, would tell:\n"
-        "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
+        "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=8 --time_budget=0",
         names, " --lengths=512 --accuracy=false\ncannot be judged: of ", verdict,
         " ambiguous and 0 not judged\n");
   };
