@@ -529,6 +529,35 @@ TEST(LinearCuda, AFloorHoldsTheDenominatorAndCountsTheRowsItHeld) {
   }
 }
 
+// The number is asked for without a stream, and may be of a Run on one that the default stream does not
+// wait for, whose work the simulator does here when it is waited for, and no earlier.
+TEST(LinearCuda, TheRowsThatWereHeldAreThoseOfTheLastRunOnAnyStream) {
+  LinearCase c{LinearProblem(80, 80, /*causal=*/true), LinearMap(Feature::kRelu, 8, 16, 0)};
+  c.map.denominator_floor = 2;
+  const LinearTensors tensors(c);
+  const LinearCuda linear = Create(c, tensors);
+  const DeviceStream stream = DeviceStream::Make(Runtime()).value();
+  LinearResults results = EmptyResults(c.problem);
+  LinearCall call = tensors.Call(c);
+  call.out = results.out.view();
+  cuda_simulator::Settings settings;
+  settings.streams_are_late = true;
+  cuda_simulator::Configure(settings);
+  int64_t held = 0;
+  const absl::Status status =
+      OnDevice(c, call, [&](const LinearCall& on_device, Execution e) -> absl::Status {
+        TFB_RETURN_IF_ERROR(Runtime()->SynchronizeAll());
+        e.stream = stream.get();
+        TFB_RETURN_IF_ERROR(linear.Run(c.problem, on_device, e));
+        TFB_ASSIGN_OR_RETURN(held, linear.RowsWithoutWeight());
+        return Runtime()->Synchronize(stream.get());
+      });
+  cuda_simulator::Configure({});
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_EQ(held, RowsHeldOnCpu(c, tensors));
+  EXPECT_GT(held, 0);
+}
+
 // Appends segments of the given lengths, over again until all tokens are taken.
 LinearResults AppendAll(const LinearCase& c, const LinearTensors& tensors,
                         const std::vector<int64_t>& segments) {
