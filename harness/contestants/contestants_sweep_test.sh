@@ -15,9 +15,9 @@ expect() {  # each case is a line of standard error when it is done
 # A library is named by its file alone, as from a shell in its folder.
 cp "$PWD/$2" "$TEST_TMPDIR/libalone.so"
 program="$PWD/$1"
-alone="$(cd "$TEST_TMPDIR" && env -u BUILD_WORKING_DIRECTORY "$program" --contestants=libalone.so --techniques=dense@toy --list 2>&1)" ||
+alone="$(cd "$TEST_TMPDIR" && env -u BUILD_WORKING_DIRECTORY "$program" --contestants=libalone.so --techniques=dense@alone --list 2>&1)" ||
   { echo "libalone.so: $alone"; failed=1; }
-[[ "$alone" == *dense@toy* ]] || { echo "libalone.so lists: $alone"; failed=1; }
+[[ "$alone" == *dense@alone* ]] || { echo "libalone.so lists: $alone"; failed=1; }
 expect 'dense' '[0-9.]+ ms'
 expect 'dense@toy' '[0-9.]+ ms'
 expect 'wrong@toy' '[0-9.]+ ms, failed: max error over max value is [0-9.]+, its bound 2e-05'
