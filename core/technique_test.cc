@@ -295,7 +295,7 @@ class DifferentiableLayer : public Layer {
   absl::Status CheckBackward() const override {
     return is_differentiable_ ? absl::OkStatus() : Layer::CheckBackward();
   }
-  size_t kept_bytes() const override { return 192; }
+  size_t kept_bytes() const override { return kept; }
   size_t backward_workspace_bytes(int threads) const override { return 64 * threads; }
   std::map<std::string, std::string> stopped_gradients() const override {
     return {{"k", "the keys are constants"}, {"bias", "the bias is a constant"}};
@@ -304,6 +304,7 @@ class DifferentiableLayer : public Layer {
     return {"out", "log_sum_exp"};
   }
   int runs = 0, backward_setups = 0, passes = 0;
+  size_t kept = 192;                         // what kept_bytes returns
   absl::Status of_setup, of_backward_setup;  // what DoSetup and DoSetUpBackward return
 
  private:
@@ -517,6 +518,18 @@ TEST(Layer, BackwardCallsThatDoNotFitAreRefusedAndDoNothing) {
             absl::InvalidArgumentError("workspace has 127 bytes; the layer needs 128"));
   EXPECT_EQ(layer.runs, 0);
   EXPECT_EQ(layer.backward_setups, 1);
+}
+
+TEST(Layer, NoKeptMemoryMayLieAnywhere) {
+  DifferentiableLayer layer;
+  layer.kept = 0;
+  FittingBackward fitting(layer);
+  ASSERT_TRUE(fitting.Setup(&layer).ok());
+  ASSERT_TRUE(fitting.SetUpBackward(&layer).ok());
+  fitting.Keep(3, 0);
+  EXPECT_TRUE(fitting.Run(&layer).ok());
+  EXPECT_TRUE(fitting.Backward(&layer).ok());
+  EXPECT_EQ(layer.passes, 1);
 }
 
 TEST(StreamingLayer, SegmentsHaveOneToTheMostTokensAndTensorsToMatch) {

@@ -4,10 +4,102 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <functional>
+#include <memory>
 #include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "core/denormals.h"
 #include "unsupported/Eigen/CXX11/ThreadPool"
+
+namespace tfb {
+namespace {
+
+// A thread that waits for the one function that it runs, and ends without one where none comes.
+class WaitingThread {
+ public:
+  // Throws std::system_error where the operating system refuses a thread.
+  WaitingThread() : thread_([this] { WaitAndRun(); }) {}
+  ~WaitingThread() {
+    Run(nullptr);
+    thread_.join();
+  }
+  // The first call counts.
+  void Run(std::function<void()> work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_decided_) return;
+    is_decided_ = true;
+    work_ = std::move(work);
+    decided_.notify_one();
+  }
+
+ private:
+  void WaitAndRun() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    decided_.wait(lock, [this] { return is_decided_; });
+    const std::function<void()> work = std::move(work_);
+    lock.unlock();
+    if (work != nullptr) work();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable decided_;
+  bool is_decided_ = false;
+  std::function<void()> work_;
+  std::thread thread_;  // the last member, so that it starts when the others are there
+};
+
+using WaitingThreads = std::vector<std::unique_ptr<WaitingThread>>;
+
+// Returns as many threads as the operating system grants, at most `most`.
+WaitingThreads StartThreads(int most) {
+  WaitingThreads threads;
+  threads.reserve(most);
+  try {
+    while (static_cast<int>(threads.size()) < most) {
+      threads.push_back(std::make_unique<WaitingThread>());
+    }
+  } catch (const std::system_error&) {  // a limit of the user, of a control group or of memory
+  }
+  return threads;
+}
+
+// Eigen's pool takes its threads from this. A pool that asks the operating system itself never ends
+// where it is refused one: its constructor throws, and waits for those that it has started. Nor can
+// it go without one of them, because its destructor waits until all have run out of work.
+struct ThreadsAtHand {
+  struct Task {
+    std::function<void()> f;
+  };
+  using EnvThread = WaitingThread;
+
+  WaitingThread* CreateThread(std::function<void()> work) {
+    WaitingThread* thread = threads->back().release();
+    threads->pop_back();
+    thread->Run(std::move(work));
+    return thread;
+  }
+  Task CreateTask(std::function<void()> f) { return Task{std::move(f)}; }
+  void ExecuteTask(const Task& task) { task.f(); }
+
+  WaitingThreads* threads;  // read by the pool's constructor alone
+};
+
+}  // namespace
+}  // namespace tfb
+
+// The header names Eigen's pool by its default environment, which no pool has here.
+template <>
+class Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>
+    : public Eigen::ThreadPoolTempl<tfb::ThreadsAtHand> {
+ public:
+  explicit ThreadPoolTempl(tfb::WaitingThreads threads)
+      : Eigen::ThreadPoolTempl<tfb::ThreadsAtHand>(static_cast<int>(threads.size()),
+                                                   tfb::ThreadsAtHand{&threads}) {}
+};
 
 namespace tfb {
 namespace {
@@ -53,14 +145,18 @@ constexpr bool Never() { return false; }
 
 }  // namespace
 
+// Where the operating system refuses threads, those that there are do the work. Which thread does a
+// task is left open anyhow, so that the result is the same.
 ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)) {
-  if (threads_ > 1) pool_ = std::make_unique<Eigen::ThreadPool>(threads_ - 1);
+  WaitingThreads started = StartThreads(threads_ - 1);
+  if (!started.empty()) pool_ = std::make_unique<Eigen::ThreadPool>(std::move(started));
 }
 
 ThreadPool::~ThreadPool() = default;
 
 void ThreadPool::ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t, int)> body) {
-  const int helpers = static_cast<int>(std::min<int64_t>(threads_, tasks)) - 1;
+  const int64_t started = pool_ == nullptr ? 0 : pool_->NumThreads();
+  const int helpers = static_cast<int>(std::min(started, tasks - 1));
   if (helpers <= 0 && !interrupted_) {
     for (int64_t task = 0; task < tasks; ++task) body(task, 0);
     return;

@@ -1,9 +1,19 @@
 #include "core/thread_pool.h"
 
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <mutex>
+#include <set>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include "core/sanitizers.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -60,6 +70,61 @@ TEST(ThreadPool, AnInterruptedCallThrowsWhenItsTasksAreDoneAndTheNextOneRuns) {
     std::atomic<int> runs{0};
     pool.ParallelFor(10, [&](int64_t, int) { ++runs; });
     EXPECT_EQ(runs, 10);
+  }
+}
+
+// Leaves this process address space for so many further threads, whose stacks are so large that no
+// stack of an ended thread, which the C library keeps, serves them.
+void LeaveRoomForThreads(int threads) {
+  constexpr size_t kStack = size_t{256} << 20;
+  pthread_attr_t attributes;
+  ASSERT_EQ(pthread_attr_init(&attributes), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&attributes, kStack), 0);
+  ASSERT_EQ(pthread_setattr_default_np(&attributes), 0);
+  std::FILE* const statm = std::fopen("/proc/self/statm", "r");
+  ASSERT_NE(statm, nullptr);
+  size_t pages = 0;
+  ASSERT_EQ(std::fscanf(statm, "%zu", &pages), 1);
+  std::fclose(statm);
+  rlimit limit;
+  ASSERT_EQ(getrlimit(RLIMIT_AS, &limit), 0);
+  // Half a stack is for what the threads allocate.
+  limit.rlim_cur = pages * sysconf(_SC_PAGESIZE) + threads * kStack + kStack / 2;
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
+}
+
+// Runs tasks on a pool that asks for more threads than there is room for, and ends the process: with
+// 0 where all is as it should be.
+void RunWithRoomForThreads(int room) {
+  alarm(60);  // a pool that hangs ends by this signal
+  LeaveRoomForThreads(room);
+  {
+    ThreadPool pool(9);
+    EXPECT_THROW(std::thread([] {}).join(), std::system_error) << "there is room for all threads";
+    EXPECT_EQ(pool.threads(), 9);
+    for (const bool asks : {false, true}) {
+      if (asks) pool.SetInterrupt([] { return false; });
+      std::vector<std::atomic<int>> runs(1000);
+      std::mutex mutex;
+      std::set<std::thread::id> threads;
+      pool.ParallelFor(1000, [&](int64_t task, int worker) {
+        EXPECT_LT(worker, 9);
+        ++runs[task];
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+        const std::lock_guard<std::mutex> lock(mutex);
+        threads.insert(std::this_thread::get_id());
+      });
+      for (const std::atomic<int>& count : runs) EXPECT_EQ(count.load(), 1);
+      EXPECT_LE(threads.size(), room + 1u);
+    }
+  }
+  _exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+TEST(ThreadPool, WorksWithTheThreadsThatTheOperatingSystemGrants) {
+  if (kIsSanitized) GTEST_SKIP() << "a sanitizer's memory is beyond every limit of address space";
+  for (int room : {0, 1, 3}) {
+    EXPECT_EXIT(RunWithRoomForThreads(room), testing::ExitedWithCode(0), "") << room;
   }
 }
 
