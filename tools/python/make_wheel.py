@@ -28,6 +28,7 @@ Name: transformer-family-bench
 Version: %s
 Summary: Every technique of efficient attention, checked against float64 definitions, on NumPy, PyTorch and JAX arrays
 Requires-Python: >=3.9
+Requires-Dist: numpy>=1.22
 Provides-Extra: frame
 Requires-Dist: pandas; extra == 'frame'
 """ % VERSION

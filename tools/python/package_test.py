@@ -1,16 +1,21 @@
 #!/usr/bin/python3
 """Uses the package as a user does, from the wheel's contents: package_test.py FOLDER_OF_WHEEL README LIBRARY."""
 
+import copy
 import inspect
 import os
 import pathlib
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
+import types
 import unittest
+import unittest.mock
 import zipfile
 
 import numpy
@@ -78,6 +83,64 @@ class Attention(unittest.TestCase):
         self.assertEqual(len(found), 4)
         for y in found:
             numpy.testing.assert_array_equal(y, expected)
+
+    def test_is_fitted_to_the_arrays_of_each_call(self):
+        technique = 'linformer:k=8,projection=fit'
+        first, second = draw(3, 1, 2, 40, 16), draw(3, 1, 2, 40, 16, seed=2)
+
+        def alone(q, k, v):
+            return tfb.Layer(technique, tokens=40, heads=2, head_dim=16).run(q=q, k=k, v=v)
+
+        for arrays in (first, second, first):
+            numpy.testing.assert_array_equal(tfb.attention(technique, *arrays), alone(*arrays))
+        y, grad_out = alone(*second), draw(1, 2, 40, 16, seed=3)
+        self.assertTrue(tfb.error(technique, *second, out=y)['passed'])  # the layer had the first arrays before
+        fitted = tfb.gradients(technique, *second, grad_out)
+        tfb.attention(technique, *first)
+        for name, gradient in tfb.gradients(technique, *second, grad_out).inputs.items():
+            numpy.testing.assert_array_equal(gradient, fitted.inputs[name])
+
+    def test_redraws_in_each_call_where_it_is_asked_to(self):
+        q, k, v = draw(3, 1, 2, 40, 16)
+        for technique in ('performer', 'rfa'):
+            first, second, third = (tfb.attention(technique + ':redraw=true', q, k, v) for _ in range(3))
+            self.assertTrue((first != second).any() and (second != third).any())
+            self.assertTrue(tfb.error(technique + ':redraw=true', q, k, v, out=third)['passed'])
+            numpy.testing.assert_array_equal(tfb.attention(technique, q, k, v), first)
+
+    def test_of_an_optional_input_that_is_none(self):
+        q, k, v = draw(3, 1, 2, 40, 16)
+        expected = tfb.attention('dense', q, k, v)
+        numpy.testing.assert_array_equal(tfb.attention('dense', q, k, v, key_mask=None), expected)
+        found = tfb.gradients('dense', q, k, v, expected, key_mask=None).inputs
+        self.assertEqual(list(found), ['q', 'k', 'v'])
+        self.assertTrue(tfb.error('dense', q, k, v, key_mask=None)['passed'])
+
+    @unittest.skipIf('libtsan' in os.environ.get('LD_PRELOAD', ''), 'thread sanitizer has no threads behind a fork')
+    def test_a_process_that_forks_has_layers_of_its_own(self):
+        self.run_alone("""
+            import os, numpy, sys, tfb
+            q = numpy.ones((1, 2, 40, 16), 'float32')
+            expected = tfb.attention('dense', q, q, q, threads=2)
+            layer = tfb.Layer('dense', tokens=40, heads=2, head_dim=16, threads=2)
+            parent, child = os.getpid(), os.fork()
+            if child == 0:
+                try:
+                    layer.run(q=q, k=q, v=q)
+                    sys.exit('the layer runs')
+                except tfb.FailedPreconditionError as error:
+                    assert 'made in process %d before a fork' % parent in str(error), error
+                assert repr(layer) == '<tfb.Layer of process %d, before a fork>' % parent
+                assert (tfb.attention('dense', q, q, q, threads=2) == expected).all()
+                del layer
+                sys.exit()
+            assert os.waitpid(child, 0)[1] == 0
+            assert (layer.run(q=q, k=q, v=q) == expected).all()
+        """)
+
+    def run_alone(self, code):
+        subprocess.run([sys.executable, '-c', textwrap.dedent(code)], check=True, timeout=60,
+                       env=dict(os.environ, PYTHONPATH=FOLDER.name))
 
 
 def softmax_gradients(q, k, v, grad_out, causal):
@@ -203,6 +266,31 @@ class Gradients(unittest.TestCase):
             self.assertEqual(layer.kept_bytes(), said['kept_bytes'])
         self.assertGreaterEqual(known, 15)
 
+    def test_of_every_technique_with_arrays_of_numpy(self):
+        nothing_kept = []
+        for one in tfb.techniques():
+            layer = tfb.Layer(one['name'], tokens=32, heads=2, head_dim=8, causal=one['causal'][-1])
+            try:
+                size = layer.kept_bytes()
+            except tfb.UnimplementedError:
+                continue
+            inputs = {
+                spec.name: draw(*spec.shape) if spec.dtype == 'f32' else numpy.zeros(spec.shape, 'int32')
+                for spec in layer.inputs
+                if not spec.optional
+            }
+            others = []
+            for run in range(8 if size == 0 else 1):
+                outputs, kept = layer.run_kept(**inputs)
+                others.append((kept, numpy.empty(48 + 16 * run, 'uint8')))  # further memory begins elsewhere
+                self.assertTrue(layer.backward(kept, outputs, {'out': outputs['out']}, **inputs).inputs)
+            if size == 0:
+                nothing_kept.append(one['name'])
+                nothing = numpy.empty(99, 'uint8')[1:][:0]
+                self.assertNotEqual(nothing.__array_interface__['data'][0] % 64, 0)
+                self.assertTrue(layer.backward(nothing, outputs, {'out': outputs['out']}, **inputs).inputs)
+        self.assertIn('gated_transformer_xl', nothing_kept)
+
     def test_that_cannot_be_are_refused(self):
         q, k, v, grad_out = draw(4, 1, 2, 40, 16)
         layer = tfb.Layer('dense', tokens=40, heads=2, head_dim=16)
@@ -271,6 +359,23 @@ class Exceptions(unittest.TestCase):
                     lambda: tfb.attention('strided', q, k, v))
         self.expect([TypeError], 'list is no array: it has no __dlpack__', lambda: tfb.attention('dense', q, k, v, key_mask=[1]))
 
+    def test_of_numbers_and_texts_that_the_library_would_cut(self):
+        q, k, v = draw(3, 1, 2, 60, 16)
+        self.expect([tfb.InvalidArgumentError], 'tokens is 18446744073709551621; allowed are 0 to 1099511627776',
+                    lambda: tfb.Layer('dense', tokens=2**64 + 5))
+        self.expect([tfb.InvalidArgumentError], 'threads is 1099511627776; allowed are 0 to 4096',
+                    lambda: tfb.attention('dense', q, k, v, threads=2**40))
+        self.expect([TypeError], 'threads is None; it must be an integer', lambda: tfb.attention('dense', q, k, v, threads=None))
+        self.expect([tfb.InvalidArgumentError], 'seed is 18446744073709551616; allowed are 0 to 18446744073709551615',
+                    lambda: tfb.Layer('dense', tokens=4, seed=2**64))
+        self.expect([tfb.InvalidArgumentError], "technique is 'dense\\x00x'; it must have no NUL",
+                    lambda: tfb.attention('dense\0x', q, k, v))
+        self.expect([tfb.InvalidArgumentError], "device is 'cpu\\x00'; it must have no NUL",
+                    lambda: tfb.Layer('dense', tokens=4, device='cpu\0'))
+        self.expect([tfb.InvalidArgumentError], "name is 'q\\x00'; it must have no NUL",
+                    lambda: tfb.Layer('dense', tokens=4).run(**{'q\0': q}))
+        self.expect([TypeError], "technique is b'dense'; it must be a str", lambda: tfb.attention(b'dense', q, k, v))
+
     def test_an_interrupt_ends_a_call(self):
         # A shell that starts a program in the background lets it ignore interrupts.
         code = ('import numpy, signal, sys, tfb\n'
@@ -311,6 +416,116 @@ class Layers(unittest.TestCase):
         numpy.testing.assert_allclose(found['log_sum_exp'], numpy.log(numpy.exp(scores).sum(-1)), atol=1e-5)
         weights = layer.define(['weights'], q=q, k=k, v=v)['weights']
         numpy.testing.assert_allclose(weights.sum(-1), 1, atol=1e-12)
+
+    def test_write_into_no_array_that_must_not_change(self):
+        q, k, v = draw(3, 1, 2, 40, 16)
+        layer = tfb.Layer('dense', tokens=40, heads=2, head_dim=16)
+        expected = layer.run(q=q, k=k, v=v)
+
+        def write(out):
+            return layer.run_for(['out'], into={'out': out}, q=q, k=k, v=v)['out']
+
+        def expect_refused(out, message):
+            with self.assertRaises(tfb.InvalidArgumentError) as caught:
+                write(out)
+            self.assertIn(message, str(caught.exception))
+
+        path = os.path.join(FOLDER.name, 'zeros')
+        pathlib.Path(path).write_bytes(bytes(q.nbytes))
+        frozen = numpy.zeros_like(q)
+        frozen.flags.writeable = False
+        for out in (frozen, numpy.frombuffer(bytes(q.nbytes), 'float32').reshape(q.shape),
+                    numpy.memmap(path, 'float32', 'r', shape=q.shape)):
+            expect_refused(out, 'output out is read-only')
+            self.assertFalse(out.any())
+        with unittest.mock.patch.dict(sys.modules, jax=types.ModuleType('jax')):
+            expect_refused(type('ArrayImpl', (), {'__module__': 'jaxlib.jax'})(), 'output out is an array of JAX')
+        row = numpy.zeros((1, 2, 41, 16), 'float32')
+        one_place = numpy.lib.stride_tricks.as_strided(row, q.shape, (*row.strides[:2], 0, 4))
+        windows = numpy.lib.stride_tricks.as_strided(row, q.shape, (*row.strides[:2], 32, 4))
+        for out in (one_place, windows):
+            expect_refused(out, 'output out overlaps itself')
+        self.assertFalse(row.any())
+        for out in (numpy.empty((1, 40, 2, 16), 'float32').transpose(0, 2, 1, 3), numpy.empty_like(q)[:, :, ::-1],
+                    numpy.memmap(path, 'float32', 'r+', shape=q.shape)):
+            numpy.testing.assert_array_equal(write(out), expected)
+        empty = tfb.Layer('dense', tokens=0, kv_tokens=4, heads=2, head_dim=16)
+        empty.run_for(['out'], into={'out': q[:, :, :0]}, q=q[:, :, :0], k=k[:, :, :4], v=v[:, :, :4])
+
+    def test_cannot_be_copied(self):
+        layer = tfb.Layer('dense', tokens=4)
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with self.assertRaises(TypeError) as caught:
+                make(layer)
+            self.assertEqual(str(caught.exception), 'a tfb.Layer cannot be copied or pickled; keep its parameters()')
+
+    def test_read_arrays_of_subclasses_and_of_a_numpy_without_dlpack(self):
+
+        class Older(numpy.ndarray):
+
+            @property
+            def __dlpack__(self):
+                raise AttributeError('__dlpack__')
+
+        q, k, v = draw(3, 1, 2, 40, 16)
+        found = tfb.attention('dense', *(one.view(Older) for one in (q, k, v)))
+        numpy.testing.assert_array_equal(found, tfb.attention('dense', q, k, v))
+
+    def test_define_weights_by_the_problems_sizes(self):
+        q, v, x = draw(1, 2, 64, 16), draw(1, 2, 64, 16), draw(1, 64, 32)
+        for technique, causal, inputs in (('lsh', False, dict(q=q, v=v)), ('routing', True, dict(q=q, v=v)),
+                                          ('multi_head', False, dict(x=x))):
+            layer = tfb.Layer(technique, tokens=64, heads=2, head_dim=16, causal=causal)
+            weights = layer.define(['weights'], **inputs)['weights']
+            self.assertEqual(weights.shape, (1, 2, 64, 64))
+            sums = weights.sum(-1)
+            numpy.testing.assert_allclose(sums[sums != 0], 1, atol=1e-12)
+            self.assertTrue(sums.any())
+
+    def test_define_float64_where_jax_has_none(self):
+        made = numpy.zeros(3)
+        array = type('ArrayImpl', (), {'__module__': 'jaxlib.jax'})()
+        for has_float64 in (False, True):
+            jax = types.SimpleNamespace(config=types.SimpleNamespace(jax_enable_x64=has_float64),
+                                        numpy=types.SimpleNamespace(asarray=lambda one: 'of JAX'))
+            with unittest.mock.patch.dict(sys.modules, {'jax': jax}):
+                self.assertIs(tfb._arrays.of_kind(array, made), 'of JAX' if has_float64 else made)
+                self.assertEqual(tfb._arrays.of_kind(array, made.astype('float32')), 'of JAX')
+
+    def test_have_parameters_of_half_precision(self):
+        for dtype in ('f16', 'bf16'):
+            layer = tfb.Layer('adaptive_span', tokens=32, heads=2, head_dim=8, causal=True, dtype=dtype)
+            parameters = layer.parameters()
+            position = parameters['position'].astype('float32')
+            self.assertTrue(0 < abs(position).max() < 100)
+            layer.set_parameters({'position': 2 * position})
+            numpy.testing.assert_array_equal(layer.parameters()['position'].astype('float32'), 2 * position)
+
+    def test_append_sets_up(self):
+        for technique in ('performer', 'transformer_xl', 'knn_lm'):
+            layer, other = (tfb.Layer(technique, tokens=64, heads=2, head_dim=16, causal=True) for _ in range(2))
+            inputs = {spec.name: draw(*spec.shape) for spec in layer.inputs if not spec.optional}
+            segment = {name: one[:, :, :8] if one.ndim == 4 else one[:, :8] for name, one in inputs.items()}
+            other.setup(**inputs)
+            expected = other.append(**segment)
+            numpy.testing.assert_array_equal(layer.append(**segment), expected)
+            layer.append(**segment)
+            layer.set_parameters(layer.parameters())
+            numpy.testing.assert_array_equal(layer.append(**segment), expected)  # a new sequence has begun
+
+    def test_append_nothing_to_a_sequence_that_an_interrupt_ended(self):
+        layer = tfb.Layer('performer', tokens=64, heads=2, head_dim=16, causal=True)
+        segment = {name: draw(1, 2, 8, 16) for name in ('q', 'k', 'v')}
+        first = layer.append(**segment)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with self.assertRaises(KeyboardInterrupt):
+            layer._check_call(1)  # as of a call that was interrupted
+        signal.signal(signal.SIGINT, before)
+        with self.assertRaises(tfb.FailedPreconditionError) as caught:
+            layer.append(**segment)
+        self.assertIn('the sequence is lost', str(caught.exception))
+        layer.reset()
+        numpy.testing.assert_array_equal(layer.append(**segment), first)
 
     def test_read_segments(self):
         layer = tfb.Layer('transformer_xl', tokens=256, heads=2, head_dim=16, causal=True)
@@ -364,6 +579,42 @@ class Sweeps(unittest.TestCase):
         with self.assertRaises(ValueError):
             tfb.sweep([softmax_attention, softmax_attention])
 
+    def test_say_why_they_fail(self):
+        for technique, message in (('dens', 'there is no technique "dens"'), ('dense:scale=x', 'option scale is "x"')):
+            with self.assertRaises(tfb.InvalidArgumentError) as caught:
+                tfb.sweep([technique], '64')
+            self.assertRegex(str(caught.exception), '(?s)^sweep ended with status [0-9]+: .*' + message)
+        for techniques, lengths, what in (([], '64', 'techniques'), (['dense'], [], 'lengths'), (['dense'], '', 'lengths')):
+            with self.assertRaises(tfb.InvalidArgumentError) as caught:
+                tfb.sweep(techniques, lengths)
+            self.assertEqual(str(caught.exception), 'there are no %s to sweep over' % what)
+
+    def test_of_one_technique_and_a_terminal(self):
+        # Standard error is a terminal, and stays one for the program.
+        code = textwrap.dedent("""
+            import tfb
+            results = tfb.sweep('dense', [64], accuracy=False, repetitions=3, heads=1, head_dims=16, causal=False)
+            assert [one['key']['technique'] for one in results] == ['dense'], results
+            try:
+                tfb.sweep('dens', [64])
+            except ValueError as error:
+                assert 'there is no technique' in str(error), error
+        """)
+        near, far = os.openpty()
+        environment = dict(os.environ, PYTHONPATH=FOLDER.name, TERM='xterm')
+        with subprocess.Popen([sys.executable, '-c', code], stderr=far, env=environment) as process:
+            os.close(far)
+            shown = b''
+            while True:
+                try:
+                    shown += os.read(near, 4096)
+                except OSError:  # all have ended
+                    break
+        os.close(near)
+        self.assertEqual(process.returncode, 0, shown)
+        self.assertIn(b'there is no technique', shown)
+        self.assertIn(b'\r', shown.replace(b'\r\n', b''))  # progress, in one line
+
     def test_have_the_callers_functions_beside_the_techniques(self):
 
         @tfb.definition('dense')
@@ -387,6 +638,13 @@ class Sweeps(unittest.TestCase):
         self.assertGreater(found['mean@python']['errors']['definition_relative_frobenius'], 0.1)
         self.assertEqual(found['fails@python']['outcome']['status'], 'failed')
         self.assertIn('RuntimeError: fell over (package_test', found['fails@python']['outcome']['reason'])
+
+
+class Wheel(unittest.TestCase):
+
+    def test_needs_a_numpy_with_dlpack(self):
+        (metadata,) = pathlib.Path(FOLDER.name).glob('*.dist-info/METADATA')
+        self.assertIn('\nRequires-Dist: numpy>=1.22\n', metadata.read_text())
 
 
 class Documentation(unittest.TestCase):

@@ -96,6 +96,65 @@ class Torch(unittest.TestCase):
         self.assertIn('tfb.attention', str(exported.graph))
         self.assertTrue(torch.equal(exported.module()(q, k, v), tfb.attention(TECHNIQUE, q, k, v)))
 
+    def test_negated_views_and_subclasses_are_read(self):
+        q, k, v = tensors(1, 2, 40, 16)
+        expected = tfb.attention('dense', -q, k, v)
+        negated = torch.complex(k, q).conj().imag
+        self.assertTrue(negated.is_neg())
+        self.assertTrue(torch.equal(tfb.attention('dense', negated, k, v), expected))
+        self.assertTrue(torch.equal(tfb.torch.attention(negated, k, v, 'dense'), expected))
+
+        class Own(torch.Tensor):
+            pass
+
+        found = tfb.attention('dense', (-q).as_subclass(Own), k, v)
+        self.assertIsInstance(found, torch.Tensor)
+        self.assertTrue(torch.equal(found, expected))
+
+    def test_gradients_are_refused_where_autograd_would_compute_them(self):
+        q, k, v = tensors(1, 2, 40, 16)
+        expected = tfb.attention('dense', q, k, v)
+        q.requires_grad_()
+        with self.assertRaisesRegex(ValueError, 'detach'):
+            tfb.attention('dense', q, k, v)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                self.assertTrue(torch.equal(tfb.attention('dense', q, k, v), expected))
+        layer = tfb.Layer('t5_bias', tokens=40, heads=2, head_dim=16)
+        layer.set_parameters({name: torch.nn.Parameter(torch.from_numpy(one)) for name, one in layer.parameters().items()})
+        with torch.no_grad():
+            outputs, kept = layer.run_kept(q=q, k=k, v=v)
+        other = tfb.Layer('t5_bias', tokens=40, heads=2, head_dim=16)  # not set up
+        found = [one.backward(kept, outputs, {'out': q}, q=q, k=k, v=v).inputs['q'] for one in (layer, other)]
+        self.assertTrue(torch.equal(*found))
+
+    def test_outputs_that_must_not_be_written_are_refused(self):
+        q, k, v = tensors(1, 2, 40, 16)
+        layer = tfb.Layer('dense', tokens=40, heads=2, head_dim=16)
+        for out in (torch.zeros(1, 2, 1, 16).expand(1, 2, 40, 16), torch._neg_view(torch.zeros(1, 2, 40, 16)),
+                    torch.zeros(1, 2, 40, 16, requires_grad=True)):
+            with self.assertRaises(ValueError):
+                layer.run_for(['out'], into={'out': out}, q=q, k=k, v=v)
+        out = torch.ones(1, 2, 40, 16)
+        w = torch.ones((), requires_grad=True)
+        y = (w * out).sum()
+        layer.run_for(['out'], into={'out': out}, q=q, k=k, v=v)
+        with self.assertRaisesRegex(RuntimeError, 'modified by an inplace operation'):
+            y.backward()
+
+    def test_a_fit_is_of_the_tensors_of_its_call(self):
+        technique = 'linformer:k=8,projection=fit'
+        first, second = (inputs_of_gradients(1, 2, 40, 16) for _ in range(2))
+        grad_out = torch.randn(1, 2, 40, 16)
+        outs = [tfb.torch.attention(*one, technique) for one in (first, second)]
+        for inputs, out in zip((first, second), outs):
+            plain = [one.detach() for one in inputs]
+            self.assertTrue(torch.equal(out, tfb.attention(technique, *plain)))
+            found = torch.autograd.grad(out, inputs, grad_out)
+            expected = tfb.gradients(technique, *plain, grad_out).inputs
+            for name, one in zip('qkv', found):
+                torch.testing.assert_close(one, expected[name])
+
     def test_errors_are_those_of_tfb(self):
         q, k, v = tensors(1, 2, 32, 8)
         with self.assertRaisesRegex(tfb.NotFoundError, 'nothing'):

@@ -5,7 +5,7 @@ import sys
 from ctypes import addressof, pythonapi
 from typing import Any, Dict, Sequence, Tuple
 
-from tfb._library import DLDataType, DLDevice, DLTensor
+from tfb._library import DLDataType, DLDevice, DLTensor, InvalidArgumentError
 
 # DLPack's code and bits by the names that the library gives to dtypes.
 DTYPES = {
@@ -117,30 +117,30 @@ def _borrow_torch(array: Any, may_require_grad: bool) -> Tuple[int, Any]:
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Raises ValueError where the memory of an array of the caller's must not be written, or has not room for it."""
+    """Raises InvalidArgumentError where the memory of a caller's array must not be written or is too small for its shape."""
     kind = kind_of(array)
     if kind in ('jax', 'jaxlib'):
-        raise ValueError('output %s is an array of JAX, which does not change' % name)
+        raise InvalidArgumentError('output %s is an array of JAX, which does not change' % name)
     if kind == 'numpy':
-        if not getattr(array, 'flags').writeable:
-            raise ValueError('output %s is read-only' % name)
+        if not array.flags.writeable:
+            raise InvalidArgumentError('output %s is read-only' % name)
         strides = array.strides
     elif kind == 'torch':
         if array.is_neg():
-            raise ValueError('output %s is a negated view, whose memory has the elements with the other sign' % name)
+            raise InvalidArgumentError('output %s is a negated view, whose memory has the elements with the other sign' % name)
         strides = array.stride()
     else:
         return
     reach = 0  # from the first element to the last one, in the dimensions so far
     for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, array.shape) if size != 1):
         if stride <= reach and 0 not in array.shape:
-            raise ValueError('output %s overlaps itself: shape %s with strides %s has elements at one place' %
-                             (name, list(array.shape), list(strides)))
+            raise InvalidArgumentError('output %s overlaps itself: elements of shape %s with strides %s share memory' %
+                                       (name, list(array.shape), list(strides)))
         reach += stride * (size - 1)
 
 
-def note_written(array: Any) -> None:
-    """Tells PyTorch that an array of the caller's has changed, so that autograd refuses an earlier use of it."""
+def note_write(array: Any) -> None:
+    """Tells PyTorch that an array of the caller's changes, so that autograd refuses an earlier use of it."""
     if kind_of(array) == 'torch' and not array.is_inference():
         import torch
         if hasattr(torch.autograd.graph, 'increment_version'):

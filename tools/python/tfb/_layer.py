@@ -2,11 +2,12 @@
 
 import ctypes
 import json
+import os
 import signal
 import threading
 from collections import OrderedDict
 from ctypes import byref, c_char_p, c_size_t, c_void_p
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 from tfb import _arrays, _library
 from tfb._library import LIBRARY, DLDataType, DLTensor, TfbBackwardCall, TfbProblem, TfbTensor, TfbTensors, check
@@ -33,6 +34,12 @@ def _specs(given: Sequence[Mapping[str, Any]]) -> List[TensorSpec]:
     ]
 
 
+# Techniques by the option with which their setup reads the inputs' values, and by that with which each setup draws anew.
+_FITS = {'linformer': 'projection=fit'}
+_DRAWS = {'performer': 'redraw=true', 'rfa': 'redraw=true'}
+
+_MOST = 2**40  # the largest size that the library takes; it checks the rest
+
 # Tells, some ten times a second, whether Ctrl-C was pressed; no Python runs for it, in which its handler could raise.
 _interrupted = _library.Interrupted(ctypes.pythonapi.PyOS_InterruptOccurred)
 
@@ -45,15 +52,19 @@ def _check(status: int) -> None:
 
 
 class _Tensors:
-    """Arrays as an argument of the library's functions."""
+    """Arrays as an argument of the library's functions, without those that are None.
 
-    def __init__(self, arrays: Mapping[str, Any]):
+    Tensors of PyTorch whose gradients autograd would compute are refused unless `may_require_grad`.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], may_require_grad: bool = False):
+        arrays = _given(arrays)
         self.count = len(arrays)
         self.array = (TfbTensor * self.count)()
         self._kept = []
         for tensor, (name, array) in zip(self.array, arrays.items()):
-            tensor.name = name.encode()
-            tensor.tensor, kept = _arrays.borrow(array)
+            tensor.name = _library.encoded('name', name)
+            tensor.tensor, kept = _arrays.borrow(array, may_require_grad)
             self._kept.append(kept)
 
     def argument(self) -> TfbTensors:
@@ -63,7 +74,9 @@ class _Tensors:
 class Layer:
     """A technique with its options on one problem and one device, with its parameters.
 
-    A layer serves one call at a time; use one a thread. Calls let go of the GIL, and Ctrl-C interrupts them.
+    A layer serves one call at a time; use one a thread. Calls let go of the GIL, and Ctrl-C interrupts them. A layer
+    cannot be copied or pickled. A fork of the process does not have the layer's threads, and calls there raise
+    FailedPreconditionError. An optional input that is None is not given.
 
     Attributes:
       inputs, outputs: the tensors that `run` takes and gives (TensorSpec).
@@ -108,15 +121,25 @@ class Layer:
           InvalidArgumentError: an option or a size that cannot be.
           UnimplementedError: the technique does not have this combination.
         """
-        self._layer = c_void_p()
+        self._handle = c_void_p()
+        self._process = os.getpid()
         if dtype not in ('f32', 'f16', 'bf16'):
             raise _library.InvalidArgumentError('dtype is "%s"; allowed are f32, f16, bf16' % dtype)
         code, bits = _arrays.DTYPES[dtype]
-        problem = TfbProblem(batch, heads, heads if kv_heads is None else kv_heads, tokens,
-                             tokens if kv_tokens is None else kv_tokens, head_dim,
-                             head_dim if value_dim is None else value_dim, 1 if causal else 0, DLDataType(code, bits, 1))
-        check(LIBRARY.tfb_create(technique.encode(), byref(problem), device.encode(), seed, threads, byref(self._layer)))
+        kv_heads = heads if kv_heads is None else kv_heads
+        kv_tokens = tokens if kv_tokens is None else kv_tokens
+        sizes = [
+            _library.integer(name, size, 0, _MOST) for name, size in (
+                ('batch', batch), ('heads', heads), ('kv_heads', kv_heads), ('tokens', tokens), ('kv_tokens', kv_tokens),
+                ('head_dim', head_dim), ('value_dim', head_dim if value_dim is None else value_dim))
+        ]
+        problem = TfbProblem(*sizes, 1 if causal else 0, DLDataType(code, bits, 1))
+        check(
+            LIBRARY.tfb_create(_library.encoded('technique', technique), byref(problem), _library.encoded('device', device),
+                               _library.integer('seed', seed, 0, 2**64 - 1),
+                               _library.integer('threads', threads, 0, 4096), byref(self._handle)))
         check(LIBRARY.tfb_set_interrupt(self._layer, _interrupted, None))
+        self._weights_shape = (sizes[0], sizes[1], sizes[3], sizes[4])
         said = self.describe()
         self.inputs = _specs(said['inputs'])
         self.outputs = _specs(said['outputs'])
@@ -124,15 +147,36 @@ class Layer:
         self.streaming = said['streaming']
         if self.streaming is not None:
             self.streaming.update(inputs=_specs(self.streaming['inputs']), outputs=_specs(self.streaming['outputs']))
+        words = said['technique'].split()
+        self._setup_fits = _FITS.get(words[0]) in words
+        self._setup_draws = _DRAWS.get(words[0]) in words
         self._is_set_up = False
         self._is_backward_set_up = False
+        self._has_lost_sequence = False  # a call was interrupted, and nothing has begun a new sequence
         self._backward: Optional[Dict[str, Any]] = None  # what describe_backward said
 
+    @property
+    def _layer(self) -> c_void_p:
+        """The library's layer, for the process that made it: a fork does not have the layer's threads."""
+        if self._process != os.getpid():
+            raise _library.FailedPreconditionError(
+                'the layer was made in process %d before a fork, whose threads this process does not have: make another' %
+                self._process)
+        return self._handle
+
     def __del__(self) -> None:
-        if getattr(self, '_layer', None) and self._layer.value:
-            LIBRARY.tfb_destroy(self._layer)
+        # In a process that forked, destroying the layer would wait for threads that are not there.
+        if getattr(self, '_process', None) == os.getpid() and self._handle.value:
+            LIBRARY.tfb_destroy(self._handle)
+
+    def _refuse_copy(self, *_: Any) -> NoReturn:
+        raise TypeError('a tfb.Layer cannot be copied or pickled; keep its parameters()')
+
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
     def __repr__(self) -> str:
+        if self._process != os.getpid():
+            return '<tfb.Layer of process %d, before a fork>' % self._process
         said = self.describe()
         return '<tfb.Layer %s: %s, %s>' % (said['technique'], said['problem'], said['device'])
 
@@ -145,17 +189,18 @@ class Layer:
 
         `run` and `append` do it where it was not done.
         """
-        tensors = _Tensors(inputs)
-        self._check_call(LIBRARY.tfb_setup(self._layer, tensors.array, tensors.count, None, 0, None))
-        self._is_set_up = True
-        self._is_backward_set_up = False
+        self._set_up(_Tensors(inputs))
 
     def run(self, **inputs: Any) -> Any:
         """Returns the output "out", of the kind of the first input, with the shape that `outputs` tells."""
         return self.run_for(['out'], **inputs)['out']
 
     def run_for(self, names: Sequence[str], into: Optional[Mapping[str, Any]] = None, **inputs: Any) -> Dict[str, Any]:
-        """Returns the named outputs, of which `into` may give arrays to write."""
+        """Returns the named outputs, of which `into` may give arrays to write.
+
+        No element of those may lie in another array of the call. InvalidArgumentError where they are read-only or JAX's,
+        or overlap themselves.
+        """
         self._set_up_with(inputs)
         return self._call(LIBRARY.tfb_run, self.outputs, names, into, inputs, 0)
 
@@ -186,8 +231,9 @@ class Layer:
 
         Further runs may come before the backward pass of this one. Raises UnimplementedError as check_backward.
         """
-        kept = _arrays.new_memory(_first(inputs), self.kept_bytes())
+        size = self.kept_bytes()
         self._set_up_with(inputs)
+        kept = _arrays.new_memory(_first(inputs), size)
         return self._call(LIBRARY.tfb_run_kept, self.outputs, names, None, inputs, 0, kept), kept
 
     def backward(self,
@@ -218,13 +264,15 @@ class Layer:
             self._backward = self.describe_backward()
         of_inputs = self._new_gradients('input_gradients', input_names, inputs)
         of_parameters = self._new_gradients('parameter_gradients', parameter_names, inputs)
-        given = _Tensors(inputs)
+        given = _Tensors(inputs, may_require_grad=True)
         if not self._is_set_up:  # of a layer like the one that ran
-            self.setup(**inputs)
+            self._set_up(given)
         if not self._is_backward_set_up:
             self._check_call(LIBRARY.tfb_setup_backward(self._layer, given.array, given.count, None, 0, None))
             self._is_backward_set_up = True
-        tensors = [given] + [_Tensors(arrays) for arrays in (outputs, output_gradients, of_inputs, of_parameters)]
+        tensors = [given] + [
+            _Tensors(arrays, may_require_grad=True) for arrays in (outputs, output_gradients, of_inputs, of_parameters)
+        ]
         call = TfbBackwardCall(*(one.argument() for one in tensors))
         kept = _arrays.aligned_memory(kept)
         self._check_call(
@@ -234,43 +282,58 @@ class Layer:
         } for made in (of_inputs, of_parameters)))
 
     def append(self, **segment: Any) -> Any:
-        """Takes the next segment of a sequence, which `reset` begins, and returns the "out" of its tokens."""
+        """Takes the next segment of a sequence, which `reset` begins, and returns the "out" of its tokens.
+
+        On a new layer, and after `set_parameters`, it sets up, and the segment is the first of a sequence. After an
+        interrupted call FailedPreconditionError is raised until `reset` or `setup` begins a sequence.
+        """
         if self.streaming is None:
             raise _library.UnimplementedError('the layer reads no segments')
+        if self._has_lost_sequence:
+            raise _library.FailedPreconditionError('a call was interrupted, and the sequence is lost: reset() begins another')
+        if not self._is_set_up:  # setup reads the whole sequence's sizes, and not its values
+            self.setup(
+                **{
+                    spec.name: _arrays.zeros_like_kind(_first(segment), spec.shape, spec.dtype)
+                    for spec in self.inputs
+                    if not spec.optional
+                })
+            self.reset()
         first = self.streaming['inputs'][0]
-        tokens = segment[first.name].shape[first.shape.index(-1)] if first.name in segment else 0
+        tokens = segment[first.name].shape[first.shape.index(-1)] if segment.get(first.name) is not None else 0
         return self._call(LIBRARY.tfb_append, self.streaming['outputs'], ['out'], None, segment, tokens)['out']
 
     def reset(self) -> None:
         """Begins a new sequence: forgets what has been appended or run."""
         check(LIBRARY.tfb_reset(self._layer))
+        self._has_lost_sequence = False
 
     def parameters(self) -> Dict[str, Any]:
-        """Returns copies of the parameters, as NumPy arrays."""
+        """Returns copies of the parameters, as NumPy arrays: float32 for bfloat16 without the package ml_dtypes."""
         copies = {}
         for one in self.describe()['parameters']:
             tensor = DLTensor()
-            check(LIBRARY.tfb_get_parameter(self._layer, one['name'].encode(), byref(tensor)))
+            check(LIBRARY.tfb_get_parameter(self._layer, _library.encoded('name', one['name']), byref(tensor)))
             copies[one['name']] = _arrays.copy_of(tensor)
         return copies
 
     def set_parameters(self, parameters: Mapping[str, Any]) -> None:
         """Replaces the parameters that are given by copies of these arrays of the host, in the parameters' shapes."""
-        tensors = _Tensors(parameters)
+        tensors = _Tensors(parameters, may_require_grad=True)
         check(LIBRARY.tfb_set_parameters(self._layer, tensors.array, tensors.count))
         self._is_set_up = False
 
     def define(self, names: Sequence[str] = ('out',), **inputs: Any) -> Dict[str, Any]:
         """Returns outputs of the technique's float64 definition with the layer's parameters, as float64 arrays.
 
+        They are NumPy's where the inputs are JAX's and JAX has no float64 (jax_enable_x64).
         "weights" [batch, heads, tokens, kv_tokens], attention weights, is an output of those that have them.
         """
         shapes = {spec.name: spec.shape for spec in self.outputs}
         made = {}
         for name in names:
             if name == 'weights':
-                q, k = (inputs[one].shape for one in ('q', 'k'))
-                shapes[name] = (q[0], q[1], q[2], k[2])
+                shapes[name] = self._weights_shape
             if name not in shapes:
                 raise _library.NotFoundError('there is no output "%s"' % name)
             made[name] = _arrays.empty_like_kind(_first(inputs), shapes[name], 'f64')
@@ -286,7 +349,8 @@ class Layer:
         given, judged = _Tensors(inputs), _Tensors(outputs or {})
         said = c_char_p()
         _check(
-            LIBRARY.tfb_evaluate(self._layer, given.array, given.count, judged.array, judged.count, rows, byref(said)))
+            LIBRARY.tfb_evaluate(self._layer, given.array, given.count, judged.array, judged.count,
+                                 _library.integer('rows', rows, 0, 2**63 - 1), byref(said)))
         return json.loads(said.value.decode())
 
     def read_of(self, **arrays: Any) -> Dict[str, Any]:
@@ -299,6 +363,12 @@ class Layer:
         check(LIBRARY.tfb_workspace_bytes(self._layer, byref(size)))
         return size.value
 
+    def _set_up(self, tensors: _Tensors) -> None:
+        self._check_call(LIBRARY.tfb_setup(self._layer, tensors.array, tensors.count, None, 0, None))
+        self._is_set_up = True
+        self._is_backward_set_up = False
+        self._has_lost_sequence = False
+
     def _set_up_with(self, inputs: Mapping[str, Any]) -> None:
         if not self._is_set_up:
             self.setup(**inputs)
@@ -306,7 +376,9 @@ class Layer:
     def _new_gradients(self, which: str, names: Optional[Sequence[str]], inputs: Mapping[str, Any]) -> Dict[str, Any]:
         said = self._backward or {}
         there = {
-            spec.name: spec for spec in said[which] if which == 'parameter_gradients' or spec.name in inputs
+            spec.name: spec
+            for spec in said[which]
+            if which == 'parameter_gradients' or inputs.get(spec.name) is not None
         }
         for name in names or ():
             if name not in there:
@@ -319,7 +391,9 @@ class Layer:
 
     def _call(self, function: Any, specs: Sequence[TensorSpec], names: Sequence[str], into: Optional[Mapping[str, Any]],
               inputs: Mapping[str, Any], tokens: int, kept: Any = None) -> Dict[str, Any]:
-        made = dict(into or {})
+        made = _given(into or {})
+        for name, array in made.items():
+            _arrays.check_writable(name, array)
         for spec in specs:
             if spec.name in names and spec.name not in made:
                 shape = [tokens if size == -1 else size for size in spec.shape]
@@ -329,6 +403,8 @@ class Layer:
             raise _library.NotFoundError('there is no output "%s"; the layer writes %s' %
                                          (missing[0], ', '.join(spec.name for spec in specs)))
         given, written = _Tensors(inputs), _Tensors(made)
+        for name in into or ():
+            _arrays.note_write(made[name])
         kept_memory = () if kept is None else (_arrays.address_of(kept), kept.shape[0])
         self._check_call(
             function(self._layer, given.array, given.count, written.array, written.count, None, 0, *kept_memory, None))
@@ -336,12 +412,18 @@ class Layer:
 
     def _check_call(self, status: int) -> None:
         if status != 0:
-            self._is_set_up = self._is_set_up and status != 1
+            if status == 1:
+                self._is_set_up = False
+                self._has_lost_sequence = True
             _check(status)
 
 
+def _given(arrays: Mapping[str, Any]) -> Dict[str, Any]:
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
 def _first(inputs: Mapping[str, Any]) -> Any:
-    return next(iter(inputs.values()), None)
+    return next(iter(_given(inputs).values()), None)
 
 
 class _Cache(threading.local):
@@ -364,17 +446,30 @@ class _Cache(threading.local):
 
 
 _cache = _Cache()
+
+
+def _forget_layers() -> None:
+    """Lets a process that forked make layers of its own, which have threads."""
+    global _cache  # pylint: disable=global-statement
+    _cache = _Cache()
+
+
+os.register_at_fork(after_in_child=_forget_layers)
+
 _DTYPE_NAMES = {name: short for short, name in _arrays.ARRAY_DTYPES.items()}
 
 
-def layer_of(technique: str, q: Any, k: Any, v: Any, causal: bool, seed: int, threads: int) -> Layer:
-    """Returns the calling thread's layer for arrays of these shapes and this dtype, which it keeps for later calls."""
+def layer_of(technique: str, q: Any, k: Any, v: Any, causal: bool, seed: int, threads: int, user: str = '') -> Layer:
+    """Returns the calling thread's layer for arrays of these shapes and this dtype, which it keeps for later calls.
+
+    Each `user` has layers of its own.
+    """
     for name, array in (('q', q), ('k', k), ('v', v)):
         if len(array.shape) != 4:
             raise _library.InvalidArgumentError(
                 '%s has shape %s; it must be [batch, heads, tokens, channels]' % (name, list(array.shape)))
     dtype = str(q.dtype).rpartition('.')[2]
-    key = (technique, tuple(q.shape), tuple(k.shape), v.shape[3], dtype, causal, seed, threads)
+    key = (technique, tuple(q.shape), tuple(k.shape), v.shape[3], dtype, causal, seed, threads, user)
     return _cache.layer(key,
                         batch=q.shape[0],
                         heads=q.shape[1],
@@ -387,6 +482,13 @@ def layer_of(technique: str, q: Any, k: Any, v: Any, causal: bool, seed: int, th
                         dtype=_DTYPE_NAMES.get(dtype, dtype),
                         seed=seed,
                         threads=threads)
+
+
+def set_up_for_values(layer: Layer, draws: bool, inputs: Mapping[str, Any]) -> None:
+    """Sets a kept layer up once more where its setup reads the inputs' values or, if `draws`, draws at random."""
+    # pylint: disable=protected-access
+    if layer._setup_fits or (draws and layer._setup_draws):
+        layer.setup(**inputs)
 
 
 def attention(technique: str,
@@ -415,10 +517,13 @@ def attention(technique: str,
     Returns:
       [batch, heads, tokens, value_dim] of q's dtype.
 
-    The layers of the last calls are kept, so that a call like an earlier one does not set up again.
+    The layers of the last calls are kept, so that a call like an earlier one does not set up again. linformer of
+    projection=fit does, because it is fitted to the keys and values, and so do performer and rfa of redraw=true.
     """
     layer = layer_of(technique, q, k, v, causal, seed, threads)
-    return layer.run(**layer.read_of(q=q, k=k, v=v), **inputs)
+    given = dict(layer.read_of(q=q, k=k, v=v), **inputs)
+    set_up_for_values(layer, True, given)
+    return layer.run(**given)
 
 
 def gradients(technique: str,
@@ -454,6 +559,7 @@ def gradients(technique: str,
     """
     layer = layer_of(technique, q, k, v, causal, seed, threads)
     given = dict(layer.read_of(q=q, k=k, v=v), **inputs)
+    set_up_for_values(layer, True, given)
     outputs, kept = layer.run_kept(**given)
     return layer.backward(kept, outputs, {'out': grad_out}, **given)
 
@@ -476,4 +582,6 @@ def error(technique: str,
     "dense" with relative and largest errors, "kept_mass", "recall", "passed", ...
     """
     layer = layer_of(technique, q, k, v, causal, seed, threads)
-    return layer.evaluate(None if out is None else {'out': out}, rows, **layer.read_of(q=q, k=k, v=v), **inputs)
+    given = dict(layer.read_of(q=q, k=k, v=v), **inputs)
+    set_up_for_values(layer, False, given)
+    return layer.evaluate(None if out is None else {'out': out}, rows, **given)

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import operator
 import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
 from typing import Any, List, Optional
@@ -145,6 +146,26 @@ def check(status: int) -> None:
     """Raises the exception of a TfbStatus that is not TFB_OK."""
     if status != 0:
         raise _ERRORS.get(status, InternalError)(LIBRARY.tfb_last_error().decode())
+
+
+def encoded(what: str, text: str) -> bytes:
+    """Returns a text as the library takes it, whose end is a NUL."""
+    if not isinstance(text, str):
+        raise TypeError('%s is %r; it must be a str' % (what, text))
+    if '\0' in text:
+        raise InvalidArgumentError('%s is %r; it must have no NUL' % (what, text))
+    return text.encode()
+
+
+def integer(what: str, number: Any, low: int, high: int) -> int:
+    """Returns an integer that ctypes does not cut."""
+    try:
+        number = operator.index(number)
+    except TypeError:
+        raise TypeError('%s is %r; it must be an integer' % (what, number)) from None
+    if not low <= number <= high:
+        raise InvalidArgumentError('%s is %d; allowed are %d to %d' % (what, number, low, high))
+    return number
 
 
 def techniques() -> List[Any]:

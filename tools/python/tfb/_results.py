@@ -1,11 +1,17 @@
 """Sweeps and their result files, by the programs that lie in the package."""
 
+import fcntl
 import json
 import os
+import pty
+import re
 import socket
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
+import tty
 from typing import Any, Callable, Dict, List, Optional, Sequence, Union
 
 from tfb import _library, contestant
@@ -86,7 +92,51 @@ def read(*paths: Union[str, 'os.PathLike[str]']) -> Results:
     return Results([os.path.abspath(os.fspath(path)) for path in paths])
 
 
-def sweep(techniques: Sequence[Union[str, Callable[..., Any]]],
+class _StandardError:
+    """Standard error for a program: this one's, whose end is remembered. A terminal stays one, on which progress is redrawn."""
+    kRemembered = 4096  # bytes
+    kLines = 8
+
+    def __init__(self) -> None:
+        if os.isatty(2):
+            self._read, self.descriptor = pty.openpty()
+            tty.setraw(self.descriptor)  # the terminal behind it turns line feeds into its own
+            size = fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(self.descriptor, termios.TIOCSWINSZ, size)
+        else:
+            self._read, self.descriptor = os.pipe()
+        self._end = b''
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        while True:
+            try:
+                read = os.read(self._read, 4096)
+            except OSError:  # a terminal's end
+                read = b''
+            if not read:
+                break
+            self._end = (self._end + read)[-self.kRemembered:]
+            try:
+                os.write(2, read)
+            except OSError:  # nobody reads it
+                pass
+        os.close(self._read)
+
+    def started(self) -> None:
+        """The program has a descriptor of its own."""
+        os.close(self.descriptor)
+
+    def last_lines(self) -> str:
+        """Returns the last lines, without colours, of a program that has ended."""
+        self._thread.join(5)  # a process that it left may hold the other end
+        text = re.sub(r'\x1b\[[0-9;?]*[A-Za-z]', '', self._end.decode(errors='replace'))
+        lines = [line.strip() for line in re.split(r'[\r\n]+', text)]
+        return '\n'.join([line for line in lines if line][-self.kLines:])
+
+
+def sweep(techniques: Union[str, Sequence[Union[str, Callable[..., Any]]]],
           lengths: Union[str, Sequence[int]] = '1k:16k',
           output: Optional[Union[str, 'os.PathLike[str]']] = None,
           **flags: Any) -> Results:
@@ -99,7 +149,7 @@ def sweep(techniques: Sequence[Union[str, Callable[..., Any]]],
     Progress goes to standard error. An interrupted sweep leaves its file, which `flags` of resume=True goes on with.
 
     Args:
-      techniques: names with options, and functions: ["dense", "longformer:window=256", mine].
+      techniques: names with options, and functions: ["dense", "longformer:window=256", mine]. A text is one of them.
       lengths: "1k:16k" for every power of two between them, "1024,4096", or numbers.
       output: the result file; by default a new one in a temporary folder.
       **flags: further flags of the program `sweep`, such as time_budget="2m", threads=1, causal=True, dtypes="f32,bf16", and
@@ -108,8 +158,14 @@ def sweep(techniques: Sequence[Union[str, Callable[..., Any]]],
     Raises:
       TypeError: a technique is neither a text nor a function.
       ValueError: two functions have the same name.
-      InvalidArgumentError: the program refused a flag, or no case could run. A case that failed has a record with the reason.
+      InvalidArgumentError: there are no techniques or lengths, the program refused a flag, or no case could run; the last lines
+        of the program's standard error are in the message. A case that failed has a record with the reason.
     """
+    techniques = [techniques] if isinstance(techniques, str) else list(techniques)
+    text = lengths if isinstance(lengths, str) else ','.join(str(length) for length in lengths)
+    for what, are_there in (('techniques', techniques), ('lengths', text)):
+        if not are_there:
+            raise _library.InvalidArgumentError('there are no %s to sweep over' % what)
     functions: Dict[str, Any] = {}
     for technique in techniques:
         if isinstance(technique, str):
@@ -123,27 +179,40 @@ def sweep(techniques: Sequence[Union[str, Callable[..., Any]]],
     if output is None:
         output = os.path.join(tempfile.mkdtemp(prefix='tfb_'), 'results.pb')
     path = os.path.abspath(os.fspath(output))
-    text = lengths if isinstance(lengths, str) else ','.join(str(length) for length in lengths)
     named = [one if isinstance(one, str) else one.__name__ + '@python' for one in techniques]
     arguments = ['--techniques=' + ','.join(named), '--lengths=' + _in_numbers(text), '--output=' + path]
     flags.setdefault('python', sys.executable)
+    errors = _StandardError()
     with tempfile.TemporaryDirectory(prefix='tfb_') as folder:
-        status = _run(arguments, functions, flags, os.path.join(folder, 'socket'))
+        status = _run(arguments, functions, flags, os.path.join(folder, 'socket'), errors)
+    said = errors.last_lines()
     if status not in (0, _SOME_CASE_FAILED):
-        raise _library.InvalidArgumentError('sweep ended with status %d; what it says stands on standard error' % status)
+        raise _library.InvalidArgumentError('sweep ended with status %d: %s' % (status, said))
     return Results([path])
 
 
-def _run(arguments: List[str], functions: Dict[str, Any], flags: Dict[str, Any], place: str) -> int:
+def _run(arguments: List[str], functions: Dict[str, Any], flags: Dict[str, Any], place: str, errors: _StandardError) -> int:
     """Runs the program `sweep`, and serves the functions to it meanwhile. Returns its exit status."""
+
+    def start() -> 'subprocess.Popen[bytes]':
+        try:
+            return subprocess.Popen(_command(arguments, flags), stdout=subprocess.DEVNULL, stderr=errors.descriptor)
+        finally:
+            errors.started()
+
     if not functions:
-        return subprocess.run(_command(arguments, flags), stdout=subprocess.DEVNULL).returncode
+        with start() as program:
+            try:
+                return program.wait()
+            except BaseException:
+                program.terminate()
+                raise
     flags['contestants'] = ','.join(filter(None, ['socket:' + place, flags.get('contestants', '')]))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(place)
         listening.listen()
         listening.settimeout(0.1)
-        with subprocess.Popen(_command(arguments, flags), stdout=subprocess.DEVNULL) as program:
+        with start() as program:
             try:
                 while program.poll() is None:
                     try:

@@ -30,7 +30,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, technique: str,
       q: [batch, heads, tokens, head_dim], float32, float16 or bfloat16.
       k: [batch, kv_heads, kv_tokens, head_dim]; kv_heads divides heads.
       v: [batch, kv_heads, kv_tokens, value_dim].
-      technique: a name with its options: "longformer:window=256". Its parameters are those of seed 1.
+      technique: a name with its options: "longformer:window=256". Its parameters are those of seed 1; redraw=true of
+        performer and rfa draws nothing anew.
       causal: whether query i sees only keys j <= i + kv_tokens - tokens.
 
     Returns:
@@ -45,7 +46,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, technique: str,
 
 
 def _layer_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, technique: str, causal: bool) -> tfb.Layer:
-    return _layer.layer_of(technique, q, k, v, causal, seed=1, threads=torch.get_num_threads())
+    return _layer.layer_of(technique, q, k, v, causal, seed=1, threads=torch.get_num_threads(), user='torch')
 
 
 def _has_backward(layer: tfb.Layer) -> bool:
@@ -66,6 +67,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, technique: str
     q, k, v = q.detach(), k.detach(), v.detach()
     layer = _layer_of(q, k, v, technique, causal)
     inputs = layer.read_of(q=q, k=k, v=v)
+    _layer.set_up_for_values(layer, False, inputs)  # a backward pass would need the draw of its own forward pass
     if not keep or not _has_backward(layer):
         return layer.run(**inputs), q.new_empty(0, dtype=torch.uint8)
     outputs, kept = layer.run_kept(**inputs)
@@ -95,6 +97,7 @@ def _attention_backward(grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     """
     given = {'q': q.detach(), 'k': k.detach(), 'v': v.detach()}
     layer = _layer_of(**given, technique=technique, causal=causal)
+    _layer.set_up_for_values(layer, False, layer.read_of(**given))
     there = [spec.name for spec in layer.describe_backward()['input_gradients']]
     wanted = [name for name, is_needed in zip(given, needed) if is_needed]
     found = layer.backward(kept, {'out': out.detach()}, {'out': grad_out.detach()},
