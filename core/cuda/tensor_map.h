@@ -8,7 +8,7 @@ namespace tfb {
 
 // CUtensorMap of the CUDA driver; opaque, and of another kind in the simulator. Kernels take it by
 // value, as __grid_constant__.
-struct alignas(128) TensorMap {
+struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
