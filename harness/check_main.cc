@@ -71,7 +71,7 @@ constexpr char kUsage[] =
     "Runs every technique once on real and drawn tensors and holds its errors against float64 to\n"
     "their bounds (harness/judge/errors.h says where they are from). Nothing is timed.\n\n"
     "Exit status: 0 all errors are within their bounds, 1 one is not or a technique failed,\n"
-    "2 bad usage.";
+    "2 bad usage, or no case could be checked.";
 
 // The number of tokens of drawn inputs: no multiple of a tile, so that the last tile is partial.
 constexpr char kDrawnLengths[] = "500";
