@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -88,6 +90,33 @@ struct ThreadsAtHand {
   WaitingThreads* threads;  // read by the pool's constructor alone
 };
 
+// Memory that is kept free. It is a call, not a new-expression, which a compiler may leave out.
+class Room {
+ public:
+  explicit Room(size_t bytes) : memory_(::operator new(bytes)) {}
+  ~Room() { ::operator delete(memory_); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+ private:
+  void* memory_;
+};
+
+// Returns at least the bytes that Eigen's pool of so many threads allocates: for each a queue, up to
+// as many numbers as there are threads, and less than 512 for the rest.
+size_t PoolBytes(size_t threads) {
+  using Pool = Eigen::ThreadPoolTempl<ThreadsAtHand>;
+  return threads * (sizeof(Pool::Queue) + threads * sizeof(unsigned) + 512) + sizeof(Pool);
+}
+
+// Eigen's pool does not check whether it got its memory, of which the stacks of threads may leave
+// none: so the threads start while it is taken. Throws std::bad_alloc where there is not enough.
+WaitingThreads StartThreadsBesideRoom(int most) {
+  if (most == 0) return {};
+  const Room room(PoolBytes(most));
+  return StartThreads(most);
+}
+
 }  // namespace
 }  // namespace tfb
 
@@ -148,7 +177,7 @@ constexpr bool Never() { return false; }
 // Where the operating system refuses threads, those that there are do the work. Which thread does a
 // task is left open anyhow, so that the result is the same.
 ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)) {
-  WaitingThreads started = StartThreads(threads_ - 1);
+  WaitingThreads started = StartThreadsBesideRoom(threads_ - 1);
   if (!started.empty()) pool_ = std::make_unique<Eigen::ThreadPool>(std::move(started));
 }
 

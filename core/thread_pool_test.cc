@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdio>
 #include <mutex>
+#include <new>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -73,13 +74,13 @@ TEST(ThreadPool, AnInterruptedCallThrowsWhenItsTasksAreDoneAndTheNextOneRuns) {
   }
 }
 
-// Leaves this process address space for so many further threads, whose stacks are so large that no
-// stack of an ended thread, which the C library keeps, serves them.
-void LeaveRoomForThreads(int threads) {
-  constexpr size_t kStack = size_t{256} << 20;
+constexpr size_t kMegabyte = size_t{1} << 20;
+
+// Leaves this process so many bytes of address space, and gives its further threads such stacks.
+void LeaveRoom(size_t bytes, size_t stack) {
   pthread_attr_t attributes;
   ASSERT_EQ(pthread_attr_init(&attributes), 0);
-  ASSERT_EQ(pthread_attr_setstacksize(&attributes, kStack), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&attributes, stack), 0);
   ASSERT_EQ(pthread_setattr_default_np(&attributes), 0);
   std::FILE* const statm = std::fopen("/proc/self/statm", "r");
   ASSERT_NE(statm, nullptr);
@@ -88,8 +89,7 @@ void LeaveRoomForThreads(int threads) {
   std::fclose(statm);
   rlimit limit;
   ASSERT_EQ(getrlimit(RLIMIT_AS, &limit), 0);
-  // Half a stack is for what the threads allocate.
-  limit.rlim_cur = pages * sysconf(_SC_PAGESIZE) + threads * kStack + kStack / 2;
+  limit.rlim_cur = pages * sysconf(_SC_PAGESIZE) + bytes;
   ASSERT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
 }
 
@@ -97,7 +97,10 @@ void LeaveRoomForThreads(int threads) {
 // 0 where all is as it should be.
 void RunWithRoomForThreads(int room) {
   alarm(60);  // a pool that hangs ends by this signal
-  LeaveRoomForThreads(room);
+  // The stacks are so large that none of an ended thread, which the C library keeps, serves. Half of
+  // one is for what the threads allocate.
+  constexpr size_t kStack = 256 * kMegabyte;
+  LeaveRoom(room * kStack + kStack / 2, kStack);
   {
     ThreadPool pool(9);
     EXPECT_THROW(std::thread([] {}).join(), std::system_error) << "there is room for all threads";
@@ -119,6 +122,36 @@ void RunWithRoomForThreads(int room) {
     }
   }
   _exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+// The same where the stacks of 3000 threads, which do not fit, would leave no memory for the pool: its
+// queues of 40 KiB are more than the C library may have reserved for a thread, 64 MiB.
+void RunWhereStacksTakeAllMemory() {
+  alarm(60);
+  LeaveRoom(300 * kMegabyte, kMegabyte / 16);
+  {
+    ThreadPool pool(3000);
+    std::vector<std::atomic<int>> runs(5000);
+    pool.ParallelFor(5000, [&](int64_t task, int) { ++runs[task]; });
+    for (const std::atomic<int>& count : runs) EXPECT_EQ(count.load(), 1);
+  }
+  _exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+TEST(ThreadPool, HasMemoryWhereThreadsTakeAllThatTheyGet) {
+  if (kIsSanitized) GTEST_SKIP() << "a sanitizer's memory is beyond every limit of address space";
+  EXPECT_EXIT(RunWhereStacksTakeAllMemory(), testing::ExitedWithCode(0), "");
+}
+
+TEST(ThreadPool, RefusesToBeWhereThereIsNoMemory) {
+  if (kIsSanitized) GTEST_SKIP() << "a sanitizer's memory is beyond every limit of address space";
+  const auto refuses = [] {
+    alarm(60);
+    LeaveRoom(8 * kMegabyte, kMegabyte);
+    EXPECT_THROW(ThreadPool pool(3000), std::bad_alloc);
+    _exit(testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(refuses(), testing::ExitedWithCode(0), "");
 }
 
 TEST(ThreadPool, WorksWithTheThreadsThatTheOperatingSystemGrants) {
