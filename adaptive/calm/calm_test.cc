@@ -231,7 +231,9 @@ TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
     EXPECT_TRUE(status.ok()) << status;
     return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
   };
-  for (const auto& [pre_norm, kernels] : {std::pair("false", "A"), std::pair("true", "B")}) {
+  for (const auto& [pre_norm, kernels] :
+       {std::pair("false", "481 launches, 9114 blocks, 7404 barriers, 205120 collectives"),
+        std::pair("true", "507 launches, 9417 blocks, 7452 barriers, 231320 collectives")}) {
     const RunRequest request = {{{"layers", "3"},
                                  {"segment", "128"},
                                  {"memory", "128"},
