@@ -418,7 +418,7 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkOfABackwardPassFallsWithTheToken
   };
   const double of_all = work(1);
   EXPECT_LE(work(2) / of_all, 0.7);
-  EXPECT_EQ(of_kernels, "A");
+  EXPECT_EQ(of_kernels, "201 launches, 5223 blocks, 3398 barriers, 173600 collectives");
 }
 
 TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {

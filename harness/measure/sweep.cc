@@ -192,6 +192,7 @@ class Sweep {
         skipped_before_[i] = outcome.reason();
       } else if (!options_.retry || outcome.status() == Outcome::STATUS_OK) {
         recorded_before_[i] = found->second;
+        tried_in_vain_ += outcome.status() != Outcome::STATUS_OK ? 1 : 0;
         left_[i] = outcome.unfinished();
         origins_.insert(found->second->environment_id());
       }
@@ -772,14 +773,10 @@ class Sweep {
   // Says why a sweep that resumes has measured nothing.
   std::string NothingLeft() const {
     if (cases_.empty()) return "nothing was left to measure: this part of the sweep has no case";
-    int64_t without = 0;
-    for (const auto& [index, record] : recorded_before_) {
-      without += record->outcome().status() != Outcome::STATUS_OK ? 1 : 0;
-    }
     const std::string text = "nothing was left to measure: the file has every case";
-    if (without == 0 || options_.retry) return text;
-    return absl::StrCat(text, ", of which ", without, " did not run; --retry runs ",
-                        without == 1 ? "it" : "them", " again");
+    if (tried_in_vain_ == 0) return text;
+    return absl::StrCat(text, ", of which ", tried_in_vain_, " did not run; --retry runs ",
+                        tried_in_vain_ == 1 ? "it" : "them", " again");
   }
 
   absl::Status ShowComparison(const ResultSet& now) const {
@@ -839,6 +836,7 @@ class Sweep {
   std::map<size_t, Case> interim_;  // by case: the visit at hand so far
   std::set<size_t> improved_;       // cases with samples that the file lacks
   std::set<size_t> failed_;
+  int tried_in_vain_ = 0;  // of the cases that the sweep before has a record of
   bool any_ran_ = false;
   bool is_new_ = false;         // the file was not there before
   std::string reason_of_skip_;  // the last one
