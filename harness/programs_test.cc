@@ -667,19 +667,19 @@ TEST_F(Programs, HelpOfATechniqueHasTheSizesOfTheInput) {
 }
 
 TEST_F(Programs, DrawnInputsCanBeAppliedTo) {
-  const Finished drawn = Apply("--technique=tiny --heads=2 --draw_input=drawn.safetensors");
+  const Finished drawn = Apply("--technique=tiny --heads=2 --draw_input=template.safetensors");
   EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
   EXPECT_EQ(drawn.out, "k [1, 2, 512, 64], q [1, 2, 512, 64], v [1, 2, 512, 64] written to " +
-                           Path("drawn.safetensors") + "\n");
-  const Finished applied = Apply("--technique=tiny --input=drawn.safetensors");
+                           Path("template.safetensors") + "\n");
+  const Finished applied = Apply("--technique=tiny --input=template.safetensors");
   EXPECT_EQ(applied.exit_code, 0) << applied.err;
   ExpectBadUsage("tiny_apply",
-                 "--technique=tiny --input=drawn.safetensors --draw_input=drawn.safetensors",
+                 "--technique=tiny --input=template.safetensors --draw_input=template.safetensors",
                  "--draw_input: is the file of --input");
-  const NamedTensors before = Read("drawn.safetensors");
-  ExpectBadUsage("tiny_apply", "--technique=tiny --draw_input=drawn.safetensors --seed=9",
+  const NamedTensors before = Read("template.safetensors");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --draw_input=template.safetensors --seed=9",
                  "is there already");
-  EXPECT_EQ(Read("drawn.safetensors").at("q").view().Get(0), before.at("q").view().Get(0));
+  EXPECT_EQ(Read("template.safetensors").at("q").view().Get(0), before.at("q").view().Get(0));
   for (const std::string other : {"input", "parameters", "output", "dump_parameters"}) {
     ExpectBadUsage(
         "tiny_apply",

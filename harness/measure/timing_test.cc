@@ -509,7 +509,7 @@ TEST_F(TimingTest, AFlushOrASetupThatFailsIsTheCasesFailure) {
 }
 
 TEST_F(TimingTest, FewerSamplesThanTheFewestAreNoneWhereItWasStopped) {
-  for (const int taken : {2, 3}) {
+  for (const int taken : {kFewestSamples - 1, kFewestSamples}) {
     std::vector<TimedCase> cases;
     cases.push_back(Prepare("toy_mean", {}, 1));
     TimingOptions options = Quick();
@@ -519,8 +519,9 @@ TEST_F(TimingTest, FewerSamplesThanTheFewestAreNoneWhereItWasStopped) {
     options.stopped = [&] { return samples >= taken; };
     MeasureSideBySide(options, &cases);
     EXPECT_EQ(cases[0].timing.run_ns_size(), taken);
-    EXPECT_EQ(cases[0].status.ToString(),
-              taken == 3 ? "OK" : "CANCELLED: stopped before there were enough samples");
+    EXPECT_EQ(
+        cases[0].status.ToString(),
+        taken == kFewestSamples ? "OK" : "CANCELLED: stopped before there were enough samples");
   }
 }
 
