@@ -134,7 +134,7 @@ absl::StatusOr<InputSource> ReadInput() {
   }
   const std::string layer = absl::GetFlag(FLAGS_layer);
   if (layer.empty() && sources->size() == 1) return sources->front();
-  // Of a name in several files, that of the first is that layer; FILE/LAYER tells them apart.
+  // A name that several files have means the layer of the first; FILE/LAYER tells them apart.
   std::vector<std::string> layers;
   for (const InputSource& source : *sources) {
     const CapturedLayer& captured = *source.captured;

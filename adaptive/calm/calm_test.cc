@@ -218,7 +218,7 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
 // Loads and stores of a Run and its backward pass, less those of the Run alone. With one token of two
 // that stays behind the first of three layers, a third of the tokens of all layers have left. What does
 // not fall with them are the gradients of keys and values and of their matrices, and in part those of
-// distances. Compilers differ in accesses by half a percent; the rest of the work is the kernels' own.
+// distances. Compilers differ in accesses by a thousandth; the rest of the work is the kernels' own.
 TEST(Calm, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatLeft) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Problem problem = CausalProblem(1, 2, 256, 32);

@@ -380,7 +380,7 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
 
 // Likewise of a Run and its backward pass, less those of the Run alone. Where every second token halts
 // after the first of three steps, a third of the tokens of all steps have halted. Compilers differ in
-// accesses by half a percent; the rest of the work is the kernels' own.
+// accesses by a thousandth; the rest of the work is the kernels' own.
 TEST(UniversalTransformer, InTheSimulatorTheWorkOfABackwardPassFallsWithTheTokensThatHalted) {
   if (KernelDevice() != Device::kSimulator) GTEST_SKIP() << "the simulator alone counts accesses";
   const Problem problem = Self(1, 2, 256, 32);
