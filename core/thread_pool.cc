@@ -117,22 +117,6 @@ WaitingThreads StartThreadsBesideRoom(int most) {
   return StartThreads(most);
 }
 
-}  // namespace
-}  // namespace tfb
-
-// The header names Eigen's pool by its default environment, which no pool has here.
-template <>
-class Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>
-    : public Eigen::ThreadPoolTempl<tfb::ThreadsAtHand> {
- public:
-  explicit ThreadPoolTempl(tfb::WaitingThreads threads)
-      : Eigen::ThreadPoolTempl<tfb::ThreadsAtHand>(static_cast<int>(threads.size()),
-                                                   tfb::ThreadsAtHand{&threads}) {}
-};
-
-namespace tfb {
-namespace {
-
 // A Job lives on the caller's stack for the length of one ParallelFor. A closure over its address
 // and an index fits the pool's task object, so that scheduling allocates nothing.
 struct Job {
@@ -174,11 +158,18 @@ constexpr bool Never() { return false; }
 
 }  // namespace
 
+class ThreadPool::Threads : public Eigen::ThreadPoolTempl<ThreadsAtHand> {
+ public:
+  explicit Threads(WaitingThreads threads)
+      : Eigen::ThreadPoolTempl<ThreadsAtHand>(static_cast<int>(threads.size()),
+                                              ThreadsAtHand{&threads}) {}
+};
+
 // Where the operating system refuses threads, those that there are do the work. Which thread does a
 // task is left open anyhow, so that the result is the same.
 ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)) {
   WaitingThreads started = StartThreadsBesideRoom(threads_ - 1);
-  if (!started.empty()) pool_ = std::make_unique<Eigen::ThreadPool>(std::move(started));
+  if (!started.empty()) pool_ = std::make_unique<Threads>(std::move(started));
 }
 
 ThreadPool::~ThreadPool() = default;

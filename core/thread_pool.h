@@ -11,12 +11,6 @@
 
 #include "absl/functional/function_ref.h"
 
-namespace Eigen {
-template <typename Environment>
-class ThreadPoolTempl;
-struct StlThreadEnvironment;
-}  // namespace Eigen
-
 namespace tfb {
 
 // Eigen's pool with one operation. The calling thread works too, so a pool of 1 starts no thread.
@@ -53,11 +47,12 @@ class ThreadPool {
   // Tells whether the call is to be given up.
   bool AskWhetherInterrupted();
 
+  class Threads;  // Eigen's pool, with threads that have been started
+
   int threads_;
   std::function<bool()> interrupted_;
   std::chrono::steady_clock::time_point asked_;  // when it was asked last
-  std::unique_ptr<Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>>
-      pool_;  // null for one thread
+  std::unique_ptr<Threads> pool_;                // null for one thread
 };
 
 }  // namespace tfb

@@ -27,55 +27,35 @@ CudaDevice SimulatedDevice(const SimulatedGpu& gpu) {
 }  // namespace
 
 absl::StatusOr<DeviceEvent> DeviceEvent::Make(CudaRuntime* runtime) {
-  DeviceEvent event;
-  TFB_RETURN_IF_ERROR(ToStatus(runtime->api().create_event(&event.event_)));
-  event.runtime_ = runtime;
-  return event;
-}
-
-DeviceEvent& DeviceEvent::operator=(DeviceEvent&& other) noexcept {
-  if (this == &other) return *this;
-  Release();
-  runtime_ = std::exchange(other.runtime_, nullptr);
-  event_ = std::exchange(other.event_, nullptr);
-  return *this;
-}
-
-void DeviceEvent::Release() {
-  if (runtime_ != nullptr) (void)runtime_->api().destroy_event(event_);
-  runtime_ = nullptr;
+  void* event = nullptr;
+  TFB_RETURN_IF_ERROR(ToStatus(runtime->api().create_event(&event)));
+  DeviceEvent made;
+  made.event_ = DeviceHandle(event, {runtime, [](CudaRuntime* runtime, void* event) {
+                                       (void)runtime->api().destroy_event(event);
+                                     }});
+  return made;
 }
 
 absl::Status DeviceEvent::Record(void* stream) {
-  return ToStatus(runtime_->api().record_event(event_, stream));
+  return ToStatus(event_.get_deleter().runtime->api().record_event(event_.get(), stream));
 }
 
 absl::StatusOr<double> DeviceEvent::SecondsSince(const DeviceEvent& earlier) const {
   float ms = 0;
-  TFB_RETURN_IF_ERROR(ToStatus(runtime_->api().elapsed_ms(&ms, earlier.event_, event_)));
+  const CudaApi& api = event_.get_deleter().runtime->api();
+  TFB_RETURN_IF_ERROR(ToStatus(api.elapsed_ms(&ms, earlier.event_.get(), event_.get())));
   return ms / 1e3;
 }
 
 absl::StatusOr<DeviceStream> DeviceStream::Make(CudaRuntime* runtime) {
-  DeviceStream stream;
-  TFB_RETURN_IF_ERROR(ToStatus(runtime->api().create_stream(&stream.stream_)));
-  stream.runtime_ = runtime;
-  return stream;
-}
-
-DeviceStream& DeviceStream::operator=(DeviceStream&& other) noexcept {
-  if (this == &other) return *this;
-  Release();
-  runtime_ = std::exchange(other.runtime_, nullptr);
-  stream_ = std::exchange(other.stream_, nullptr);
-  return *this;
-}
-
-void DeviceStream::Release() {
-  if (runtime_ == nullptr) return;
-  (void)runtime_->Synchronize(stream_);
-  (void)runtime_->api().destroy_stream(stream_);
-  runtime_ = nullptr;
+  void* stream = nullptr;
+  TFB_RETURN_IF_ERROR(ToStatus(runtime->api().create_stream(&stream)));
+  DeviceStream made;
+  made.stream_ = DeviceHandle(stream, {runtime, [](CudaRuntime* runtime, void* stream) {
+                                         (void)runtime->Synchronize(stream);
+                                         (void)runtime->api().destroy_stream(stream);
+                                       }});
+  return made;
 }
 
 absl::StatusOr<DeviceGraph> DeviceGraph::Capture(
@@ -83,29 +63,19 @@ absl::StatusOr<DeviceGraph> DeviceGraph::Capture(
   const CudaApi& api = runtime->api();
   void* stream = nullptr;
   TFB_RETURN_IF_ERROR(ToStatus(api.begin_capture(&stream)));
-  DeviceGraph graph;
-  graph.runtime_ = runtime;
   absl::Status status = enqueue(stream);
-  status.Update(ToStatus(api.end_capture(stream, &graph.graph_)));
+  void* graph = nullptr;
+  status.Update(ToStatus(api.end_capture(stream, &graph)));
+  DeviceGraph captured;
+  captured.graph_ = DeviceHandle(graph, {runtime, [](CudaRuntime* runtime, void* graph) {
+                                           (void)runtime->api().destroy_graph(graph);
+                                         }});
   TFB_RETURN_IF_ERROR(status);
-  return graph;
-}
-
-DeviceGraph& DeviceGraph::operator=(DeviceGraph&& other) noexcept {
-  if (this == &other) return *this;
-  Release();
-  runtime_ = std::exchange(other.runtime_, nullptr);
-  graph_ = std::exchange(other.graph_, nullptr);
-  return *this;
-}
-
-void DeviceGraph::Release() {
-  if (graph_ != nullptr) (void)runtime_->api().destroy_graph(graph_);
-  graph_ = nullptr;
+  return captured;
 }
 
 absl::Status DeviceGraph::Launch(void* stream) const {
-  return ToStatus(runtime_->api().launch_graph(graph_, stream));
+  return ToStatus(graph_.get_deleter().runtime->api().launch_graph(graph_.get(), stream));
 }
 
 DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {

@@ -23,14 +23,18 @@ namespace tfb {
 
 class CudaRuntime;
 
+// Gives what a runtime has made back to it.
+struct DestroyHandle {
+  CudaRuntime* runtime = nullptr;
+  void (*destroy)(CudaRuntime* runtime, void* handle) = nullptr;
+  void operator()(void* handle) const { destroy(runtime, handle); }
+};
+using DeviceHandle = std::unique_ptr<void, DestroyHandle>;
+
 // A point in the work of a stream, as a CUDA event marks it. It is movable.
 class DeviceEvent {
  public:
   static absl::StatusOr<DeviceEvent> Make(CudaRuntime* runtime);
-  DeviceEvent() = default;
-  DeviceEvent(DeviceEvent&& other) noexcept { *this = std::move(other); }
-  DeviceEvent& operator=(DeviceEvent&& other) noexcept;
-  ~DeviceEvent() { Release(); }
 
   // Marks the point at which all work that was enqueued before is done.
   absl::Status Record(void* stream = nullptr);
@@ -38,29 +42,19 @@ class DeviceEvent {
   absl::StatusOr<double> SecondsSince(const DeviceEvent& earlier) const;
 
  private:
-  void Release();
-
-  CudaRuntime* runtime_ = nullptr;
-  void* event_ = nullptr;
+  DeviceHandle event_;
 };
 
-// A stream that does not wait for the default stream, nor that one for it: cudaStreamNonBlocking. It is
-// movable. Its work is done when it is destroyed.
+// A stream that does not wait for the default stream, nor that one for it: cudaStreamNonBlocking. It
+// is movable. Its work is done when it is destroyed.
 class DeviceStream {
  public:
   static absl::StatusOr<DeviceStream> Make(CudaRuntime* runtime);
-  DeviceStream() = default;
-  DeviceStream(DeviceStream&& other) noexcept { *this = std::move(other); }
-  DeviceStream& operator=(DeviceStream&& other) noexcept;
-  ~DeviceStream() { Release(); }
 
-  void* get() const { return stream_; }  // a cudaStream_t
+  void* get() const { return stream_.get(); }  // a cudaStream_t
 
  private:
-  void Release();
-
-  CudaRuntime* runtime_ = nullptr;
-  void* stream_ = nullptr;
+  DeviceHandle stream_;
 };
 
 // Device memory and its ownership, aligned to 256 bytes. Buffers are movable.
@@ -96,18 +90,11 @@ class DeviceGraph {
   // where it does what no graph can: waits, allocates, or enqueues on another stream.
   static absl::StatusOr<DeviceGraph> Capture(CudaRuntime* runtime,
                                              absl::FunctionRef<absl::Status(void* stream)> enqueue);
-  DeviceGraph() = default;
-  DeviceGraph(DeviceGraph&& other) noexcept { *this = std::move(other); }
-  DeviceGraph& operator=(DeviceGraph&& other) noexcept;
-  ~DeviceGraph() { Release(); }
 
   absl::Status Launch(void* stream = nullptr) const;
 
  private:
-  void Release();
-
-  CudaRuntime* runtime_ = nullptr;
-  void* graph_ = nullptr;
+  DeviceHandle graph_;
 };
 
 // The runtime of one device. It is thread-safe.

@@ -2,6 +2,8 @@
 #ifndef TFB_CORE_CUDA_TENSOR_MAP_CUH_
 #define TFB_CORE_CUDA_TENSOR_MAP_CUH_
 
+#include <string.h>
+
 #include "core/cuda/kernel.cuh"
 #include "core/cuda/tensor_map.h"
 
@@ -12,9 +14,9 @@
 namespace tfb {
 namespace {  // internal linkage, as in kernel.cuh
 
-// Returns the driver's function; null where the driver has none.
-inline decltype(&cuTensorMapEncodeTiled) FindEncodeTiled() {
 #ifdef __CUDACC__
+// Returns the driver's function; null where the driver has none.
+inline decltype(&cuTensorMapEncodeTiled) AskForEncodeTiled() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
@@ -26,10 +28,14 @@ inline decltype(&cuTensorMapEncodeTiled) FindEncodeTiled() {
 #endif
   if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
   return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-#else
-  return &cuTensorMapEncodeTiled;
-#endif
 }
+inline decltype(&cuTensorMapEncodeTiled) FindEncodeTiled() {
+  static const auto found = AskForEncodeTiled();
+  return found;
+}
+#else
+inline decltype(&cuTensorMapEncodeTiled) FindEncodeTiled() { return &cuTensorMapEncodeTiled; }
+#endif
 
 // Describes the tensor, of Element::kBf16 or kF16: its data are at a multiple of 16 bytes, its sizes
 // 1 to 2^32, its strides but the innermost multiples of 8 elements, its boxes of at most 256 rows.
@@ -45,14 +51,18 @@ inline const char* EncodeTensorMap(const BoxedTensor& tensor, Element element, T
   for (int n = 0; n < 3; ++n) strides[n] = static_cast<cuuint64_t>(tensor.strides[n + 1]) * 2;
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(tensor.box_rows), 1, 1};
   const cuuint32_t ones[4] = {1, 1, 1, 1};
+  CUtensorMap encoded = {};  // which may have to lie at a larger power of two than a TensorMap
   const CUresult result =
-      encode(reinterpret_cast<CUtensorMap*>(map),
+      encode(&encoded,
              element == Element::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
              4, tensor.data, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return nullptr;
+  if (result == CUDA_SUCCESS) {
+    memcpy(map, &encoded, sizeof(encoded));
+    return nullptr;
+  }
   static thread_local char text[256];
   const int64_t *size = tensor.sizes, *stride = tensor.strides;
   snprintf(text, sizeof(text),

@@ -501,9 +501,8 @@ class BackwardRun : public FlashScores {
     float limit[kTile];
     Ramp ramp{limit, 0};
     if (call_.rule.soft_span.span != nullptr) {
-      for (int64_t r = 0; r < task.rows; ++r) {
-        limit[r] = scratch.limit[r] + static_cast<float>(tile.index * kTile + columns.begin);
-      }
+      const float offset = SpanOffset(task, tile.index * kTile + columns.begin);
+      for (int64_t r = 0; r < task.rows; ++r) limit[r] = scratch.limit[r] + offset;
       ramp.slope = 1 / call_.rule.soft_span.ramp;
       softmax.ramp = &ramp;
     }

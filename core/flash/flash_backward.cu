@@ -248,7 +248,8 @@ class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
         const float slope = gradients[r][c] - delta;
         float ramp = 1;
         if (kRule && a_.rule.soft_span.span != nullptr) {
-          ramp = (shared_.limit[row] + static_cast<float>(tile.index * kKeys + tx_ * 4 + c)) /
+          ramp = (shared_.limit[row] +
+                  SpanOffset(a_, first_query_, tile.index * kKeys + tx_ * 4 + c)) /
                  a_.rule.soft_span.ramp;
           if (ramp > 0 && ramp < 1 && weight != 0) span_[r] += weight * slope;
           ramp = fminf(fmaxf(ramp, 0), 1);

@@ -333,11 +333,11 @@ class FlashRun : public FlashScores {
     const auto keys_of = [&](int64_t tile) { return Packed(task, tile).keys; };
     ComputeScores(task, chunk, keys_of, scratch);
     if (AllWhole(chunk)) {
-      Softmax(chunk[0], 0, task.rows, WholeExtent(chunk), scratch);
+      Softmax(task, chunk[0], 0, task.rows, WholeExtent(chunk), scratch);
     } else {
       for (int64_t first = 0; first < task.rows; first += kGroupRows) {
         const int64_t rows = std::min(kGroupRows, task.rows - first);
-        Softmax(chunk[0], first, rows, ExtentOf(chunk, first / kGroupRows), scratch);
+        Softmax(task, chunk[0], first, rows, ExtentOf(chunk, first / kGroupRows), scratch);
       }
     }
 
@@ -363,8 +363,8 @@ class FlashRun : public FlashScores {
   }
 
   // Turns the scores of some rows into softmax numerators, over the chunk's columns of `extent`.
-  void Softmax(const Tile& first_tile, int64_t first, int64_t rows, const Extent& extent,
-               Scratch& scratch) const {
+  void Softmax(const Task& task, const Tile& first_tile, int64_t first, int64_t rows,
+               const Extent& extent, Scratch& scratch) const {
     if (extent.end == extent.begin) {
       std::fill_n(scratch.rescale + first, rows, 1.0f);
       return;
@@ -377,10 +377,8 @@ class FlashRun : public FlashScores {
       return;
     }
     float limit[kTile];
-    for (int64_t r = 0; r < rows; ++r) {
-      limit[r] =
-          scratch.limit[first + r] + static_cast<float>(first_tile.index * kTile + extent.begin);
-    }
+    const float offset = SpanOffset(task, first_tile.index * kTile + extent.begin);
+    for (int64_t r = 0; r < rows; ++r) limit[r] = scratch.limit[first + r] + offset;
     const Ramp ramp{limit, 1 / call_.rule.soft_span.ramp};
     kernels_.softmax(scores, state, &ramp);
   }

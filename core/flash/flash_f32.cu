@@ -98,9 +98,9 @@ class FlashF32Block : public ScoreTile<kDim, kRule> {
       for (int c = 0; c < 4; ++c) {
         float weight = ExpOf(scores[r][c] - shift);
         if (kRule && a_.rule.soft_span.span != nullptr) {
-          const float ramp =
-              (shared_.limit[ty_ * kRows + r] + static_cast<float>(tile * kKeys + tx_ * 4 + c)) /
-              a_.rule.soft_span.ramp;
+          const float ramp = (shared_.limit[ty_ * kRows + r] +
+                              SpanOffset(a_, first_query_, tile * kKeys + tx_ * 4 + c)) /
+                             a_.rule.soft_span.ramp;
           weight *= fminf(fmaxf(ramp, 0), 1);
         }
         scores[r][c] = weight;

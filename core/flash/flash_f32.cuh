@@ -30,7 +30,7 @@ struct Shared {
   float* kv;          // keys [kDim][kStride], by channel; or values [64][kValueStride]
   float* p;           // [64][kStride], by key (ScoreTile::StoreByKey) or by query
   float* key_bias;    // [64] u . k
-  float* limit;       // [64] limits of the soft span
+  float* limit;       // [64] the limits of SoftSpan
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
   unsigned* flags;    // [4]: the tokens among the keys; whether a row is not finite
   int* rows;          // [64] row of the call of each query; queries beyond the last repeat it
@@ -185,10 +185,10 @@ class ScoreTile {
     }
     LoadQueryChannels(is_query);
     if (kRule && a_.rule.soft_span.span != nullptr && threadIdx.x < kQueries) {
-      const int64_t i = first_query_ + threadIdx.x;
       // Rows that are no queries see nothing, and keep no tile from being whole.
+      const int64_t row = min(int64_t{threadIdx.x}, a_.query_tokens - 1 - first_query_);
       shared_.limit[threadIdx.x] =
-          RampLimit(a_, task_, i < a_.query_tokens ? i : a_.query_tokens - 1);
+          a_.rule.soft_span.Limit(task_.batch, task_.head, first_query_, row);
     }
   }
   template <class Tells>
@@ -209,11 +209,11 @@ class ScoreTile {
   }
   __device__ bool WithinAnySpan(int64_t tile) const {
     return a_.rule.soft_span.span == nullptr ||
-           widest_ + static_cast<float>(tile * kKeys + kKeys - 1) > 0;
+           widest_ + SpanOffset(a_, first_query_, tile * kKeys + kKeys - 1) > 0;
   }
   __device__ bool InAllSpans(int64_t tile) const {
     return !kRule || a_.rule.soft_span.span == nullptr ||
-           narrowest_ + static_cast<float>(tile * kKeys) > 0;
+           narrowest_ + SpanOffset(a_, first_query_, tile * kKeys) > 0;
   }
 
   // Loads the queries' ids and computes their scores against the two label keys. For rows that are
@@ -279,7 +279,7 @@ class ScoreTile {
       uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
       word &= MaskOf(a_.schedule, tile, shared_.rows[t], t, kQueries);
       if (kRule && a_.rule.soft_span.span != nullptr)
-        word &= WithinSpan(shared_.limit[t], tile.index);
+        word &= WithinSpan(a_, first_query_, shared_.limit[t], tile.index);
       if (kRule && a_.rule.tokens.hides()) word &= shared_.pairs->visible[t];
       shared_.visible[t] = word;
     }

@@ -81,7 +81,7 @@ struct MmaShared {
     float slope;   // 1 / ramp
     float widest;  // the largest of the limits
     float narrowest;
-    float limit[kQueries];  // limits of the soft span
+    float limit[kQueries];  // the limits of SoftSpan
     float key_bias[kKeys];  // u . k
   };
   struct CommonOfRelativeKeys : CommonOfRule {
@@ -319,7 +319,7 @@ class FlashMmaBlock {
     WalkState& walk = common_.walk;
     while (walk.Next(a_.schedule)) {
       const KeyTile tile = walk.key_tile(a_.schedule);
-      if (has_span() && WithinSpan(common_.widest, tile.index) == 0) continue;
+      if (has_span() && WithinSpanOf(common_.widest, tile.index) == 0) continue;
       return MmaTile(a_, tile);
     }
     return MmaTile::Last();
@@ -373,13 +373,21 @@ class FlashMmaBlock {
     return kRule != Rule::kNone && a_.rule.soft_span.span != nullptr;
   }
 
+  __device__ float SpanOffsetOf(int64_t key) const {
+    return SpanOffset(a_, common_.first_query, key);
+  }
+  __device__ uint64_t WithinSpanOf(float limit, int64_t tile) const {
+    return WithinSpan(a_, common_.first_query, limit, tile);
+  }
+
   // Finds the widest and the narrowest span of the block's queries.
   __device__ void FindSpan() {
     if (!has_span()) return;
     for (int r = thread_; r < kQueries; r += Shape::kThreads) {
       // Rows beyond the last query see nothing, and keep no tile from being whole.
-      const int64_t i = min(int64_t{common_.first_query} + r, a_.query_tokens - 1);
-      common_.limit[r] = RampLimit(a_, common_.task, i);
+      const int64_t row = min(int64_t{r}, a_.query_tokens - 1 - common_.first_query);
+      common_.limit[r] =
+          a_.rule.soft_span.Limit(common_.task.batch, common_.task.head, common_.first_query, row);
     }
     __syncthreads();
     if (thread_ > 0) return;
@@ -395,7 +403,7 @@ class FlashMmaBlock {
   // Tells whether the schedule or a span hides tokens of the tile.
   __device__ bool HidesByRule(const MmaTile& tile) const {
     return tile.mask != TileRun::kFull ||
-           (has_span() && WithinSpan(common_.narrowest, tile.index) != ~uint64_t{0}) ||
+           (has_span() && WithinSpanOf(common_.narrowest, tile.index) != ~uint64_t{0}) ||
            (kRule != Rule::kNone && a_.rule.tokens.hides());
   }
 
@@ -403,7 +411,7 @@ class FlashMmaBlock {
   // is a token.
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
     uint64_t visible = MaskOf(a_.schedule, {tile.index, tile.mask}, RowOfCall(row), row, kQueries);
-    if (has_span()) visible &= WithinSpan(common_.limit[row], tile.index);
+    if (has_span()) visible &= WithinSpanOf(common_.limit[row], tile.index);
     if (kRule != Rule::kNone && a_.rule.tokens.hides()) {
       visible &= shared_.pairs(a_.rule).visible[row];
     }
@@ -626,7 +634,7 @@ class FlashMmaBlock {
     }
     if (a_.rule.tokens.adjusts()) AddPairTerms(score);
     if (has_span() &&
-        common_.narrowest + static_cast<float>(tile.index * kKeys) < a_.rule.soft_span.ramp) {
+        common_.narrowest + SpanOffsetOf(tile.index * kKeys) < a_.rule.soft_span.ramp) {
       AddRamp(tile, score);
     }
   }
@@ -726,7 +734,7 @@ class FlashMmaBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float first =
-            common_.limit[RowOf(m, half)] + static_cast<float>(tile.index * kKeys + column());
+            common_.limit[RowOf(m, half)] + SpanOffsetOf(tile.index * kKeys + column());
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll

@@ -122,7 +122,9 @@ void FlashScores::LoadQueries(const Task& task, Scratch& scratch) const {
     ScoreLabels(task, rows, scratch);
   }
   if (rule.soft_span.span == nullptr) return;
-  for (int64_t r = 0; r < task.rows; ++r) scratch.limit[r] = RampLimit(task, r);
+  for (int64_t r = 0; r < task.rows; ++r) {
+    scratch.limit[r] = rule.soft_span.Limit(task.batch, task.head, task.first_query, task.Place(r));
+  }
 }
 
 void FlashScores::LoadKeyIds(const Task& task, int64_t tile, int32_t* ids) const {
@@ -149,15 +151,10 @@ void FlashScores::ScoreLabels(const Task& task, const float* rows, Scratch& scra
   }
 }
 
-float FlashScores::RampLimit(const Task& task, int64_t r) const {
-  return call_.rule.soft_span.Limit(task.batch, task.head, task.first_query + task.Place(r),
-                                    problem_.causal_offset());
-}
-
 bool FlashScores::WithinSpan(const Task& task, int64_t t, const Scratch& scratch) const {
   if (call_.rule.soft_span.span == nullptr) return true;
   const float widest = *std::max_element(scratch.limit, scratch.limit + task.rows);
-  return widest + static_cast<float>(t * kTile + kTile - 1) > 0;
+  return widest + SpanOffset(task, t * kTile + kTile - 1) > 0;
 }
 
 FlashScores::Tile FlashScores::MakeTile(const Task& task, int64_t index, const uint64_t* mask,
@@ -167,7 +164,7 @@ FlashScores::Tile FlashScores::MakeTile(const Task& task, int64_t index, const u
   tile.visible = visible;
   const bool in_span = call_.rule.soft_span.span == nullptr ||
                        *std::min_element(scratch.limit, scratch.limit + task.rows) +
-                               static_cast<float>(index * kTile) >
+                               SpanOffset(task, index * kTile) >
                            0;
   const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
   tile.whole = mask == nullptr && in_span && all_tokens && !call_.rule.tokens.hides();
@@ -179,7 +176,7 @@ FlashScores::Tile FlashScores::MakeTile(const Task& task, int64_t index, const u
   const uint64_t tokens = all_tokens ? ~uint64_t{0} : TokensOf(task, index);
   for (int64_t r = 0; r < task.rows; ++r) {
     visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[task.Place(r)]);
-    if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
+    if (!in_span) visible[r] &= WithinSpanOf(task, r, index, scratch);
   }
   if (call_.rule.tokens.hides() && !HidePairs(task, index, *scratch.queries, visible)) return tile;
   uint64_t any_row = 0, all_rows[kTile / kGroupRows];
@@ -276,8 +273,9 @@ void FlashScores::AdjustPairs(const Task& task, const Tile& tile, Scratch& scrat
   });
 }
 
-uint64_t FlashScores::WithinSpanOf(int64_t r, int64_t tile, const Scratch& scratch) const {
-  const float first = std::floor(-scratch.limit[r] - static_cast<float>(tile * kTile)) + 1;
+uint64_t FlashScores::WithinSpanOf(const Task& task, int64_t r, int64_t tile,
+                                   const Scratch& scratch) const {
+  const float first = std::floor(-scratch.limit[r] - SpanOffset(task, tile * kTile)) + 1;
   if (first <= 0) return ~uint64_t{0};
   return first >= static_cast<float>(kTile) ? 0 : ~uint64_t{0} << static_cast<int64_t>(first);
 }

@@ -60,7 +60,7 @@ class FlashScores {
     float* positions;          // [64][kPositionRow]
     float (*label_scores)[2];  // [64] against the label keys
     int32_t* query_ids;        // [64]
-    float* limit;              // [64]
+    float* limit;              // [64] the limits of SoftSpan
     uint64_t* visible;         // [kChunkTiles][64]: the mask words of the tiles that are not whole
     bool queries_finite;       // true only where all of content_query are
     TokenSide* queries = nullptr;  // set where the call has a token rule
@@ -103,6 +103,10 @@ class FlashScores {
   // Loads the ids of a tile's keys; those of keys that do not exist stay as they are.
   void LoadKeyIds(const Task& task, int64_t tile, int32_t* ids) const;
 
+  // Returns the offset of key j from the task's tile of queries: see SoftSpan::Limit.
+  float SpanOffset(const Task& task, int64_t j) const {
+    return static_cast<float>(j - task.first_query - problem_.causal_offset());
+  }
   // Tells whether any row of the task gives any key of tile t a weight above 0.
   bool WithinSpan(const Task& task, int64_t t, const Scratch& scratch) const;
   // Makes key tile `index`, which the schedule shows by `mask`, or wholly where that is null. Its
@@ -199,9 +203,6 @@ class FlashScores {
   void LeaveOut(Task* task) const;
   // Computes the scores of the queries in `rows` against the label keys. Each pair has one of them.
   void ScoreLabels(const Task& task, const float* rows, Scratch& scratch) const;
-  // Returns the soft span of row r as ramp + z - (i + causal_offset): the weight of key j is then
-  // clip((limit + j) / ramp, 0, 1).
-  float RampLimit(const Task& task, int64_t r) const;
   // Loads the codes of the side's tokens in some slots.
   void LoadCodes(const Task& task, int64_t head, int64_t rows, const int32_t* codes, Slots slots,
                  TokenSide* side) const;
@@ -213,8 +214,8 @@ class FlashScores {
   void HideMaskedPairs(const Task& task, const TokenSide& queries, const TokenSide& keys,
                        uint64_t* visible) const;
   void AdjustPairs(const Task& task, const Tile& tile, Scratch& scratch) const;
-  // Returns the keys of a tile that row r gives a weight above 0: those from -limit on.
-  uint64_t WithinSpanOf(int64_t r, int64_t tile, const Scratch& scratch) const;
+  // Returns the keys of a tile that row r gives a weight above 0: those at offsets above -limit.
+  uint64_t WithinSpanOf(const Task& task, int64_t r, int64_t tile, const Scratch& scratch) const;
   // Returns a word whose bit c says whether key c of the tile is a token: not padding, and not
   // beyond the sequence.
   uint64_t TokensOf(const Task& task, int64_t tile) const;

@@ -647,6 +647,22 @@ TEST_P(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
   EXPECT_EQ(*before.view().At<float>(0, 0, 299, 3), *harness.out().view().At<float>(0, 0, 299, 3));
 }
 
+// At position 8,191 fp32 keeps 2^-11 of a token, which is 1e-4 of these weights.
+TEST_P(Flash, SoftSpansKeepTheirLowBitsAtLatePositions) {
+  const int64_t queries = 70, keys = 8192;
+  Harness harness(GetParam(), Make(queries, keys, 16, 16, /*causal=*/true));
+  std::vector<float> spans(queries);
+  for (int64_t i = 0; i < queries; ++i) spans[i] = 1.3f + static_cast<float>(i * 37 % 11) / 13;
+  const float ramp = 2;
+  harness.call.rule.soft_span = {spans.data(), queries, 0, 0, 1, ramp};
+  harness.change = [&](int64_t, int64_t, int64_t i, int64_t j, double s) {
+    const double distance = static_cast<double>(keys - queries + i - j);
+    const double weight = std::min(1.0, (ramp + double{spans[i]} - distance) / ramp);
+    return weight <= 0 ? kNone : s + std::log(weight);
+  };
+  harness.ExpectMatchesLoops();
+}
+
 TEST_P(Flash, TokenOrdersGatherAndScatter) {
   // Reversed queries over every third key give the same as attention over those keys with the
   // result reversed. Few queries are decoding's.

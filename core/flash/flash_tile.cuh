@@ -221,14 +221,14 @@ __device__ inline bool AllTokens(const FlashArguments& a, int64_t tile) {
   return a.key_mask == nullptr && (tile + 1) * kKeys <= a.kv_tokens;
 }
 
-// Returns the soft span of query i as ramp + z - (i + causal_offset): key j has the weight
-// clip((limit + j) / ramp, 0, 1).
-__device__ inline float RampLimit(const FlashArguments& a, const FlashTask& task, int64_t i) {
-  return a.rule.soft_span.Limit(task.batch, task.head, i, a.causal_offset);
+// Returns the offset of a key from a tile whose first query is `first_query`: see SoftSpan::Limit.
+__device__ inline float SpanOffset(const FlashArguments& a, int64_t first_query, int64_t key) {
+  return static_cast<float>(key - first_query - a.causal_offset);
 }
-// Returns the keys of a tile that a limit gives a weight above 0: those j with limit + j > 0.
-__device__ inline uint64_t WithinSpan(float limit, int64_t tile) {
-  const float first = floorf(-limit - static_cast<float>(tile * kKeys)) + 1;
+// Returns the keys of a tile that a limit gives a weight above 0: those at offsets above -limit.
+__device__ inline uint64_t WithinSpan(const FlashArguments& a, int64_t first_query, float limit,
+                                      int64_t tile) {
+  const float first = floorf(-limit - SpanOffset(a, first_query, tile * kKeys)) + 1;
   if (first <= 0) return ~uint64_t{0};
   return first >= static_cast<float>(kKeys) ? 0 : ~uint64_t{0} << static_cast<int>(first);
 }

@@ -64,11 +64,13 @@ struct SoftSpan {
   int64_t query_stride = 0;
   float ramp = 1;  // > 0, in tokens
 
-  // Returns ramp + z - (i + causal_offset) of a query: key j has the weight clip((limit + j) /
-  // ramp, 0, 1).
-  TFB_HOST_DEVICE float Limit(int64_t b, int64_t h, int64_t i, int64_t causal_offset) const {
-    const float z = span[b * batch_stride + h * head_stride + i * query_stride];
-    return ramp + z - static_cast<float>(i + causal_offset);
+  // Returns ramp + z - r of query i = first + r, which is row r of a tile. A key whose offset from
+  // the tile is o = j - (first + causal_offset) has the weight clip((limit + o) / ramp, 0, 1). Both
+  // numbers are small where the weight lies between 0 and 1, whatever the position: so their sum
+  // keeps the low bits of z.
+  TFB_HOST_DEVICE float Limit(int64_t b, int64_t h, int64_t first, int64_t r) const {
+    const float z = span[b * batch_stride + h * head_stride + (first + r) * query_stride];
+    return ramp + z - static_cast<float>(r);
   }
 };
 

@@ -57,11 +57,19 @@ struct Row {
 class Formula {
  public:
   Formula(const LinearCase& c, const LinearTensors& tensors, const Reals& reals)
-      : p_(c.problem), map_(c.map), tensors_(tensors), reals_(reals) {
+      : p_(c.problem),
+        map_(c.map),
+        tensors_(tensors),
+        q_(DataOf(reals, "q")),
+        k_(DataOf(reals, "k")),
+        v_(DataOf(reals, "v")),
+        w_(DataOf(reals, "w")),
+        gate_(DataOf(reals, "gate")) {
     for (int64_t b = 0; b < p_.batch; ++b) {
       for (int64_t h = 0; h < p_.kv_heads; ++h) {
         for (int64_t j = 0; j < p_.kv_tokens; ++j) {
-          projections_.push_back(Project(RowOf("k", (b * p_.kv_heads + h) * p_.kv_tokens + j), h));
+          const int64_t row = (b * p_.kv_heads + h) * p_.kv_tokens + j;
+          projections_.push_back(Project(k_ + row * p_.head_dim, h));
         }
       }
     }
@@ -77,9 +85,9 @@ class Formula {
       if (map_.unit) value = length == 0 ? 0 : value / (length + map_.length_epsilon);
     }
     std::vector<double> projections;
+    const double* matrix = w_ + (map_.per_head ? head * map_.projections * p_.head_dim : 0);
     for (int64_t r = 0; r < map_.projections; ++r) {
-      const double* w =
-          reals_.at("w").data() + ((map_.per_head ? head * map_.projections : 0) + r) * p_.head_dim;
+      const double* w = matrix + r * p_.head_dim;
       double sum = 0;
       for (int64_t c = 0; c < p_.head_dim; ++c) sum += w[c] * x[c];
       projections.push_back(sum);
@@ -119,9 +127,6 @@ class Formula {
   const std::vector<double>& ProjectionsOf(int64_t b, int64_t kv_head, int64_t j) const {
     return projections_[(b * p_.kv_heads + kv_head) * p_.kv_tokens + j];
   }
-  const double* RowOf(const char* name, int64_t row) const {
-    return reals_.at(name).data() + row * (name[0] == 'v' ? p_.value_dim : p_.head_dim);
-  }
 
   // Returns features of a key. They are computed anew where the stabiliser is not that of the last
   // call for the key.
@@ -135,8 +140,8 @@ class Formula {
 
   // Returns u . k_j + b.
   double LogitOf(int64_t b, int64_t kv_head, int64_t j) const {
-    const double* gate = reals_.at("gate").data() + kv_head * (p_.head_dim + 1);
-    const double* key = RowOf("k", (b * p_.kv_heads + kv_head) * p_.kv_tokens + j);
+    const double* gate = gate_ + kv_head * (p_.head_dim + 1);
+    const double* key = k_ + ((b * p_.kv_heads + kv_head) * p_.kv_tokens + j) * p_.head_dim;
     double logit = gate[p_.head_dim];
     for (int64_t c = 0; c < p_.head_dim; ++c) logit += gate[c] * key[c];
     return logit;
@@ -158,7 +163,7 @@ class Formula {
     row.log_sum_exp = -kInfinity;
     if (row.keys.empty()) return row;
     const std::vector<double> query =
-        Project(RowOf("q", (b * p_.query_heads + h) * p_.query_tokens + i), kv_head);
+        Project(q_ + ((b * p_.query_heads + h) * p_.query_tokens + i) * p_.head_dim, kv_head);
     const double query_s = IsStabilised() ? MaximumOf(query) : 0;
     if (!IsStabilised()) key_s = 0;
     row.phi = FeaturesOf(query, query_s);
@@ -184,10 +189,10 @@ class Formula {
     row.is_held = std::abs(sum) < map_.denominator_floor;
     if (row.is_held) sum = std::copysign(map_.denominator_floor, sum);
     for (size_t n = 0; n < row.keys.size(); ++n) {
-      const double* value = RowOf("v", (b * p_.kv_heads + kv_head) * p_.kv_tokens + row.keys[n]);
-      for (int64_t c = 0; sum != 0 && c < p_.value_dim; ++c) {
-        row.y[c] += row.weights[n] / sum * value[c];
-      }
+      const double* value =
+          v_ + ((b * p_.kv_heads + kv_head) * p_.kv_tokens + row.keys[n]) * p_.value_dim;
+      const double share = sum == 0 ? 0 : row.weights[n] / sum;
+      for (int64_t c = 0; sum != 0 && c < p_.value_dim; ++c) row.y[c] += share * value[c];
     }
     row.log_sum_exp = std::log(std::abs(sum)) + query_s + key_s;
     return row;
@@ -213,10 +218,16 @@ class Formula {
   }
 
  private:
+  // Returns null for a tensor that the case does not have.
+  static const double* DataOf(const Reals& reals, const char* name) {
+    const auto found = reals.find(name);
+    return found == reals.end() ? nullptr : found->second.data();
+  }
+
   const Problem& p_;
   const FeatureMap& map_;
   const LinearTensors& tensors_;
-  const Reals& reals_;
+  const double *const q_, *const k_, *const v_, *const w_, *const gate_;
   std::vector<std::vector<double>> projections_;  // of keys
   struct CachedFeatures {
     double s;
@@ -399,6 +410,7 @@ Derivative DerivativeAlong(const BackwardCase& of, const Reals& reals, const Rea
   const Problem& p = of.c.problem;
   const FeatureMap& map = of.c.map;
   const std::vector<double>& x = reals.at(name);
+  const double* const values = reals.at("v").data();
   // A step across the corner of a ReLU would count as an error.
   const double step = (map.feature == Feature::kRelu ? 1e-7 : 1e-5) * Norm(x.data(), x.size());
   Reals above = reals, below = reals;
@@ -443,7 +455,7 @@ Derivative DerivativeAlong(const BackwardCase& of, const Reals& reals, const Rea
         squares += of_values ? part * part : change_of_part * change_of_part;
         change += of_values ? part : change_of_part;
       }
-      const double* v = reals.at("v").data() + key * p.value_dim;
+      const double* v = values + key * p.value_dim;
       const double of_outputs_size =
           of_values ? std::abs(DotOf(g, direction.data() + key * p.value_dim, p.value_dim))
                     : std::abs(DotOf(g, v, p.value_dim)) + std::abs(y) + std::abs(e);

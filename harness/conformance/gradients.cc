@@ -350,7 +350,9 @@ void AnyNumberOfThreadsGivesTheSameBits(const Job& job) {
   const auto trial = GradientTrial::Make(job);
   if (trial == nullptr) return;
   const NamedTensors one = trial->Backward(StepSettings::Threads(1));
-  for (const int threads : {2, 3, 5}) {
+  // On a device the threads are the host's, which do not matter there.
+  const bool on_cpu = job.device == Device::kCpu;
+  for (const int threads : on_cpu ? std::vector<int>{2, 3, 5} : std::vector<int>{5}) {
     ExpectSameBits(one, trial->Backward(StepSettings::Threads(threads)),
                    absl::StrCat("1 and ", threads, " threads"));
   }

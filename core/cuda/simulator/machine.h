@@ -46,8 +46,9 @@ struct Machine {
 
 Machine& TheMachine();
 
-// TheMachine() on the host thread that runs a kernel; null otherwise.
-extern __thread Machine* running_machine;
+// TheMachine() on the host thread that runs a kernel; null otherwise. Each load and store reads it,
+// and calls a function for that with another model, in code that may become part of a library.
+extern __thread Machine* running_machine __attribute__((tls_model("initial-exec")));
 
 }  // namespace cuda_simulator
 
