@@ -41,13 +41,15 @@ TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
   const std::vector<float> shift = Normal("shift", kRows), delta = Normal("delta", kRows);
   std::vector<float> factor(kRows);
   std::vector<uint64_t> masks(kRows);
-  std::vector<float> limit(kRows);
+  std::vector<float> spans(kRows), distances(kRows);
   for (int64_t r = 0; r < kRows; ++r) {
     masks[r] = 0x9E3779B97F4A7C15u * static_cast<uint64_t>(r + 1);
     factor[r] = 1 + static_cast<float>(r) / 16;
-    limit[r] = 3.5f - 2 * static_cast<float>(r);  // columns up to -limit have no weight
+    // Where the distance is great, fp32 keeps the half of a span plus the length by their order alone.
+    spans[r] = 3.5f + (r % 2 == 0 ? 0.0f : 8388600.0f);
+    distances[r] = 16 + 2 * static_cast<float>(r) + (r % 2 == 0 ? 0.0f : 8388600.0f);
   }
-  const Ramp ramp{limit.data(), 1 / 16.0f};
+  const Ramp ramp{spans.data(), distances.data(), 16};
   for (const int64_t columns : {16, 48}) {
     for (const bool is_masked : {false, true}) {
       for (const bool has_ramp : {false, true}) {
@@ -68,7 +70,7 @@ TEST_P(BackwardKernels, WeightsAndTheirGradientsAreThoseOfTheFormula) {
               continue;
             }
             const double e = factor[r] * std::exp(static_cast<double>(s[n]) - shift[r]);
-            const double slanted = (limit[r] + static_cast<double>(c)) / 16;
+            const double slanted = (spans[r] - (distances[r] - static_cast<double>(c)) + 16) / 16;
             double p = e;
             if (has_ramp) p *= std::min(1.0, std::max(0.0, slanted));
             if (has_ramp && slanted > 0 && slanted < 1) {

@@ -375,10 +375,20 @@ void GemmTriangle(int64_t rows, int64_t depth, const float* a, int64_t a_row, in
   }
 }
 
-// The weights of a ramp at columns c, c + 1, ...; `lane` is {0, 1, 2, ...}.
-inline Floats RampWeight(float limit, float slope, int64_t c, Floats lane) {
-  return (lane + (limit + static_cast<float>(c))) * slope;
-}
+// The ramp of one row.
+struct RowRamp {
+  RowRamp() = default;
+  RowRamp(const Ramp& ramp, int64_t r)
+      : span(ramp.span[r]),
+        distance(ramp.distance[r]),
+        length(ramp.length),
+        slope(1 / ramp.length) {}
+  // Returns the weights at columns c, c + 1, ... before they are clipped; `lane` is {0, 1, 2, ...}.
+  Floats Weight(int64_t c, Floats lane) const {
+    return (span - ((distance - static_cast<float>(c)) - lane) + length) * slope;
+  }
+  float span, distance, length, slope;
+};
 inline Floats Lane() {
   Floats lane = {};
   for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<float>(i);
@@ -386,10 +396,10 @@ inline Floats Lane() {
 }
 
 // Hides the keys whose weight is 0.
-void HideBeyondRamp(float* row, int64_t columns, float limit, float slope) {
+void HideBeyondRamp(float* row, int64_t columns, const RowRamp& ramp) {
   const Floats lane = Lane();
   for (int64_t c = 0; c < columns; c += kLanes) {
-    const Floats weight = RampWeight(limit, slope, c, lane);
+    const Floats weight = ramp.Weight(c, lane);
     Store(row + c, weight > 0.0f ? Load(row + c) : Broadcast(-kInfinity));
   }
 }
@@ -399,13 +409,11 @@ void HideBeyondRamp(float* row, int64_t columns, float limit, float slope) {
 // not depend on the columns behind it, so that more hidden keys at the end change no bit of the
 // sum.
 template <bool kRamp>
-Floats ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
+Floats ExpRow(float* row, int64_t columns, float max, const RowRamp& ramp) {
   const Floats lane = Lane();
   const auto numerators = [&](int64_t c) {
     Floats p = Exp(Load(row + c) - max);
-    if (kRamp) {
-      p *= Max(Min(RampWeight(limit, slope, c, lane), Broadcast(1.0f)), Floats{});
-    }
+    if (kRamp) p *= Max(Min(ramp.Weight(c, lane), Broadcast(1.0f)), Floats{});
     Store(row + c, p);
     return p;
   };
@@ -439,7 +447,7 @@ void SoftmaxOfRows(float* scores, int64_t stride, int64_t rows, int64_t columns,
   Floats part[4] = {};
   for (int64_t r = 0; r < rows; ++r) {
     float* row = scores + r * stride;
-    if (ramp != nullptr) HideBeyondRamp(row, columns, ramp->limit[first + r], ramp->slope);
+    if (ramp != nullptr) HideBeyondRamp(row, columns, RowRamp(*ramp, first + r));
     part[r] = MaxRow(row, columns);
   }
   float row_max[4], row_sum[4];
@@ -451,9 +459,8 @@ void SoftmaxOfRows(float* scores, int64_t stride, int64_t rows, int64_t columns,
     // -inf would be NaN.
     const float shift = new_max == -kInfinity ? 0.0f : new_max;
     float* row = scores + r * stride;
-    part[r] = ramp == nullptr
-                  ? ExpRow<false>(row, columns, shift, 0, 0)
-                  : ExpRow<true>(row, columns, shift, ramp->limit[first + r], ramp->slope);
+    part[r] = ramp == nullptr ? ExpRow<false>(row, columns, shift, RowRamp())
+                              : ExpRow<true>(row, columns, shift, RowRamp(*ramp, first + r));
     change[r] = new_max == max[r] ? 0.0f : max[r] - new_max;
     max[r] = new_max;
   }
@@ -520,13 +527,14 @@ void SoftmaxBackwardRow(float* scores, float* gradients, int64_t columns, int64_
   // A row that sees no key has a shift of -inf.
   const float shift = softmax.shift[r] == -kInfinity ? kInfinity : softmax.shift[r];
   const float factor = softmax.factor[r], delta = softmax.delta[r];
+  const RowRamp ramp = kRamp ? RowRamp(*softmax.ramp, r) : RowRamp();
   Floats span = {};
   for (int64_t c = 0; c < columns; c += kLanes) {
     const Floats e = Exp(Load(scores + c) - shift) * factor;
     const Floats difference = Load(gradients + c) - delta;
     Floats p = e;
     if (kRamp) {
-      const Floats weight = RampWeight(softmax.ramp->limit[r], softmax.ramp->slope, c, lane);
+      const Floats weight = ramp.Weight(c, lane);
       p *= Max(Min(weight, Broadcast(1.0f)), Floats{});
       const Floats slanted = weight > 0.0f ? (weight < 1.0f ? e * difference : Floats{}) : Floats{};
       span += e == 0.0f ? Floats{} : slanted;
@@ -540,7 +548,7 @@ void SoftmaxBackwardRow(float* scores, float* gradients, int64_t columns, int64_
     Store(scores + c, p);
     Store(gradients + c, gradient);
   }
-  if (kRamp) softmax.span_gradient[r] += softmax.ramp->slope * HorizontalSum(span);
+  if (kRamp) softmax.span_gradient[r] += ramp.slope * HorizontalSum(span);
 }
 
 void SoftmaxBackward(const ScoreRows& rows, float* gradients, int64_t gradient_row,

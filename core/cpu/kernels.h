@@ -40,12 +40,14 @@ struct SoftmaxState {
   float* rescale;
 };
 
-// A multiplicative weight for each score, a ramp that falls to 0 with distance: clip((limit[r] + c)
-// * slope, 0, 1) for column c. A weight of 0 hides its key as a mask does: neither its score nor a
-// NaN in it counts.
+// A multiplicative weight for each score, a ramp that falls to 0 with distance: clip((span[r] -
+// (distance[r] - c) + length) / length, 0, 1) for column c. A weight of 0 hides its key as a mask
+// does: neither its score nor a NaN in it counts. Distances are whole numbers below 2^24, so that
+// weights between 0 and 1 keep the low bits of the span.
 struct Ramp {
-  const float* limit;  // per row
-  float slope;
+  const float* span;      // per row
+  const float* distance;  // of column 0, per row
+  float length;
 };
 
 // The rows of a softmax in its backward pass. With e = factor[r] exp(score - shift[r]), where shift is

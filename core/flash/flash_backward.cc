@@ -498,12 +498,11 @@ class BackwardRun : public FlashScores {
     SoftmaxGradient softmax{
         scratch.shift, scratch.factor, scratch.delta,        tile.whole ? nullptr : tile.visible,
         columns.begin, nullptr,        scratch.span_gradient};
-    float limit[kTile];
-    Ramp ramp{limit, 0};
+    float distance[kTile];
+    const Ramp ramp{scratch.span, distance, call_.rule.soft_span.ramp};
     if (call_.rule.soft_span.span != nullptr) {
-      const float offset = SpanOffset(task, tile.index * kTile + columns.begin);
-      for (int64_t r = 0; r < task.rows; ++r) limit[r] = scratch.limit[r] + offset;
-      ramp.slope = 1 / call_.rule.soft_span.ramp;
+      const int64_t key = tile.index * kTile + columns.begin;
+      for (int64_t r = 0; r < task.rows; ++r) distance[r] = DistanceOf(task, r, key);
       softmax.ramp = &ramp;
     }
     kernels_.softmax_backward(

@@ -241,6 +241,7 @@ class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
       const int row = ty_ * kRows + r;
       const float shift = numbers_.shift[row], rest = numbers_.rest[row],
                   delta = numbers_.delta[row];
+      const float distance = DistanceOf(a_, first_query_ + row, tile.index * kKeys + tx_ * 4);
       const uint64_t visible = whole ? ~uint64_t{0} : shared_.visible[row] >> tx_ * 4;
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
@@ -248,9 +249,7 @@ class GradientTile : public ScoreTile<kDim, kRule, kBlock> {
         const float slope = gradients[r][c] - delta;
         float ramp = 1;
         if (kRule && a_.rule.soft_span.span != nullptr) {
-          ramp = (shared_.limit[row] +
-                  SpanOffset(a_, first_query_, tile.index * kKeys + tx_ * 4 + c)) /
-                 a_.rule.soft_span.ramp;
+          ramp = a_.rule.soft_span.Weight(shared_.span[row], distance - static_cast<float>(c));
           if (ramp > 0 && ramp < 1 && weight != 0) span_[r] += weight * slope;
           ramp = fminf(fmaxf(ramp, 0), 1);
         }

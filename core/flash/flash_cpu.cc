@@ -376,10 +376,10 @@ class FlashRun : public FlashScores {
       kernels_.softmax(scores, state, nullptr);
       return;
     }
-    float limit[kTile];
-    const float offset = SpanOffset(task, first_tile.index * kTile + extent.begin);
-    for (int64_t r = 0; r < rows; ++r) limit[r] = scratch.limit[first + r] + offset;
-    const Ramp ramp{limit, 1 / call_.rule.soft_span.ramp};
+    float distance[kTile];
+    const int64_t column = first_tile.index * kTile + extent.begin;
+    for (int64_t r = 0; r < rows; ++r) distance[r] = DistanceOf(task, first + r, column);
+    const Ramp ramp{scratch.span + first, distance, call_.rule.soft_span.ramp};
     kernels_.softmax(scores, state, &ramp);
   }
 

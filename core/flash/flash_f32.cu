@@ -94,13 +94,14 @@ class FlashF32Block : public ScoreTile<kDim, kRule> {
       const float rescale = ExpOf(max_[r] - shift);
       max_[r] = largest;
       float sum = 0;
+      const int row = ty_ * kRows + r;
+      const float distance = DistanceOf(a_, first_query_ + row, tile * kKeys + tx_ * 4);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         float weight = ExpOf(scores[r][c] - shift);
         if (kRule && a_.rule.soft_span.span != nullptr) {
-          const float ramp = (shared_.limit[ty_ * kRows + r] +
-                              SpanOffset(a_, first_query_, tile * kKeys + tx_ * 4 + c)) /
-                             a_.rule.soft_span.ramp;
+          const float ramp =
+              a_.rule.soft_span.Weight(shared_.span[row], distance - static_cast<float>(c));
           weight *= fminf(fmaxf(ramp, 0), 1);
         }
         scores[r][c] = weight;

@@ -30,7 +30,7 @@ struct Shared {
   float* kv;          // keys [kDim][kStride], by channel; or values [64][kValueStride]
   float* p;           // [64][kStride], by key (ScoreTile::StoreByKey) or by query
   float* key_bias;    // [64] u . k
-  float* limit;       // [64] the limits of SoftSpan
+  float* span;        // [64] z of SoftSpan
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
   unsigned* flags;    // [4]: the tokens among the keys; whether a row is not finite
   int* rows;          // [64] row of the call of each query; queries beyond the last repeat it
@@ -46,8 +46,8 @@ struct Shared {
         kv(q + kDim * kStride),
         p(kv + kKeysAndValues),
         key_bias(p + kKeys * kStride),
-        limit(key_bias + 64),
-        visible(reinterpret_cast<uint64_t*>(limit + 64)),
+        span(key_bias + 64),
+        visible(reinterpret_cast<uint64_t*>(span + 64)),
         flags(reinterpret_cast<unsigned*>(visible + 64)),
         rows(reinterpret_cast<int*>(flags + 4)),
         label_scores(reinterpret_cast<float2*>(rows + 64)),
@@ -185,10 +185,8 @@ class ScoreTile {
     }
     LoadQueryChannels(is_query);
     if (kRule && a_.rule.soft_span.span != nullptr && threadIdx.x < kQueries) {
-      // Rows that are no queries see nothing, and keep no tile from being whole.
-      const int64_t row = min(int64_t{threadIdx.x}, a_.query_tokens - 1 - first_query_);
-      shared_.limit[threadIdx.x] =
-          a_.rule.soft_span.Limit(task_.batch, task_.head, first_query_, row);
+      const int64_t i = min(first_query_ + threadIdx.x, a_.query_tokens - 1);
+      shared_.span[threadIdx.x] = a_.rule.soft_span.Of(task_.batch, task_.head, i);
     }
   }
   template <class Tells>
@@ -199,21 +197,25 @@ class ScoreTile {
     });
   }
 
+  // Finds the widest and the narrowest span, in whole tokens from the tile's first query on, which
+  // no rounding makes too narrow or too wide. Rows that are no queries see nothing, and keep no tile
+  // from being whole.
   __device__ void FindSpan() {
     if (!kRule || a_.rule.soft_span.span == nullptr) return;
-    widest_ = narrowest_ = shared_.limit[0];
-    for (int r = 1; r < kQueries; ++r) {
-      widest_ = fmaxf(widest_, shared_.limit[r]);
-      narrowest_ = fminf(narrowest_, shared_.limit[r]);
+    widest_ = -INFINITY;
+    narrowest_ = INFINITY;
+    const int rows = static_cast<int>(min(int64_t{kQueries}, a_.query_tokens - first_query_));
+    for (int r = 0; r < rows; ++r) {
+      widest_ = fmaxf(widest_, ceilf(shared_.span[r]) - static_cast<float>(r));
+      narrowest_ = fminf(narrowest_, floorf(shared_.span[r]) - static_cast<float>(r));
     }
   }
   __device__ bool WithinAnySpan(int64_t tile) const {
-    return a_.rule.soft_span.span == nullptr ||
-           widest_ + SpanOffset(a_, first_query_, tile * kKeys + kKeys - 1) > 0;
+    return a_.rule.soft_span.span == nullptr || WithinSpan(a_, widest_, first_query_, tile) != 0;
   }
   __device__ bool InAllSpans(int64_t tile) const {
     return !kRule || a_.rule.soft_span.span == nullptr ||
-           narrowest_ + SpanOffset(a_, first_query_, tile * kKeys) > 0;
+           WithinSpan(a_, narrowest_, first_query_, tile) == ~uint64_t{0};
   }
 
   // Loads the queries' ids and computes their scores against the two label keys. For rows that are
@@ -279,7 +281,7 @@ class ScoreTile {
       uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
       word &= MaskOf(a_.schedule, tile, shared_.rows[t], t, kQueries);
       if (kRule && a_.rule.soft_span.span != nullptr)
-        word &= WithinSpan(a_, first_query_, shared_.limit[t], tile.index);
+        word &= WithinSpan(a_, shared_.span[t], first_query_ + t, tile.index);
       if (kRule && a_.rule.tokens.hides()) word &= shared_.pairs->visible[t];
       shared_.visible[t] = word;
     }

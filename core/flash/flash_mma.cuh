@@ -79,9 +79,9 @@ struct MmaShared {
     const float* multipliers;  // multiplier of offset e at e + query_position
     const float* biases;
     float slope;   // 1 / ramp
-    float widest;  // the largest of the limits
+    float widest;  // of the spans: see FindSpan
     float narrowest;
-    float limit[kQueries];  // the limits of SoftSpan
+    float span[kQueries];   // z of SoftSpan
     float key_bias[kKeys];  // u . k
   };
   struct CommonOfRelativeKeys : CommonOfRule {
@@ -319,7 +319,7 @@ class FlashMmaBlock {
     WalkState& walk = common_.walk;
     while (walk.Next(a_.schedule)) {
       const KeyTile tile = walk.key_tile(a_.schedule);
-      if (has_span() && WithinSpanOf(common_.widest, tile.index) == 0) continue;
+      if (has_span() && WithinSpanOf(common_.widest, 0, tile.index) == 0) continue;
       return MmaTile(a_, tile);
     }
     return MmaTile::Last();
@@ -373,28 +373,27 @@ class FlashMmaBlock {
     return kRule != Rule::kNone && a_.rule.soft_span.span != nullptr;
   }
 
-  __device__ float SpanOffsetOf(int64_t key) const {
-    return SpanOffset(a_, common_.first_query, key);
-  }
-  __device__ uint64_t WithinSpanOf(float limit, int64_t tile) const {
-    return WithinSpan(a_, common_.first_query, limit, tile);
+  __device__ uint64_t WithinSpanOf(float z, int row, int64_t tile) const {
+    return WithinSpan(a_, z, int64_t{common_.first_query} + row, tile);
   }
 
-  // Finds the widest and the narrowest span of the block's queries.
+  // Finds the widest and the narrowest span of the block's queries, in whole tokens from the first
+  // query on, which no rounding makes too narrow or too wide. Rows beyond the last query see
+  // nothing, and keep no tile from being whole.
   __device__ void FindSpan() {
     if (!has_span()) return;
     for (int r = thread_; r < kQueries; r += Shape::kThreads) {
-      // Rows beyond the last query see nothing, and keep no tile from being whole.
-      const int64_t row = min(int64_t{r}, a_.query_tokens - 1 - common_.first_query);
-      common_.limit[r] =
-          a_.rule.soft_span.Limit(common_.task.batch, common_.task.head, common_.first_query, row);
+      const int64_t i = min(int64_t{common_.first_query} + r, a_.query_tokens - 1);
+      common_.span[r] = a_.rule.soft_span.Of(common_.task.batch, common_.task.head, i);
     }
     __syncthreads();
     if (thread_ > 0) return;
-    float widest = common_.limit[0], narrowest = widest;
-    for (int r = 1; r < kQueries; ++r) {
-      widest = fmaxf(widest, common_.limit[r]);
-      narrowest = fminf(narrowest, common_.limit[r]);
+    float widest = -INFINITY, narrowest = INFINITY;
+    const int rows =
+        static_cast<int>(min(int64_t{kQueries}, a_.query_tokens - common_.first_query));
+    for (int r = 0; r < rows; ++r) {
+      widest = fmaxf(widest, ceilf(common_.span[r]) - static_cast<float>(r));
+      narrowest = fminf(narrowest, floorf(common_.span[r]) - static_cast<float>(r));
     }
     common_.widest = widest;
     common_.narrowest = narrowest;
@@ -403,7 +402,7 @@ class FlashMmaBlock {
   // Tells whether the schedule or a span hides tokens of the tile.
   __device__ bool HidesByRule(const MmaTile& tile) const {
     return tile.mask != TileRun::kFull ||
-           (has_span() && WithinSpanOf(common_.narrowest, tile.index) != ~uint64_t{0}) ||
+           (has_span() && WithinSpanOf(common_.narrowest, 0, tile.index) != ~uint64_t{0}) ||
            (kRule != Rule::kNone && a_.rule.tokens.hides());
   }
 
@@ -411,7 +410,7 @@ class FlashMmaBlock {
   // is a token.
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
     uint64_t visible = MaskOf(a_.schedule, {tile.index, tile.mask}, RowOfCall(row), row, kQueries);
-    if (has_span()) visible &= WithinSpanOf(common_.limit[row], tile.index);
+    if (has_span()) visible &= WithinSpanOf(common_.span[row], row, tile.index);
     if (kRule != Rule::kNone && a_.rule.tokens.hides()) {
       visible &= shared_.pairs(a_.rule).visible[row];
     }
@@ -633,8 +632,7 @@ class FlashMmaBlock {
                    [](float& s, float entry) { s += entry; });
     }
     if (a_.rule.tokens.adjusts()) AddPairTerms(score);
-    if (has_span() &&
-        common_.narrowest + SpanOffsetOf(tile.index * kKeys) < a_.rule.soft_span.ramp) {
+    if (has_span() && common_.narrowest < DistanceOf(a_, common_.first_query, tile.index * kKeys)) {
       AddRamp(tile, score);
     }
   }
@@ -728,18 +726,20 @@ class FlashMmaBlock {
   }
   // Adds the logarithms of the soft span's weights to the scores.
   __device__ void AddRamp(const MmaTile& tile, Scores& score) {
-    const float slope = common_.slope;
+    const float slope = common_.slope, ramp = a_.rule.soft_span.ramp;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float first =
-            common_.limit[RowOf(m, half)] + SpanOffsetOf(tile.index * kKeys + column());
+        const int row = RowOf(m, half);
+        const float z = common_.span[row];
+        const float distance =
+            DistanceOf(a_, common_.first_query + row, tile.index * kKeys + column());
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
-            const float weight = (first + static_cast<float>(n * 8 + x)) * slope;
+            const float weight = (z - (distance - static_cast<float>(n * 8 + x)) + ramp) * slope;
             score[m][n][half * 2 + x] += Log2(fmaxf(fminf(weight, 1), 0)) * kLn2;
           }
         }

@@ -24,7 +24,7 @@ FlashScores::Scratch FlashScores::LayOut(const Sizes& sizes, Workspace& workspac
   scratch.positions = sizes.has_positions ? workspace.Take<float>(kTile * kPositionRow) : nullptr;
   scratch.label_scores = workspace.Take<float[2]>(kTile);
   scratch.query_ids = workspace.Take<int32_t>(kTile);
-  scratch.limit = workspace.Take<float>(kTile);
+  scratch.span = workspace.Take<float>(kTile);
   scratch.visible = workspace.Take<uint64_t>(kChunkTiles * kTile);
   return scratch;
 }
@@ -123,7 +123,7 @@ void FlashScores::LoadQueries(const Task& task, Scratch& scratch) const {
   }
   if (rule.soft_span.span == nullptr) return;
   for (int64_t r = 0; r < task.rows; ++r) {
-    scratch.limit[r] = rule.soft_span.Limit(task.batch, task.head, task.first_query, task.Place(r));
+    scratch.span[r] = rule.soft_span.Of(task.batch, task.head, task.first_query + task.Place(r));
   }
 }
 
@@ -153,8 +153,10 @@ void FlashScores::ScoreLabels(const Task& task, const float* rows, Scratch& scra
 
 bool FlashScores::WithinSpan(const Task& task, int64_t t, const Scratch& scratch) const {
   if (call_.rule.soft_span.span == nullptr) return true;
-  const float widest = *std::max_element(scratch.limit, scratch.limit + task.rows);
-  return widest + SpanOffset(task, t * kTile + kTile - 1) > 0;
+  for (int64_t r = 0; r < task.rows; ++r) {
+    if (FirstInSpan(task, r, t * kTile, scratch) < static_cast<float>(kTile)) return true;
+  }
+  return false;
 }
 
 FlashScores::Tile FlashScores::MakeTile(const Task& task, int64_t index, const uint64_t* mask,
@@ -162,10 +164,10 @@ FlashScores::Tile FlashScores::MakeTile(const Task& task, int64_t index, const u
   Tile tile{};
   tile.index = index;
   tile.visible = visible;
-  const bool in_span = call_.rule.soft_span.span == nullptr ||
-                       *std::min_element(scratch.limit, scratch.limit + task.rows) +
-                               SpanOffset(task, index * kTile) >
-                           0;
+  bool in_span = true;
+  for (int64_t r = 0; r < task.rows && call_.rule.soft_span.span != nullptr && in_span; ++r) {
+    in_span = FirstInSpan(task, r, index * kTile, scratch) <= 0;
+  }
   const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
   tile.whole = mask == nullptr && in_span && all_tokens && !call_.rule.tokens.hides();
   if (tile.whole) {
@@ -275,7 +277,7 @@ void FlashScores::AdjustPairs(const Task& task, const Tile& tile, Scratch& scrat
 
 uint64_t FlashScores::WithinSpanOf(const Task& task, int64_t r, int64_t tile,
                                    const Scratch& scratch) const {
-  const float first = std::floor(-scratch.limit[r] - SpanOffset(task, tile * kTile)) + 1;
+  const float first = FirstInSpan(task, r, tile * kTile, scratch);
   if (first <= 0) return ~uint64_t{0};
   return first >= static_cast<float>(kTile) ? 0 : ~uint64_t{0} << static_cast<int64_t>(first);
 }

@@ -6,6 +6,7 @@
 #define TFB_CORE_FLASH_FLASH_SCORES_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "absl/functional/function_ref.h"
@@ -60,7 +61,7 @@ class FlashScores {
     float* positions;          // [64][kPositionRow]
     float (*label_scores)[2];  // [64] against the label keys
     int32_t* query_ids;        // [64]
-    float* limit;              // [64] the limits of SoftSpan
+    float* span;               // [64] z of SoftSpan
     uint64_t* visible;         // [kChunkTiles][64]: the mask words of the tiles that are not whole
     bool queries_finite;       // true only where all of content_query are
     TokenSide* queries = nullptr;  // set where the call has a token rule
@@ -103,9 +104,13 @@ class FlashScores {
   // Loads the ids of a tile's keys; those of keys that do not exist stay as they are.
   void LoadKeyIds(const Task& task, int64_t tile, int32_t* ids) const;
 
-  // Returns the offset of key j from the task's tile of queries: see SoftSpan::Limit.
-  float SpanOffset(const Task& task, int64_t j) const {
-    return static_cast<float>(j - task.first_query - problem_.causal_offset());
+  // Returns how far key j is behind row r.
+  float DistanceOf(const Task& task, int64_t r, int64_t j) const {
+    return static_cast<float>(task.first_query + task.Place(r) + problem_.causal_offset() - j);
+  }
+  // Returns the first key, counted from key `from`, that row r gives a weight above 0.
+  float FirstInSpan(const Task& task, int64_t r, int64_t from, const Scratch& scratch) const {
+    return std::floor(DistanceOf(task, r, from) - scratch.span[r] - call_.rule.soft_span.ramp) + 1;
   }
   // Tells whether any row of the task gives any key of tile t a weight above 0.
   bool WithinSpan(const Task& task, int64_t t, const Scratch& scratch) const;
@@ -214,7 +219,7 @@ class FlashScores {
   void HideMaskedPairs(const Task& task, const TokenSide& queries, const TokenSide& keys,
                        uint64_t* visible) const;
   void AdjustPairs(const Task& task, const Tile& tile, Scratch& scratch) const;
-  // Returns the keys of a tile that row r gives a weight above 0: those at offsets above -limit.
+  // Returns the keys of a tile that row r gives a weight above 0: those from FirstInSpan on.
   uint64_t WithinSpanOf(const Task& task, int64_t r, int64_t tile, const Scratch& scratch) const;
   // Returns a word whose bit c says whether key c of the tile is a token: not padding, and not
   // beyond the sequence.

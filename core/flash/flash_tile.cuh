@@ -221,14 +221,13 @@ __device__ inline bool AllTokens(const FlashArguments& a, int64_t tile) {
   return a.key_mask == nullptr && (tile + 1) * kKeys <= a.kv_tokens;
 }
 
-// Returns the offset of a key from a tile whose first query is `first_query`: see SoftSpan::Limit.
-__device__ inline float SpanOffset(const FlashArguments& a, int64_t first_query, int64_t key) {
-  return static_cast<float>(key - first_query - a.causal_offset);
+// Returns how far key j is behind query i.
+__device__ inline float DistanceOf(const FlashArguments& a, int64_t i, int64_t j) {
+  return static_cast<float>(i + a.causal_offset - j);
 }
-// Returns the keys of a tile that a limit gives a weight above 0: those at offsets above -limit.
-__device__ inline uint64_t WithinSpan(const FlashArguments& a, int64_t first_query, float limit,
-                                      int64_t tile) {
-  const float first = floorf(-limit - SpanOffset(a, first_query, tile * kKeys)) + 1;
+// Returns the keys of a tile that query i gives a weight above 0 where its soft span is z.
+__device__ inline uint64_t WithinSpan(const FlashArguments& a, float z, int64_t i, int64_t tile) {
+  const float first = floorf(DistanceOf(a, i, tile * kKeys) - z - a.rule.soft_span.ramp) + 1;
   if (first <= 0) return ~uint64_t{0};
   return first >= static_cast<float>(kKeys) ? 0 : ~uint64_t{0} << static_cast<int>(first);
 }

@@ -64,13 +64,14 @@ struct SoftSpan {
   int64_t query_stride = 0;
   float ramp = 1;  // > 0, in tokens
 
-  // Returns ramp + z - r of query i = first + r, which is row r of a tile. A key whose offset from
-  // the tile is o = j - (first + causal_offset) has the weight clip((limit + o) / ramp, 0, 1). Both
-  // numbers are small where the weight lies between 0 and 1, whatever the position: so their sum
-  // keeps the low bits of z.
-  TFB_HOST_DEVICE float Limit(int64_t b, int64_t h, int64_t first, int64_t r) const {
-    const float z = span[b * batch_stride + h * head_stride + (first + r) * query_stride];
-    return ramp + z - static_cast<float>(r);
+  // Returns z of a query. Kernels take the distance, a whole number below 2^24, from it before they
+  // add the ramp, which is exact where the weight lies between 0 and 1, whatever the position.
+  TFB_HOST_DEVICE float Of(int64_t b, int64_t h, int64_t i) const {
+    return span[b * batch_stride + h * head_stride + i * query_stride];
+  }
+  // Returns the weight before it is clipped.
+  TFB_HOST_DEVICE float Weight(float z, float distance) const {
+    return (z - distance + ramp) / ramp;
   }
 };
 
