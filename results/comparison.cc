@@ -154,6 +154,23 @@ struct TimeView {
   bool portable = false;       // does not depend on the machine's speed
 };
 
+// Returns the number of samples of the smallest set.
+size_t LeastSamples(const TimeView& view) {
+  size_t least = std::min(view.base.size(), view.now.size());
+  for (const Factor& factor : view.change) least = std::min(least, factor.samples.size());
+  return least;
+}
+
+// Returns the p-value of a change of 1. The rank sum test takes the divisors' medians for constants.
+// Where a divisor has samples of its own the p-value also has to account for their noise, which the
+// trimmed means do. They alone would not do: with few samples their small p-values assume normal
+// means, while the rank sum test never claims more than the number of orders allows.
+double PValueOf(const TimeView& view) {
+  const double of_ranks = MannWhitneyP(view.base, view.now);
+  if (view.change.size() == 2) return of_ranks;
+  return std::max(of_ranks, TrimmedRatioP(view.change));
+}
+
 double MedianOrNan(const Samples& samples) {
   const std::optional<MedianInterval> median = MedianOf(samples);
   return median.has_value() ? median->median : std::nan("");
@@ -411,8 +428,10 @@ class Comparer {
                                    const Samples& after) const {
     const std::optional<double> of_base = TimeAtPeak(base_, base), of_now = TimeAtPeak(now_, now);
     if (!of_base.has_value() || !of_now.has_value()) return std::nullopt;
-    return ViewOf(" over that at the measured peak", before, {*of_base}, after, {*of_now},
-                  /*portable=*/true);
+    // A peak is one number, so that its noise is not known.
+    return ViewOf(" over that at the measured peak",
+                  Quotients(before, Samples(before.size(), *of_base)), {},
+                  Quotients(after, Samples(after.size(), *of_now)), {}, /*portable=*/true);
   }
 
   // Returns the time that a run's operations take at the measured peak.
@@ -458,10 +477,10 @@ class Comparer {
       NotJudged("a time that is not positive and finite", &finding);
     } else if (!view.portable && !comparison_.environment_differences.empty()) {
       NotJudged("a time of another environment", &finding);
-    } else if (std::min(before.size(), after.size()) < kLeastSamples) {
+    } else if (LeastSamples(view) < kLeastSamples) {
       NotJudged(absl::StrCat("fewer than ", kLeastSamples, " samples"), &finding);
     } else {
-      finding.p_value = MannWhitneyP(view.base, view.now);
+      finding.p_value = PValueOf(view);
       JudgeInterval(change, &finding);
       std::optional<TimeView> other = OverProbe(base, now, before, after);
       if (!other.has_value()) other = OverPeak(base, now, before, after);

@@ -93,13 +93,17 @@ struct Comparison {
 // Matches cases by their whole keys (results/reader.h), the last of several, and judges
 //   run and setup   A change is the ratio of the medians of all samples, with a bootstrap interval
 //                   that includes the samples of dense. A time has regressed where the whole
-//                   interval lies above the threshold and the rank sum test, corrected for the
-//                   number of times compared, says that the two differ (p < 0.05); improvements
-//                   are judged likewise. A time over dense is ambiguous, since dense changed, where
-//                   the time over the fixed arithmetic, or over the peak, has not at least half of the
-//                   change, in powers of it, nor an interval beyond the threshold. Nothing is
-//                   judged under three samples, nor is a setup below 5 % of its run; a setup that
-//                   was below and no longer is, is compared with those 5 %.
+//                   interval lies above the threshold and the two differ (p < 0.05, corrected for
+//                   the number of times compared); improvements are judged likewise. The p-value is
+//                   that of the rank sum test, with the medians of dense as constants, or where it
+//                   is greater that of TrimmedRatioP, which has the noise of all four sets of
+//                   samples. Where there are only two, as of times over the fixed arithmetic beside
+//                   each sample or over the peak, it is that of the rank sum test.
+//                   A time over dense is ambiguous, since dense changed, where the time over the
+//                   fixed arithmetic, or over the peak, has not at least half of the change, in
+//                   powers of it, nor an interval beyond the threshold. Nothing is judged under
+//                   three samples of the case or of dense, nor is a setup below 5 % of its run; a
+//                   setup that was below and no longer is, is compared with those 5 %.
 //   working memory  workspace, parameters and what a run keeps for its backward pass: no noise
 //   errors          a bound that was met and is exceeded now; an error against dense that grew; an
 //                   error that the current set lacks, unless its case says why it was not measured

@@ -297,8 +297,9 @@ std::string Rule(const Comparison& comparison) {
   return absl::StrCat(
       what, " It is SLOWER where the whole 95 % interval of its change, by the bootstrap over all ",
       "samples, lies above ", options.threshold,
-      " and a rank sum test, corrected for the number of times, agrees; FASTER where the interval ",
-      "lies below 1 / ", options.threshold,
+      " and a rank sum test and, where dense or another divisor is noisy as well, a test of ",
+      "trimmed means agree, corrected for the number of times; FASTER where the interval lies ",
+      "below 1 / ", options.threshold,
       "; SAME where it lies between the two, and AMBIGUOUS otherwise. Memory is WORSE from ",
       options.memory_threshold, " times on, an error against dense from ", options.error_threshold,
       " times on, and an error against its definition where it exceeds a bound that it met.");

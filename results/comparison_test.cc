@@ -292,6 +292,75 @@ TEST(Compare, FewSamplesAmongManyTimesAreNotSure) {
   }
 }
 
+// A sweep of "near" and dense with log-normal noise. A dense of another seed is another case, which is
+// not compared, so that the time of "near" over dense is the only one and its p-value needs no
+// correction.
+ResultSet NoisySweep(uint64_t dense_seed, int samples, double near_ns, double sigma,
+                     std::mt19937_64* random) {
+  std::normal_distribution<double> normal(0, sigma);
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec dense, near;
+  dense.seed = dense_seed;
+  near.technique = "near";
+  near.median_ns = near_ns;
+  for (const CaseSpec& spec : {dense, near}) {
+    Case* added = results.add_cases();
+    *added = MakeCase(spec);
+    Timing* timing = added->mutable_outcome()->mutable_timing();
+    timing->clear_setup_ns();
+    timing->clear_run_ns();
+    for (int i = 0; i < samples; ++i) {
+      timing->add_run_ns(spec.median_ns * std::exp(normal(*random)));
+    }
+  }
+  return results;
+}
+
+// Compares two such sweeps, of which the second has "near" changed by a factor.
+Finding CompareNoisySweeps(int samples, double change, double sigma, std::mt19937_64* random) {
+  CompareOptions options;
+  options.allow_missing = true;
+  const Comparison comparison =
+      CompareOrDie(NoisySweep(1, samples, 2e5, sigma, random),
+                   NoisySweep(2, samples, 2e5 * change, sigma, random), options);
+  int times = 0;
+  Finding found;
+  for (const Finding& finding : comparison.findings) {
+    if (!finding.is_time) continue;
+    ++times;
+    found = finding;
+  }
+  EXPECT_EQ(times, 1);
+  EXPECT_EQ(found.what, "run time over dense");
+  return found;
+}
+
+// With dense's medians taken for constants it is 16 %.
+TEST(Compare, OfEqualTimesOverANoisyDenseFivePercentHaveAPValueBelowFivePercent) {
+  std::mt19937_64 random(21);
+  constexpr int kRounds = 1000;
+  int below = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    below += *CompareNoisySweeps(10, 1, 0.025, &random).p_value < 0.05;
+  }
+  EXPECT_LE(below / static_cast<double>(kRounds), 0.065);  // two standard deviations above 5 %
+}
+
+TEST(Compare, ChangesOverANoisyDenseAreFound) {
+  std::mt19937_64 random(22);
+  constexpr int kRounds = 200;
+  int found = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    found += *CompareNoisySweeps(10, 1.1, 0.025, &random).p_value < 0.05;
+    // Four samples are the fewest of a sweep.
+    const Finding large = CompareNoisySweeps(4, 1.5, 0.025, &random);
+    EXPECT_EQ(large.verdict, Verdict::kRegressed) << large.reason;
+    EXPECT_NEAR(*large.p_value, 2.0 / 70, 1e-12);
+  }
+  EXPECT_GE(found, 0.99 * kRounds);
+}
+
 TEST(Compare, InstructionsAreComparedWhereBothHaveThem) {
   ResultSet base = MakeSweep();
   ResultSet now = MakeSweep();
@@ -1112,7 +1181,8 @@ TEST(Compare, ThreeSamplesAreEnoughToJudge) {
       auto* run_ns = result.mutable_outcome()->mutable_timing()->mutable_run_ns();
       if (!run_ns->empty()) run_ns->Truncate(samples);
     }
-    EXPECT_EQ(CompareOrDie(base, base).Count(Verdict::kNotJudged), samples == 2 ? 15 : 0);
+    // The setups of the ten cases that are not dense are over its runs, of which there are two.
+    EXPECT_EQ(CompareOrDie(base, base).Count(Verdict::kNotJudged), samples == 2 ? 15 + 10 : 0);
   }
 }
 

@@ -36,6 +36,21 @@ std::optional<RatioInterval> BootstrapRatio(const std::vector<Factor>& factors, 
 constexpr int kMostExact = 60;
 double MannWhitneyP(const std::vector<double>& a, const std::vector<double>& b);
 
+// Returns the two-sided p-value of a product of quotients of typical values that is 1, with the
+// uncertainty of the samples of every factor. It is Yuen's test (The two-sample trimmed t for
+// unequal population variances, Biometrika 61, 1974), for a contrast of any number of sets:
+//   m_j  the mean of the logarithms of the samples of factor j without the floor(n_j / 5) smallest
+//        and largest, so that h_j are left and single slow samples count little
+//   d_j = (n_j - 1) s_j^2 / (h_j (h_j - 1)), the variance of m_j, where s_j^2 is the variance of
+//        all n_j logarithms, with those left out replaced by the nearest of those left
+//   t = (sum of +-m_j) / sqrt(sum d_j), + for those in the numerator, compared with Student's t of
+//   (sum d_j)^2 / sum(d_j^2 / (h_j - 1)) degrees of freedom (Welch 1947)
+// Of equal distributions at most 6 % are below 0.05, with 4 to 30 samples a factor and noise that
+// is normal, skewed, bimodal or has slow outliers. Far smaller values rest on the normal
+// distribution of the means: where a factor has four samples up to 0.6 % are below 0.001. Returns
+// 1 where a factor has fewer than two samples, or one that is not positive and finite.
+double TrimmedRatioP(const std::vector<Factor>& factors);
+
 // Returns the p-values corrected for multiple testing (Holm 1979, step-down), in the order given:
 // the probability of any false rejection at 0.05 is at most 0.05.
 std::vector<double> HolmAdjusted(const std::vector<double>& p_values);

@@ -68,6 +68,98 @@ TEST(MannWhitney, OfEqualDistributionsFivePercentAreBelowFivePercent) {
   EXPECT_NEAR(below / 2000.0, 0.05, 0.015);  // three standard deviations
 }
 
+// SciPy 1.17.1: scipy.stats.ttest_ind(log(a), log(b), equal_var=False, trim=0.2).
+TEST(TrimmedRatio, OfTwoSetsEqualsSciPy) {
+  const std::vector<double> a = {1.02, 1.0, 1.31, 0.99, 1.04, 1.01, 0.97, 1.03, 1.05, 0.98, 1.6};
+  const std::vector<double> b = {1.06, 1.08, 1.04, 1.5, 1.07, 1.1};
+  EXPECT_NEAR(TrimmedRatioP({{a, true}, {b, false}}), 0.009081681833905328, 1e-15);
+  EXPECT_NEAR(TrimmedRatioP({{b, true}, {a, false}}), 0.009081681833905328, 1e-15);
+  const double far =
+      TrimmedRatioP({{{1.5, 1.501, 1.502, 1.503}, true}, {{1.0, 1.001, 1.002, 1.003}, false}});
+  EXPECT_NEAR(far / 1.5422200452803172e-13, 1, 1e-6);
+}
+
+// The formula of the header in NumPy, with SciPy's trimmed means and distribution of Student.
+TEST(TrimmedRatio, OfFourSetsEqualsTheFormula) {
+  const std::vector<double> a = {1.02, 1.0, 1.31, 0.99, 1.04, 1.01, 0.97, 1.03, 1.05, 0.98, 1.6};
+  const std::vector<double> b = {1.06, 1.08, 1.04, 1.5, 1.07, 1.1};
+  const std::vector<double> c = {2.0, 2.1, 2.05, 2.2};
+  const auto d = [](double divisor) {
+    std::vector<double> samples = {3.0, 3.3, 3.1, 3.2, 3.05, 2.9, 3.6, 3.15, 3.12, 3.02};
+    for (double& sample : samples) sample /= divisor;
+    return samples;
+  };
+  EXPECT_NEAR(TrimmedRatioP({{a, true}, {b, false}, {c, false}, {d(1.45), true}}),
+              0.3549268145183543, 1e-14);
+  EXPECT_NEAR(TrimmedRatioP({{a, true}, {b, false}, {c, true}, {d(1.5), false}}),
+              0.1363641433090657, 1e-14);
+}
+
+TEST(TrimmedRatio, OfConstantsIsOneWhereTheyAreEqualAndZeroElse) {
+  const std::vector<double> third(5, 1.0 / 3), one(4, 1.0), sevenths(6, 1.0 / 7);
+  const std::vector<double> of_both(3, 1.0 / 21);
+  EXPECT_NEAR(TrimmedRatioP({{of_both, true}, {third, false}, {sevenths, false}, {one, true}}), 1,
+              1e-6);
+  EXPECT_LT(TrimmedRatioP({{third, true}, {one, false}}), 1e-8);
+}
+
+TEST(TrimmedRatio, IsOneWhereASetHasNoVarianceOrIsNoTime) {
+  const std::vector<double> times = {1.0, 1.01, 1.02}, longer = {2.0, 2.01, 2.02};
+  ASSERT_LT(TrimmedRatioP({{times, true}, {longer, false}}), 0.001);
+  EXPECT_EQ(TrimmedRatioP({{times, true}, {{2.0}, false}}), 1);
+  EXPECT_EQ(TrimmedRatioP({{times, true}, {{}, false}}), 1);
+  for (const double bad : {0.0, -1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+    EXPECT_EQ(TrimmedRatioP({{times, true}, {{2.0, 2.01, bad}, false}}), 1) << bad;
+  }
+}
+
+// Noise in which one of ten samples is a tenth slower.
+std::vector<double> WithSlowOnes(int count, double median, double sigma, std::mt19937_64* random) {
+  std::vector<double> values = LogNormal(count, median, sigma, random);
+  for (double& value : values) value *= (*random)() % 10 == 0 ? 1.1 : 1;
+  return values;
+}
+
+// Four sets of `count` samples, as of a technique and of dense in two sweeps.
+using Noise = std::vector<double> (*)(int count, double median, double sigma, std::mt19937_64*);
+std::vector<Factor> FourSets(int count, double change, double sigma, double sigma_of_dense,
+                             Noise noise, std::mt19937_64* random) {
+  return {{noise(count, 3 * change, sigma, random), true},
+          {noise(count, 2, sigma, random), false},
+          {noise(count, 6, sigma_of_dense, random), false},
+          {noise(count, 4, sigma_of_dense, random), true}};
+}
+
+TEST(TrimmedRatio, OfEqualRatiosFivePercentAreBelowFivePercent) {
+  constexpr int kRounds = 2000;
+  std::mt19937_64 random(5);
+  for (const Noise noise : {LogNormal, WithSlowOnes}) {
+    for (const double sigma_of_dense : {0.005, 0.025}) {
+      for (const int count : {4, 6, 10, 20}) {
+        int below = 0;
+        for (int round = 0; round < kRounds; ++round) {
+          below += TrimmedRatioP(FourSets(count, 1, 0.025, sigma_of_dense, noise, &random)) < 0.05;
+        }
+        // Three standard deviations above 5 %. Slow samples make the test cautious, not useless.
+        EXPECT_LE(below / static_cast<double>(kRounds), 0.065) << count << " " << sigma_of_dense;
+        EXPECT_GE(below / static_cast<double>(kRounds), 0.015) << count << " " << sigma_of_dense;
+      }
+    }
+  }
+}
+
+TEST(TrimmedRatio, FindsATenthOfTenSamples) {
+  constexpr int kRounds = 500;
+  std::mt19937_64 random(6);
+  for (const Noise noise : {LogNormal, WithSlowOnes}) {
+    int found = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      found += TrimmedRatioP(FourSets(10, 1.1, 0.02, 0.02, noise, &random)) < 0.05;
+    }
+    EXPECT_GE(found, 0.95 * kRounds);
+  }
+}
+
 TEST(Holm, IsTheStepDownProcedure) {
   EXPECT_EQ(HolmAdjusted({}), std::vector<double>());
   const std::vector<double> adjusted = HolmAdjusted({0.01, 0.04, 0.03, 0.005});

@@ -54,9 +54,9 @@ constexpr char kUsage[] =
     "Compares the cases that two result files have in common: times, memory, errors, status.\n"
     "A time is SLOWER where the 95% interval of its change, by the bootstrap over all samples, "
     "lies\n"
-    "beyond the threshold and a rank sum test, corrected for the number of cases, says that the "
-    "two\n"
-    "differ; FASTER likewise; SAME where the interval lies within; AMBIGUOUS in between.\n\n"
+    "beyond the threshold and a rank sum test and, over dense, a test that counts dense's noise,\n"
+    "corrected for the number of cases, say that the two differ; FASTER likewise; SAME where the\n"
+    "interval lies within; AMBIGUOUS in between.\n\n"
     "Exit status: 0 nothing regressed, 1 a regression, 2 it cannot be judged: all times are\n"
     "ambiguous or too few samples, or no number is on both sides; other hardware, compiler flags\n"
     "or precision, no case in common; an unreadable file, bad usage.";
