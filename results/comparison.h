@@ -92,7 +92,8 @@ struct Comparison {
 
 // Matches cases by their whole keys (results/reader.h), the last of several, and judges
 //   run and setup   A change is the ratio of the medians of all samples, with a bootstrap interval
-//                   that includes the samples of dense. A time has regressed where the whole
+//                   that includes the samples of dense, of those visits of the sweep that the
+//                   case had a part in where the record tells. A time has regressed where the whole
 //                   interval lies above the threshold and the two differ (p < 0.05, corrected for
 //                   the number of times compared); improvements are judged likewise. The p-value is
 //                   that of the rank sum test, with the medians of dense as constants, or where it

@@ -347,6 +347,88 @@ TEST(Compare, OfEqualTimesOverANoisyDenseFivePercentHaveAPValueBelowFivePercent)
   EXPECT_LE(below / static_cast<double>(kRounds), 0.065);  // two standard deviations above 5 %
 }
 
+// Adds a visit to the case of a technique, with samples within +-1 % of a median, and says in the
+// record that it did.
+void AddVisit(const std::string& technique, int64_t start_unix_ns, double median_ns,
+              ResultSet* results) {
+  Timing* timing =
+      Find(technique, Case::PURPOSE_SCALING, results)->mutable_outcome()->mutable_timing();
+  for (const double ns : synthetic::Samples(median_ns, 5)) timing->add_run_ns(ns);
+  Timing::Visit* visit = timing->add_visits();
+  visit->set_start_unix_ns(start_unix_ns);
+  visit->set_run_samples(5);
+}
+
+// Returns a sweep with one visit to "near" and dense, and three more to dense alone, before which the
+// machine became slower by a factor.
+ResultSet SweepOfVisits(double slower) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec dense, near;
+  near.technique = "near";
+  for (const CaseSpec& spec : {dense, near}) {
+    *results.add_cases() = MakeCase(spec);
+    results.mutable_cases()->rbegin()->mutable_outcome()->clear_timing();
+  }
+  AddVisit("near", 1000, 2e5, &results);
+  AddVisit("plain", 1000, 1e6, &results);
+  for (const int64_t start : {2000, 3000, 4000}) AddVisit("plain", start, 1e6 * slower, &results);
+  return results;
+}
+
+Finding OverDense(const ResultSet& base, const ResultSet& now) {
+  for (const Finding& finding : CompareOrDie(base, now).findings) {
+    if (finding.what == "run time over dense") return finding;
+  }
+  ADD_FAILURE() << "no time over dense";
+  return Finding();
+}
+
+TEST(Compare, ATimeIsOverTheSamplesOfDenseFromItsOwnVisits) {
+  const Finding finding = OverDense(SweepOfVisits(1), SweepOfVisits(1.2));
+  EXPECT_NEAR(finding.change, 1, 1e-12);
+  EXPECT_EQ(finding.verdict, Verdict::kSame);
+  EXPECT_EQ(finding.base, "0.200");
+  EXPECT_EQ(finding.now, "0.200");
+}
+
+TEST(Compare, WithoutVisitsInCommonATimeIsOverAllSamplesOfDense) {
+  const auto change = [](void (*change_visits)(const std::string& technique, Timing* timing)) {
+    ResultSet base = SweepOfVisits(1), now = SweepOfVisits(1.2);
+    for (ResultSet* results : {&base, &now}) {
+      for (Case& result : *results->mutable_cases()) {
+        change_visits(result.key().technique(), result.mutable_outcome()->mutable_timing());
+      }
+    }
+    return OverDense(base, now).change;
+  };
+  // The record of a sweep by an older program, and of one that a newer program resumed.
+  EXPECT_NEAR(change([](const std::string&, Timing* timing) { timing->clear_visits(); }), 1 / 1.2,
+              0.01);
+  EXPECT_NEAR(change([](const std::string&, Timing* timing) {
+                timing->mutable_visits()->DeleteSubrange(0, 1);
+              }),
+              1 / 1.2, 0.01);
+  // Another sweep's dense, and visits of fewer than three samples.
+  EXPECT_NEAR(change([](const std::string& technique, Timing* timing) {
+                if (technique == "near") timing->mutable_visits(0)->set_start_unix_ns(5000);
+              }),
+              1 / 1.2, 0.01);
+  EXPECT_NEAR(change([](const std::string& technique, Timing* timing) {
+                if (technique == "near") return;
+                timing->mutable_visits(0)->set_run_samples(2);
+                timing->mutable_visits(1)->set_run_samples(8);
+              }),
+              1 / 1.2, 0.01);
+  // A damaged record, whose numbers add up.
+  EXPECT_NEAR(change([](const std::string& technique, Timing* timing) {
+                if (technique == "near") return;
+                timing->mutable_visits(0)->set_run_samples(-5);
+                timing->mutable_visits(1)->set_run_samples(15);
+              }),
+              1 / 1.2, 0.01);
+}
+
 TEST(Compare, ChangesOverANoisyDenseAreFound) {
   std::mt19937_64 random(22);
   constexpr int kRounds = 200;

@@ -505,6 +505,7 @@ class Sweep {
   absl::Status MeasureVisit(const Visit& visit) {
     const double deadline = visit.deadline() > 0 ? begin_ + visit.deadline() : 0;
     std::set<size_t> unchecked;  // whose check has hung
+    visit_start_unix_ns_ = absl::ToUnixNanos(absl::Now());
     open_.clear();
     for (const Visit::Item& item : visit.items()) open_.insert(item.index());
     while (!open_.empty()) {
@@ -611,6 +612,7 @@ class Sweep {
     if (index >= cases_.size()) {
       return absl::InternalError("the measuring process reports a case that does not exist");
     }
+    NoteVisit(visit_start_unix_ns_, report.mutable_record());
     if (report.finished()) return TakeVisit(report);
     interim_[index] = std::move(*report.mutable_record());
     // Further samples of a case that has its record can wait.
@@ -829,12 +831,13 @@ class Sweep {
   std::map<size_t, std::string> skipped_before_;
   std::map<size_t, const Case*> recorded_before_;
   std::set<std::string> origins_;
-  std::vector<std::string> names_;  // by case
-  std::vector<int> visits_;         // by case
-  std::set<size_t> open_;           // cases that the visit at hand waits for
-  std::map<size_t, Case> records_;  // by case: all visits to it
-  std::map<size_t, Case> interim_;  // by case: the visit at hand so far
-  std::set<size_t> improved_;       // cases with samples that the file lacks
+  std::vector<std::string> names_;   // by case
+  std::vector<int> visits_;          // by case
+  int64_t visit_start_unix_ns_ = 0;  // of the visit at hand
+  std::set<size_t> open_;            // cases that the visit at hand waits for
+  std::map<size_t, Case> records_;   // by case: all visits to it
+  std::map<size_t, Case> interim_;   // by case: the visit at hand so far
+  std::set<size_t> improved_;        // cases with samples that the file lacks
   std::set<size_t> failed_;
   int tried_in_vain_ = 0;  // of the cases that the sweep before has a record of
   bool any_ran_ = false;

@@ -405,6 +405,28 @@ TEST_F(SweepByClock, WhoGoesFirstChangesFromVisitToVisit) {
                                       " ended with exit status 5; 4 cases are in ")));
 }
 
+TEST_F(SweepByClock, CasesMeasuredSideBySideHaveTheirVisitsInCommon) {
+  options_.rounds = 3;
+  options_.measure.repetitions = 12;
+  options_.time_budget = 0;
+  ASSERT_EQ(Sweep("toy_mean,dense", "16:32"), 0);
+  auto outcomes = Outcomes();
+  std::set<int64_t> starts;
+  for (const std::string tokens : {" 16", " 32"}) {
+    const Timing mean = outcomes["toy_mean" + tokens].timing();
+    const Timing dense = outcomes["dense" + tokens].timing();
+    ASSERT_EQ(mean.visits_size(), 3);
+    ASSERT_EQ(dense.visits_size(), 3);
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_EQ(mean.visits(i).start_unix_ns(), dense.visits(i).start_unix_ns());
+      EXPECT_EQ(mean.visits(i).run_samples(), 4);
+      EXPECT_EQ(dense.visits(i).run_samples(), 4);
+      starts.insert(mean.visits(i).start_unix_ns());
+    }
+  }
+  EXPECT_EQ(starts.size(), 6u);
+}
+
 TEST(DefaultResultPath, IsOfTheTimeAndTheHostAndOfNoFileThatIsThere) {
   const std::string folder = absl::StrCat(::testing::TempDir(), "/default_path_", getpid());
   setenv("BUILD_WORKSPACE_DIRECTORY", folder.c_str(), 1);

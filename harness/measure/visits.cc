@@ -25,6 +25,16 @@ double SecondsOfSamples(const Timing& timing) {
 
 }  // namespace
 
+void NoteVisit(int64_t start_unix_ns, Case* record) {
+  const int samples = record->outcome().timing().run_ns_size();
+  if (samples == 0) return;
+  Timing* timing = record->mutable_outcome()->mutable_timing();
+  timing->clear_visits();
+  Timing::Visit* visit = timing->add_visits();
+  visit->set_start_unix_ns(start_unix_ns);
+  visit->set_run_samples(samples);
+}
+
 void AddVisit(const Case& visit, Case* all) {
   const Timing& more = visit.outcome().timing();
   Outcome* outcome = all->mutable_outcome();
@@ -34,6 +44,7 @@ void AddVisit(const Case& visit, Case* all) {
   timing->mutable_setup_ns()->MergeFrom(more.setup_ns());
   timing->mutable_cold_run_ns()->MergeFrom(more.cold_run_ns());
   timing->mutable_run_ns()->MergeFrom(more.run_ns());
+  timing->mutable_visits()->MergeFrom(more.visits());
   timing->mutable_graph_run_ns()->MergeFrom(more.graph_run_ns());
   if (timing->no_graph_reason().empty()) timing->set_no_graph_reason(more.no_graph_reason());
   timing->mutable_end_to_end_ns()->MergeFrom(more.end_to_end_ns());

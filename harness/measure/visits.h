@@ -2,11 +2,16 @@
 #ifndef TFB_HARNESS_MEASURE_VISITS_H_
 #define TFB_HARNESS_MEASURE_VISITS_H_
 
+#include <cstdint>
+
 #include "harness/measure/worker_messages.pb.h"
 #include "harness/plan/sweep_plan.h"
 #include "results/results.pb.h"
 
 namespace tfb {
+
+// Notes in the record of one visit, where that has samples of runs, when the visit began.
+void NoteVisit(int64_t start_unix_ns, Case* record);
 
 // Adds the samples of a further visit to the same case. What stands once (errors, memory) is the
 // first's; a status that is not ok is the case's.

@@ -35,6 +35,7 @@ constexpr char kFirst[] = R"(
       discarded_samples: 1
       throttled_samples: 2
       discarded_reason: "first"
+      visits { start_unix_ns: 1000 run_samples: 2 }
     }
     machine_load { observed_seconds: 1 cores: 2 }
     device_state_before { clock_mhz: 1 }
@@ -63,6 +64,7 @@ constexpr char kSecond[] = R"(
       discarded_samples: 10
       throttled_samples: 20
       discarded_reason: "second"
+      visits { start_unix_ns: 3000 run_samples: 1 }
     }
     machine_load { observed_seconds: 3 cores: 4 }
     device_state_before { clock_mhz: 10 }
@@ -96,12 +98,28 @@ TEST(Visits, SamplesAddUpAndWhatStandsOnceIsTheFirsts) {
         discarded_samples: 11
         throttled_samples: 22
         discarded_reason: "first"
+        visits { start_unix_ns: 1000 run_samples: 2 }
+        visits { start_unix_ns: 3000 run_samples: 1 }
       }
       machine_load { observed_seconds: 4 cores: 4 threads: 0 usable_cores: 0 }
       device_state_before { clock_mhz: 1 }
       device_state_after { clock_mhz: 20 }
     })")
                                    .DebugString());
+}
+
+TEST(Visits, AVisitWithSamplesIsNoted) {
+  Case record = Parsed("outcome { timing { run_ns: [ 3, 4, 5 ] } }");
+  NoteVisit(7000, &record);
+  NoteVisit(8000, &record);  // of the finished record, after that of the record so far
+  EXPECT_EQ(record.DebugString(), Parsed(R"(outcome { timing {
+    run_ns: [ 3, 4, 5 ]
+    visits { start_unix_ns: 8000 run_samples: 3 }
+  } })")
+                                      .DebugString());
+  Case checked = Parsed("outcome { timing { setup_ns: 1 } }");
+  NoteVisit(7000, &checked);
+  EXPECT_EQ(checked.outcome().timing().visits_size(), 0);
 }
 
 TEST(Visits, AVisitToACaseThatWasOnlyCheckedGivesItsTimes) {

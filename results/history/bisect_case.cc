@@ -203,6 +203,7 @@ void Pool(const Case& more, Case* all) {
   const Timing& from = more.outcome().timing();
   Timing* to = all->mutable_outcome()->mutable_timing();
   to->mutable_run_ns()->MergeFrom(from.run_ns());
+  to->mutable_visits()->MergeFrom(from.visits());
   to->mutable_probe_ns()->MergeFrom(from.probe_ns());
   to->mutable_setup_ns()->MergeFrom(from.setup_ns());
   to->mutable_run_instructions()->MergeFrom(from.run_instructions());
