@@ -207,6 +207,7 @@ absl::Status CountVerdicts(const ResultSet& base, const ResultSet& now,
                            SelfTestCounts* counts) {
   TFB_ASSIGN_OR_RETURN(const Comparison comparison, Compare(base, now, options));
   const std::map<std::string, const Case*> cases = CasesByKey(now);
+  const int false_alarms_before = counts->false_alarms;
   std::set<std::string> found;
   for (const Finding& finding : comparison.findings) {
     const auto result = cases.find(finding.key);
@@ -220,6 +221,10 @@ absl::Status CountVerdicts(const ResultSet& base, const ResultSet& now,
     ++counts->verdicts[finding.verdict];
     counts->false_alarms += finding.verdict == Verdict::kRegressed;
   }
+  ++counts->comparisons;
+  counts->with_false_alarm += counts->false_alarms > false_alarms_before;
+  counts->with_slowed += !slowed.empty();
+  counts->with_all_found += !slowed.empty() && found.size() == slowed.size();
   counts->slowed += static_cast<int>(slowed.size());
   counts->found += static_cast<int>(found.size());
   for (const std::string& name : slowed) {
@@ -231,12 +236,16 @@ absl::Status CountVerdicts(const ResultSet& base, const ResultSet& now,
 namespace {
 
 std::string ShareText(int part, int whole) {
+  return absl::StrFormat("%d of %d, %.2f%%", part, whole, 100.0 * part / std::max(whole, 1));
+}
+
+std::string ShareOfComparisons(int part, int whole) {
   constexpr double kZ = 1.959964;
   const double n = std::max(whole, 1), p = part / n;
   const double centre = (p + kZ * kZ / (2 * n)) / (1 + kZ * kZ / n);
   const double half = kZ / (1 + kZ * kZ / n) * std::sqrt(p * (1 - p) / n + kZ * kZ / (4 * n * n));
-  return absl::StrFormat("%d of %d, %.2f%% (95%% interval %.2f%% to %.2f%%)", part, whole, 100 * p,
-                         100 * std::max(0.0, centre - half), 100 * (centre + half));
+  return absl::StrFormat("%d of %d comparisons, %.2f%% (95%% interval %.2f%% to %.2f%%)", part,
+                         whole, 100 * p, 100 * std::max(0.0, centre - half), 100 * (centre + half));
 }
 
 }  // namespace
@@ -249,13 +258,16 @@ std::string SelfTestReport(const SelfTestOptions& options, const SelfTestCounts&
   std::string report = absl::StrFormat(
       "%d sweeps, %d techniques at %s tokens, %d samples each; threshold %g\n"
       "false alarms  %s of times that are the same are called SLOWER\n"
+      "              in %s\n"
       "              and %d FASTER, %d AMBIGUOUS, %d SAME, %d not judged\n"
-      "power         %s of techniques slowed by %.0f%% are found\n",
+      "power         %s of techniques slowed by %.0f%% are found\n"
+      "              all of them in %s\n",
       counts.sweeps, counts.techniques, options.cases.lengths, options.sweep.measure.repetitions,
       options.compare.threshold, ShareText(counts.false_alarms, counts.same_times),
-      count(Verdict::kImproved), count(Verdict::kAmbiguous), count(Verdict::kSame),
-      count(Verdict::kNotJudged), ShareText(counts.found, counts.slowed),
-      100 * (options.slow_down - 1));
+      ShareOfComparisons(counts.with_false_alarm, counts.comparisons), count(Verdict::kImproved),
+      count(Verdict::kAmbiguous), count(Verdict::kSame), count(Verdict::kNotJudged),
+      ShareText(counts.found, counts.slowed), 100 * (options.slow_down - 1),
+      ShareOfComparisons(counts.with_all_found, counts.with_slowed));
   for (const auto& [name, times] : counts.missed) {
     absl::StrAppend(&report, "              missed ", name, " ", times, " times\n");
   }

@@ -31,7 +31,11 @@ struct SelfTestCounts {
   int sweeps = 0;
   int techniques = 0;  // that can be slowed
   int same_times = 0, false_alarms = 0;
-  int slowed = 0, found = 0;          // techniques
+  int slowed = 0, found = 0;  // techniques
+  // Comparisons of two sweeps, and those with a false alarm; those with slowed techniques, and those
+  // that found all of them.
+  int comparisons = 0, with_false_alarm = 0;
+  int with_slowed = 0, with_all_found = 0;
   std::map<Verdict, int> verdicts;    // on times that are the same
   std::map<std::string, int> missed;  // false negatives by technique
 };
@@ -40,7 +44,10 @@ struct SelfTestCounts {
 // slowed techniques are found.
 bool Holds(const SelfTestCounts& counts);
 
-// Returns what was counted in some lines, shares with their 95 % intervals by Wilson (1927).
+// Returns what was counted in some lines. The times of one comparison are not independent: all are
+// over the same dense, and one disturbance of a sweep is in many of them. So an interval of their
+// share by their number would be too narrow. The shares of comparisons have 95 % intervals by Wilson
+// (1927), which count each comparison once; that two neighbours have a sweep in common remains.
 std::string SelfTestReport(const SelfTestOptions& options, const SelfTestCounts& counts);
 
 // Compares two sweeps, of which the second one has the techniques in `slowed` slowed and the others

@@ -68,30 +68,35 @@ TEST(SelfTestReport, HasEveryCountAndIntervalsOfTheShares) {
   counts.techniques = 15;
   counts.same_times = 1060;
   counts.slowed = counts.found = 75;
+  counts.comparisons = 40;
+  counts.with_slowed = counts.with_all_found = 20;
   counts.verdicts = {{Verdict::kImproved, 1},
                      {Verdict::kAmbiguous, 2},
                      {Verdict::kNotJudged, 3},
                      {Verdict::kSame, 4}};
-  EXPECT_EQ(
-      SelfTestReport(options, counts),
-      "61 sweeps, 15 techniques at 512 tokens, 201 samples each; threshold 1.05\n"
-      "false alarms  0 of 1060, 0.00% (95% interval 0.00% to 0.36%) of times that are the same "
-      "are called SLOWER\n"
-      "              and 1 FASTER, 2 AMBIGUOUS, 4 SAME, 3 not judged\n"
-      "power         75 of 75, 100.00% (95% interval 95.13% to 100.00%) of techniques slowed by "
-      "10% are found\n");
+  EXPECT_EQ(SelfTestReport(options, counts),
+            "61 sweeps, 15 techniques at 512 tokens, 201 samples each; threshold 1.05\n"
+            "false alarms  0 of 1060, 0.00% of times that are the same are called SLOWER\n"
+            "              in 0 of 40 comparisons, 0.00% (95% interval 0.00% to 8.76%)\n"
+            "              and 1 FASTER, 2 AMBIGUOUS, 4 SAME, 3 not judged\n"
+            "power         75 of 75, 100.00% of techniques slowed by 10% are found\n"
+            "              all of them in 20 of 20 comparisons, 100.00% (95% interval 83.89% to "
+            "100.00%)\n");
   // 5 of 10: the interval is the textbook's, 23.66 % to 76.34 %.
   counts = SelfTestCounts();
-  counts.slowed = 10;
-  counts.found = 5;
+  counts.slowed = 30;
+  counts.found = 25;
+  counts.with_slowed = 10;
+  counts.with_all_found = 5;
   counts.missed = {{"dense", 3}, {"lsh", 2}};
   EXPECT_EQ(SelfTestReport(options, counts),
             "0 sweeps, 0 techniques at 512 tokens, 201 samples each; threshold 1.05\n"
-            "false alarms  0 of 0, 0.00% (95% interval 0.00% to 79.35%) of times that are the same "
-            "are called SLOWER\n"
+            "false alarms  0 of 0, 0.00% of times that are the same are called SLOWER\n"
+            "              in 0 of 0 comparisons, 0.00% (95% interval 0.00% to 79.35%)\n"
             "              and 0 FASTER, 0 AMBIGUOUS, 0 SAME, 0 not judged\n"
-            "power         5 of 10, 50.00% (95% interval 23.66% to 76.34%) of techniques slowed by "
-            "10% are found\n"
+            "power         25 of 30, 83.33% of techniques slowed by 10% are found\n"
+            "              all of them in 5 of 10 comparisons, 50.00% (95% interval 23.66% to "
+            "76.34%)\n"
             "              missed dense 3 times\n"
             "              missed lsh 2 times\n");
 }
@@ -107,6 +112,10 @@ TEST_F(CompareSelfTest, WhatIsSlowedIsFoundAndWhatIsTheSameIsNoAlarm) {
   EXPECT_EQ(counts->false_alarms, 0);
   EXPECT_EQ(counts->slowed, 2);
   EXPECT_EQ(counts->found, 2);
+  EXPECT_EQ(counts->comparisons, 4);
+  EXPECT_EQ(counts->with_false_alarm, 0);
+  EXPECT_EQ(counts->with_slowed, 2);
+  EXPECT_EQ(counts->with_all_found, 2);
   EXPECT_TRUE(counts->missed.empty());
   EXPECT_TRUE(Holds(*counts));
 }
@@ -118,12 +127,17 @@ TEST_F(CompareSelfTest, FalseAlarmsAndMissedTechniquesAreCounted) {
   ASSERT_TRUE(CountVerdicts(Results(1), Results(2), {"toy_mean"}, options_.compare, &missed).ok());
   EXPECT_EQ(missed.slowed, 1);
   EXPECT_EQ(missed.found, 0);
+  EXPECT_EQ(missed.with_slowed, 1);
+  EXPECT_EQ(missed.with_all_found, 0);
   EXPECT_THAT(missed.missed, ElementsAre(Pair("toy_mean", 1)));
   EXPECT_FALSE(Holds(missed));
   SelfTestCounts alarmed;
   ASSERT_TRUE(CountVerdicts(Results(2), Results(3), {}, options_.compare, &alarmed).ok());
   EXPECT_EQ(alarmed.false_alarms, 1);
   EXPECT_EQ(alarmed.verdicts[Verdict::kRegressed], 1);
+  EXPECT_EQ(alarmed.comparisons, 1);
+  EXPECT_EQ(alarmed.with_false_alarm, 1);
+  EXPECT_EQ(alarmed.with_slowed, 0);
   EXPECT_GT(alarmed.same_times, 1);
   EXPECT_FALSE(Holds(alarmed));
 }
