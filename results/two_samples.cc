@@ -5,6 +5,8 @@
 #include <numeric>
 #include <random>
 
+#include "boost/math/distributions/students_t.hpp"
+
 namespace tfb {
 namespace {
 
@@ -61,41 +63,10 @@ double NormalP(double u, double m, double n, double tied) {
   return std::erfc(distance / std::sqrt(2 * variance));
 }
 
-// Returns the regularized incomplete beta function I_x(a, b) by its continued fraction (Abramowitz
-// & Stegun 26.5.8), evaluated by the modified method of Lentz, which converges quickly for
-// x <= (a + 1) / (a + b + 2).
-double IncompleteBetaOfSmall(double a, double b, double x) {
-  // A denominator of 0 is replaced, which changes the result by less than its rounding.
-  constexpr double kTiny = 1e-300;
-  const auto nonzero = [](double value) { return std::fabs(value) < kTiny ? kTiny : value; };
-  constexpr int kMostTerms = 1000;
-  double fraction = 1, c = 1, d = 0;
-  for (int term = 0; term < kMostTerms; ++term) {
-    const double m = term / 2;
-    const double odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1));
-    const double even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m));
-    const double numerator = term == 0 ? 1 : term % 2 == 1 ? odd : even;
-    d = 1 / nonzero(1 + numerator * d);
-    c = nonzero(1 + numerator / c);
-    fraction *= c * d;
-    if (std::fabs(c * d - 1) < 1e-15) break;
-  }
-  const double log_front =
-      std::lgamma(a + b) - std::lgamma(a) - std::lgamma(b) + a * std::log(x) + b * std::log1p(-x);
-  return std::exp(log_front) / a * (fraction - 1);
-}
-
-double IncompleteBeta(double a, double b, double x) {
-  if (x <= 0) return 0;
-  if (x >= 1) return 1;
-  if (x <= (a + 1) / (a + b + 2)) return IncompleteBetaOfSmall(a, b, x);
-  return 1 - IncompleteBetaOfSmall(b, a, 1 - x);
-}
-
 // Returns P(|T| >= |t|), where T has Student's distribution.
 double StudentP(double t, double degrees_of_freedom) {
-  return IncompleteBeta(degrees_of_freedom / 2, 0.5,
-                        degrees_of_freedom / (degrees_of_freedom + t * t));
+  const boost::math::students_t distribution(degrees_of_freedom);
+  return 2 * boost::math::cdf(boost::math::complement(distribution, std::fabs(t)));
 }
 
 // The trimmed mean of logarithms: m_j, d_j and h_j - 1 of TrimmedRatioP.

@@ -49,7 +49,10 @@ def third_party_repositories():
     system_repository(
         name = "boost",
         build_file = "//third_party:boost.BUILD",
-        files = ["/usr/include/boost/context/fiber.hpp"],
+        files = [
+            "/usr/include/boost/context/fiber.hpp",
+            "/usr/include/boost/math/distributions/students_t.hpp",
+        ],
         packages = ["libboost-context-dev"],
     )
     system_repository(
