@@ -1,3 +1,4 @@
+// What only the simulator can be asked; device_work_test.cc has the rest.
 #include "core/cuda/runtime.h"
 
 #include <cstdint>
@@ -72,54 +73,6 @@ std::vector<uint8_t> BytesOf(CudaRuntime* runtime, const DeviceBuffer& buffer) {
   std::vector<uint8_t> bytes(buffer.bytes());
   EXPECT_TRUE(runtime->CopyToHost(bytes.data(), buffer.data(), bytes.size()).ok());
   return bytes;
-}
-
-TEST(DeviceGraph, DoesNothingWhileItIsCapturedAndAllOfItWithEveryLaunch) {
-  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
-  const uint8_t zeros[4] = {};
-  const DeviceBuffer a = runtime->Upload(zeros, 4).value(), b = runtime->Upload(zeros, 4).value();
-  const absl::StatusOr<DeviceGraph> graph =
-      DeviceGraph::Capture(runtime, [&](void* stream) -> absl::Status {
-        TFB_RETURN_IF_ERROR(runtime->Fill(a.data(), 7, 2, stream));
-        return runtime->CopyWithinDevice(b.data(), a.data(), 4, stream);
-      });
-  ASSERT_TRUE(graph.ok()) << graph.status();
-  EXPECT_EQ(BytesOf(runtime, a), std::vector<uint8_t>({0, 0, 0, 0}));
-  for (const uint8_t last : {1, 2}) {
-    ASSERT_TRUE(runtime->Fill(a.data(), last, 4).ok());
-    ASSERT_TRUE(graph->Launch().ok());
-    EXPECT_EQ(BytesOf(runtime, b), std::vector<uint8_t>({7, 7, last, last}));
-  }
-}
-
-TEST(DeviceGraph, WhatNoGraphCanDoIsAnErrorAndTheNextCaptureWorks) {
-  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
-  const DeviceBuffer buffer = runtime->Allocate(4).value();
-  ASSERT_TRUE(runtime->Fill(buffer.data(), 1, 4).ok());
-  uint8_t byte = 0;
-  const std::function<absl::Status(void*)> calls[] = {
-      [&](void* stream) { return runtime->Synchronize(stream); },
-      [&](void*) { return runtime->Allocate(4).status(); },
-      [&](void* stream) { return runtime->CopyToHost(&byte, buffer.data(), 1, stream); },
-      [&](void* stream) { return runtime->CopyToDevice(buffer.data(), &byte, 1, stream); },
-      [&](void*) { return runtime->Fill(buffer.data(), 2, 4); }};
-  for (const auto& call : calls) {
-    EXPECT_EQ(DeviceGraph::Capture(runtime, call).status().code(), absl::StatusCode::kInternal);
-    // A caller that does not look at the error gets it in the end.
-    const auto ignored = DeviceGraph::Capture(runtime, [&](void* stream) {
-      call(stream).IgnoreError();
-      return absl::OkStatus();
-    });
-    EXPECT_EQ(ignored.status().message(),
-              "CUDA: simulator: an earlier call made the capture invalid");
-    const auto fills = DeviceGraph::Capture(
-        runtime, [&](void* stream) { return runtime->Fill(buffer.data(), 3, 4, stream); });
-    EXPECT_TRUE(fills.ok()) << fills.status();
-  }
-  EXPECT_EQ(BytesOf(runtime, buffer), std::vector<uint8_t>(4, 1));
-  const auto own_error = DeviceGraph::Capture(
-      runtime, [](void*) { return absl::InvalidArgumentError("the caller's own"); });
-  EXPECT_EQ(own_error.status(), absl::InvalidArgumentError("the caller's own"));
 }
 
 // Makes work in the simulator as late as CUDA permits while it exists.

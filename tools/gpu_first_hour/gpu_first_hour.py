@@ -74,12 +74,12 @@ PROFILED = r'==PROF== Profiling'
 
 # Tests of kernels that are no technique's own, by their path in the repository.
 KERNEL_TESTS = [
-    'core/cuda/for_each_test', 'core/cuda/hopper_test', 'core/cuda/sum_in_runs_test', 'core/layers/layers_test',
-    'core/layers/list_rows_test', 'core/layers/copy_rows_test', 'core/flash/flash_test', 'core/flash/flash_mma_test',
-    'core/flash/flash_decode_mma_test',
-    'core/flash/flash_parts_test', 'core/flash/flash_backward_test', 'core/flash/gradient_sums_test',
-    'core/flash/token_rule_test', 'core/flash/planned_layer_test', 'core/flash/key_value_cache_test',
-    'core/linear/linear_cuda_test', 'core/linear/linear_backward_test', 'core/gather/gather_test', 'core/search/search_test',
+    'core/cuda/device_work_test', 'core/cuda/for_each_test', 'core/cuda/hopper_test', 'core/cuda/sum_in_runs_test',
+    'core/layers/layers_test', 'core/layers/list_rows_test', 'core/layers/copy_rows_test', 'core/flash/flash_test',
+    'core/flash/flash_mma_test', 'core/flash/flash_decode_mma_test', 'core/flash/flash_parts_test',
+    'core/flash/flash_backward_test', 'core/flash/gradient_sums_test', 'core/flash/token_rule_test',
+    'core/flash/planned_layer_test', 'core/flash/key_value_cache_test', 'core/linear/linear_cuda_test',
+    'core/linear/linear_backward_test', 'core/gather/gather_test', 'core/search/search_test',
     'harness/judge/evaluate_device_test', 'harness/measure/device_peaks_test'
 ]
 TESTS_OF_TIMES = ['harness/measure/device_peaks_test']
@@ -192,6 +192,10 @@ def plan(binaries, output, families, shards=2):
                                                 '--error-exitcode', '9', *smallest], 8 * MINUTE, needs=('compute-sanitizer',),
                           shows=(CHECKED,)))
 
+    # The least technique that there is, which shows the harness's own errors first.
+    tiny = [program('harness/tiny_conformance'), '--technique=tiny', '--devices=cuda']
+    steps.append(Step('test of the tiny technique', tiny, 5 * MINUTE, GPU_ENVIRONMENT, shows=(TESTED,),
+                      dry=tiny + ['--gtest_list_tests']))
     # Tests of kernels skip what a simulator alone can tell; those of NVIDIA's libraries skip where there is none.
     for test in KERNEL_TESTS + LIBRARY_TESTS + families['tests']:
         command = [program(test)]
