@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
@@ -143,6 +144,13 @@ Json NumberOf(double value) {
   return value;
 }
 
+// Returns the value in six digits. The last ones of a p-value depend on the mathematical functions of
+// the machine, and say nothing.
+double InSixDigits(double value) {
+  double rounded = value;
+  return absl::SimpleAtod(absl::StrCat(value), &rounded) ? rounded : value;
+}
+
 Json JsonOf(const Finding& finding) {
   Json json = {{"verdict", std::string(VerdictWord(finding))},
                {"what", finding.what},
@@ -155,7 +163,7 @@ Json JsonOf(const Finding& finding) {
     json["low"] = NumberOf(finding.interval->low);
     json["high"] = NumberOf(finding.interval->high);
   }
-  if (finding.p_value.has_value()) json["p_value"] = NumberOf(*finding.p_value);
+  if (finding.p_value.has_value()) json["p_value"] = NumberOf(InSixDigits(*finding.p_value));
   if (!finding.reason.empty()) json["reason"] = finding.reason;
   return json;
 }
