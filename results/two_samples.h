@@ -45,8 +45,8 @@ double MannWhitneyP(const std::vector<double>& a, const std::vector<double>& b);
 //        all n_j logarithms, with those left out replaced by the nearest of those left
 //   t = (sum of +-m_j) / sqrt(sum d_j), + for those in the numerator, compared with Student's t of
 //   (sum d_j)^2 / sum(d_j^2 / (h_j - 1)) degrees of freedom (Welch 1947)
-// Of equal distributions at most 6 % are below 0.05, with 4 to 30 samples a factor and noise that
-// is normal, skewed, bimodal or has slow outliers. Far smaller values rest on the normal
+// Where the distributions are equal at most 6 % are below 0.05, with 4 to 30 samples a factor and
+// noise that is normal, skewed, bimodal or has slow outliers. Far smaller values rest on the normal
 // distribution of the means: where a factor has four samples up to 0.6 % are below 0.001. Returns
 // 1 where a factor has fewer than two samples, or one that is not positive and finite.
 double TrimmedRatioP(const std::vector<Factor>& factors);

@@ -1,4 +1,4 @@
-// What only the simulator can be asked; device_work_test.cc has the rest.
+// Tests that need the simulator; device_work_test.cc has those of any device.
 #include "core/cuda/runtime.h"
 
 #include <cstdint>
