@@ -41,11 +41,11 @@ TEST_P(FlashMma, MatchesLoopsForEveryHeadDim) {
 }
 
 TEST_P(FlashMma, MatchesLoopsAcrossTileEdges) {
+  bool causal = GetParam() == DType::kF16;  // the dtypes, which differ in rounding alone, take turns
   for (int64_t queries : {1, 16, 127, 128, 129, 257}) {
     for (int64_t keys : {1, 17, 63, 64, 65, 128, 300}) {
-      for (bool causal : {false, true}) {
-        Subject(Make(GetParam(), {queries, keys, 16, 24}, causal)).ExpectMatchesLoops();
-      }
+      Subject(Make(GetParam(), {queries, keys, 16, 24}, causal)).ExpectMatchesLoops();
+      causal = !causal;
     }
   }
 }
@@ -116,7 +116,7 @@ TEST_P(FlashMma, SplitKeysAreMerged) {
 }
 
 TEST_P(FlashMma, ResultsAreBitwiseTheSameInAnyOrderAndOnAnyGrid) {
-  Subject subject(Make(GetParam(), {200, 300, 64, 64, 4, 2}, /*causal=*/true));
+  Subject subject(Make(GetParam(), {200, 300, 64, 64, 2, 1}, /*causal=*/true));
   subject.Run(1);
   const Tensor first = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
   for (auto [seed, max_blocks] : {std::pair<int, int>{2, 1 << 20}, {3, 1}, {4, 3}}) {
@@ -208,6 +208,9 @@ TEST_P(FlashMma, RowsThatBeginAtAnyElementGiveTheSameBits) {
 
 TEST_P(FlashMma, OutputsAndWhatRoundingTookFromThemAreTheOutputsInF32) {
   for (const int64_t dim : {7, 32, 40, 64, 80, 128, 136, 256}) {  // in chunks, or not; all kernels
+    Subject(Make(GetParam(), {150, 90, dim, dim})).ExpectRest();
+  }
+  for (const int64_t dim : {7, 32}) {
     Subject(Make(GetParam(), {150, 90, dim, dim, 2, 1, 2})).ExpectRest();
   }
   Subject(Make(GetParam(), {200, 30, 64, 48}, /*causal=*/true)).ExpectRest();  // rows without keys
@@ -395,27 +398,27 @@ TEST(FlashMmaCall, TheWorkOfACallIsAsOnRecord) {
   ASSERT_TRUE(runtime.ok());
   const bool hopper = (*runtime)->properties().compute_capability_major == 9;
   const auto work = [](Subject&& subject) { return WorkOf([&] { subject.Run(); }); };
-  const Sizes sizes = {300, 300, 40, 72, 2, 2, 2};
+  const Sizes sizes = {300, 300, 40, 72, 2, 2};
   EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes))),
-            hopper ? "1 launches, 4 blocks, 56 barriers, 9168 collectives"
-                   : "1 launches, 12 blocks, 168 barriers, 83472 collectives");
+            hopper ? "1 launches, 4 blocks, 32 barriers, 4626 collectives"
+                   : "1 launches, 6 blocks, 84 barriers, 41736 collectives");
   EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes, /*causal=*/true))),
-            hopper ? "1 launches, 4 blocks, 32 barriers, 6372 collectives"
-                   : "1 launches, 12 blocks, 136 barriers, 61328 collectives");
+            hopper ? "1 launches, 4 blocks, 20 barriers, 3228 collectives"
+                   : "1 launches, 6 blocks, 68 barriers, 30664 collectives");
   const BandPattern band(-100, 0);
   EXPECT_EQ(work(Subject(Make(DType::kBF16, sizes), &band)),
-            hopper ? "1 launches, 4 blocks, 24 barriers, 5440 collectives"
-                   : "1 launches, 12 blocks, 120 barriers, 50256 collectives");
-  Subject split(Make(DType::kBF16, {5, 1000, 40, 72, 4, 2, 2}));
+            hopper ? "1 launches, 4 blocks, 16 barriers, 2762 collectives"
+                   : "1 launches, 6 blocks, 60 barriers, 25128 collectives");
+  Subject split(Make(DType::kBF16, {5, 500, 40, 72, 4, 2}));
   split.splits = 3;
-  EXPECT_EQ(work(std::move(split)),
-            hopper ? "2 launches, 14 blocks, 124 barriers, 18068 collectives"
-                   : "2 launches, 34 blocks, 372 barriers, 178216 collectives");
+  EXPECT_EQ(work(std::move(split)), hopper
+                                        ? "2 launches, 9 blocks, 34 barriers, 5348 collectives"
+                                        : "2 launches, 17 blocks, 122 barriers, 44820 collectives");
   Subject with_keys(Make(DType::kBF16, sizes));
   with_keys.relative_keys = Tensor(DType::kBF16, {1, 601, 40});
   Fill(with_keys.relative_keys.view(), 0.5);
   with_keys.low = -300;
-  EXPECT_EQ(work(std::move(with_keys)), "1 launches, 12 blocks, 168 barriers, 172320 collectives");
+  EXPECT_EQ(work(std::move(with_keys)), "1 launches, 6 blocks, 84 barriers, 86160 collectives");
 }
 
 // Returns ids with few different values, in [batch, tokens].

@@ -9,6 +9,7 @@
 #include "core/cuda/simulator/simulator.h"
 #include "core/flash/rest_testing.h"
 #include "core/random.h"
+#include "core/schedule/pattern_testing.h"
 #include "core/status.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -74,13 +75,15 @@ void Subject::ExpectMatchesLoops(double fp32_factor) {
   for (int64_t b = 0; b < problem.batch; ++b) {
     for (int64_t h = 0; h < problem.query_heads; ++h) {
       for (int64_t i = 0; i < problem.query_tokens; ++i) {
+        std::vector<double> sizes(problem.value_dim, 0.0);
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          const double weight = p.Row(b, h, i)[j];
+          if (!(weight > 0)) continue;
+          const double* row = v.Row(b, h / problem.group(), j);
+          for (int64_t c = 0; c < problem.value_dim; ++c) sizes[c] += weight * std::abs(row[c]);
+        }
         for (int64_t c = 0; c < problem.value_dim; ++c) {
-          double size = 0;
-          for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-            const double weight = p.Row(b, h, i)[j];
-            if (weight > 0) size += weight * std::abs(v.Row(b, h / problem.group(), j)[c]);
-          }
-          const double value = y.Row(b, h, i)[c];
+          const double value = y.Row(b, h, i)[c], size = sizes[c];
           const double bound = unit * size + out_unit * (std::abs(value) + unit * size) + fp32;
           const double error = std::abs(Out(b, h, i, c) - value);
           worst = std::max(worst, std::isnan(error) ? INFINITY : error / bound);
@@ -167,6 +170,7 @@ NamedTensors Subject::Loops() const {
   Inputs inputs{{"q", call.q}, {"k", call.k}, {"v", call.v}};
   if (!call.key_mask.empty()) inputs.Set("key_mask", call.key_mask);
   const KeyMask is_token(inputs);
+  const ShownPairs shows(*pattern_, problem.query_tokens, problem.kv_tokens);
   const DoubleTensor q(call.q), k(call.k);
   DefinitionRequest request;
   request.weights = true;
@@ -174,8 +178,7 @@ NamedTensors Subject::Loops() const {
       problem, inputs, request,
       [&](int64_t b, int64_t h, int64_t i, int64_t j) {
         const bool causal = !problem.causal || j <= i + problem.causal_offset();
-        const int64_t head = h % pattern_->heads();
-        if (!causal || !is_token(b, j) || !pattern_->Sees(head, i, j)) return kNotSeen;
+        if (!causal || !is_token(b, j) || !shows(h % pattern_->heads(), i, j)) return kNotSeen;
         const double dot = Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
         return change(b, h, i, j, scale * dot);
       },
