@@ -311,7 +311,7 @@ TEST(Linear, LetsANaNInASeenKeyOrValueReachExactlyTheRowsThatSeeIt) {
 }
 
 TEST(Linear, ARowThatSeesOnlyKeysOfNaNIsNaN) {
-  ForEachNaNKeys([](const NaNKeys& keys) {
+  ForEachNaNKeys(kKeysOfGroups, [](const NaNKeys& keys) {
     for (const int threads : {1, 3}) {
       ExpectNaNOfFormula(keys, RunEngine(keys.c, keys.tensors, threads),
                          RunEngine(keys.c, keys.clean, threads));
@@ -320,7 +320,7 @@ TEST(Linear, ARowThatSeesOnlyKeysOfNaNIsNaN) {
 }
 
 TEST(Linear, EqualsItsFormulaWhereSquaresOfKeysAreBeyondFp32) {
-  ForEachLongKeys([](const LongKeys& keys) {
+  ForEachLongKeys(kKeysOfGroups, [](const LongKeys& keys) {
     for (const int threads : {1, 3}) {
       ExpectLongKeysOfFormula(keys, RunEngine(keys.c, keys.tensors, threads));
     }

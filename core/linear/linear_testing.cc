@@ -140,6 +140,11 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
                                                          : projection;
     return map.constant * (value + map.epsilon);
   };
+  // Returns the features of a row of projections.
+  const auto features_of = [&](std::vector<double> row, double half_square, double s) {
+    for (double& f : row) f = feature(f, half_square, s);
+    return row;
+  };
   // With `sign` 1 returns g_j; with -1, 1 - g_j.
   const auto gate_of = [&](int64_t b, int64_t head, int64_t j, int sign) {
     const float* gate = tensors.gate.view().At<float>(head);
@@ -154,6 +159,10 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
       const int64_t kv_head = h / p.group();
       std::vector<std::vector<double>> keys(p.kv_tokens);
       std::vector<double> half_squares(p.kv_tokens), maxima(p.kv_tokens);
+      std::vector<double> keeps(p.kv_tokens), takes(p.kv_tokens);  // of gates
+      // Features of the keys, with the stabiliser of the last row that saw them.
+      std::vector<std::vector<double>> features(p.kv_tokens);
+      std::vector<double> stabilisers(p.kv_tokens);
       const auto seen = [&](int64_t i, int64_t j) {
         return (tensors.key_mask.empty() ||
                 tensors.key_mask.span<uint8_t>()[b * p.kv_tokens + j] != 0) &&
@@ -164,6 +173,9 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
         project(x, kv_head, &keys[j]);
         half_squares[j] = half_square_of(x);
         maxima[j] = *std::max_element(keys[j].begin(), keys[j].end());
+        if (!map.gated) continue;
+        keeps[j] = gate_of(b, kv_head, j, 1);
+        takes[j] = gate_of(b, kv_head, j, -1);
       }
       for (int64_t i = 0; i < p.query_tokens; ++i) {
         std::vector<double> query;
@@ -181,8 +193,7 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
             if (counts) key_s = std::max(key_s, maxima[j]);
           }
         }
-        const double half_square = half_square_of(x);
-        for (double& f : query) f = feature(f, half_square, query_s);
+        query = features_of(query, half_square_of(x), query_s);
         double* y = results.out.view().MutableAt<double>(b, h, i);
         std::fill_n(y, p.value_dim, 0.0);
         double sum = 0;
@@ -190,14 +201,15 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
         for (int64_t j = 0; j < p.kv_tokens; ++j) {
           if (!seen(i, j)) continue;
           any = true;
-          const double gate = map.gated ? gate_of(b, kv_head, j, 1) : 0;
-          for (int64_t n = 0; map.gated && n < p.value_dim; ++n) y[n] *= gate;
-          if (map.gated) sum *= gate;
-          double weight = 0;
-          for (size_t r = 0; r < query.size(); ++r) {
-            weight += query[r] * feature(keys[j][r], half_squares[j], key_s);
+          for (int64_t n = 0; map.gated && n < p.value_dim; ++n) y[n] *= keeps[j];
+          if (map.gated) sum *= keeps[j];
+          if (features[j].empty() || stabilisers[j] != key_s) {
+            features[j] = features_of(keys[j], half_squares[j], key_s);
+            stabilisers[j] = key_s;
           }
-          if (map.gated) weight *= gate_of(b, kv_head, j, -1);
+          double weight = 0;
+          for (size_t r = 0; r < query.size(); ++r) weight += query[r] * features[j][r];
+          if (map.gated) weight *= takes[j];
           sum += weight;
           for (int64_t n = 0; n < p.value_dim; ++n) y[n] += weight * v.Row(b, kv_head, j)[n];
         }
@@ -219,7 +231,7 @@ namespace {
 std::vector<FeatureMap> MapsOfEachKind(bool causal) {
   std::vector<FeatureMap> maps = {LinearMap(Feature::kRelu, 12, 8, 1e-4)};
   for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
-    maps.push_back(LinearMap(feature, 70, 8));
+    maps.push_back(LinearMap(feature, IsPair(feature) ? 45 : 70, 8));  // features of two tiles
     for (const KeyStabiliser stabiliser : {KeyStabiliser::kSequence, KeyStabiliser::kNone}) {
       maps.push_back(LinearMap(feature, 12, 8, 1e-4));
       maps.back().stabiliser = stabiliser;
@@ -243,21 +255,21 @@ struct KeyShape {
 };
 
 // Calls body(shape, case) for causal calls and others, with each of maps(causal). Rows see special keys
-// alone, or before all others.
+// alone, or before all others. So many keys as `many` are cut into groups.
 template <class Maps, class Body>
-void ForEachSpecialKeys(DType dtype, const Maps& maps, const Body& body) {
-  const KeyShape kShapes[] = {
-      {true, 70, 70, 0, 1, 0},        // each row sees it
-      {true, 20, 10, 0, 1, 0},        // the first 10 rows see no key
-      {true, 20, 20, 2, 3, 12},       // masked keys around it
-      {true, 150, 150, 40, 41, 130},  // behind it a chunk without keys
-      {true, 20, 140, 0, 70, 128},    // the rows begin behind a chunk of them
-      {true, 20, 520, 3, 4, 510},     // the rows are in a later group
-      {false, 5, 70, 0, 70, 0},       // all keys
-      {false, 5, 130, 70, 71, 130},   // the only key
-      {false, 5, 520, 70, 71, 270},   // the only key of a group
+void ForEachSpecialKeys(int64_t many, DType dtype, const Maps& maps, const Body& body) {
+  const KeyShape shapes[] = {
+      {true, 70, 70, 0, 1, 0},                 // each row sees it
+      {true, 20, 10, 0, 1, 0},                 // the first 10 rows see no key
+      {true, 20, 20, 2, 3, 12},                // masked keys around it
+      {true, 150, 150, 40, 41, 130},           // behind it a chunk without keys
+      {true, 20, 140, 0, 70, 128},             // the rows begin behind a chunk of them
+      {true, 20, many, 3, 4, many - 10},       // the rows are in a later group
+      {false, 5, 70, 0, 70, 0},                // all keys
+      {false, 5, 130, 70, 71, 130},            // the only key
+      {false, 5, many, 70, 71, many * 2 / 3},  // the only key of a group
   };
-  for (const KeyShape& shape : kShapes) {
+  for (const KeyShape& shape : shapes) {
     for (const FeatureMap& map : maps(shape.causal)) {
       LinearCase c{LinearProblem(shape.queries, shape.keys, shape.causal, 2, 8), map};
       c.problem.dtype = dtype;
@@ -299,15 +311,16 @@ void WithSegments(const LinearCase& c, const Body& body) {
 
 }  // namespace
 
-void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body) {
-  ForEachSpecialKeys(DType::kF32, MapsOfEachKind, [&](const KeyShape& shape, const LinearCase& c) {
-    body({c, NaNTensors(shape, c), TensorsWith(shape, c, [](int64_t, double x) { return x; })});
-  });
+void ForEachNaNKeys(int64_t many, const std::function<void(const NaNKeys&)>& body) {
+  ForEachSpecialKeys(
+      many, DType::kF32, MapsOfEachKind, [&](const KeyShape& shape, const LinearCase& c) {
+        body({c, NaNTensors(shape, c), TensorsWith(shape, c, [](int64_t, double x) { return x; })});
+      });
 }
 
 void ForEachAppendedNaNKeys(
     const std::function<void(const NaNKeys&, const std::vector<int64_t>& segments)>& body) {
-  ForEachNaNKeys([&](const NaNKeys& keys) {
+  ForEachNaNKeys(kKeysOfGroups, [&](const NaNKeys& keys) {
     WithSegments(keys.c, [&](const std::vector<int64_t>& segments) { body(keys, segments); });
   });
 }
@@ -329,7 +342,7 @@ void ExpectNaNOfFormula(const NaNKeys& keys, const LinearResults& results,
   expect(expected.log_sum_exp, results.log_sum_exp, clean.log_sum_exp);
 }
 
-void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dtype) {
+void ForEachLongKeys(int64_t many, const std::function<void(const LongKeys&)>& body, DType dtype) {
   const auto maps_of = [](bool causal) {
     std::vector<FeatureMap> maps = MapsOfEachKind(causal);
     for (const Feature feature : {Feature::kExp, Feature::kExpPair}) {
@@ -340,7 +353,7 @@ void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dty
     }
     return maps;
   };
-  ForEachSpecialKeys(dtype, maps_of, [&](const KeyShape& shape, const LinearCase& c) {
+  ForEachSpecialKeys(many, dtype, maps_of, [&](const KeyShape& shape, const LinearCase& c) {
     // With one channel, projections are those of shorter keys but for a power of 2.
     const auto with = [&](double length) {
       return TensorsWith(
@@ -358,7 +371,7 @@ void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dty
 
 void ForEachAppendedLongKeys(
     const std::function<void(const LongKeys&, const std::vector<int64_t>& segments)>& body) {
-  ForEachLongKeys([&](const LongKeys& keys) {
+  ForEachLongKeys(kKeysOfGroups, [&](const LongKeys& keys) {
     WithSegments(keys.c, [&](const std::vector<int64_t>& segments) { body(keys, segments); });
   });
 }

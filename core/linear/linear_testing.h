@@ -75,8 +75,11 @@ struct NaNKeys {
   LinearCase c;
   LinearTensors tensors, clean;
 };
-// Calls body(NaNKeys) for causal calls and others, with each map of features.
-void ForEachNaNKeys(const std::function<void(const NaNKeys&)>& body);
+// Numbers of keys of a head that the CPU, and the CUDA kernels in the simulator, cut into two groups or more.
+constexpr int64_t kKeysOfGroups = 520;
+constexpr int64_t kKeysOfCudaGroups = 300;
+// Calls body(NaNKeys) for causal calls and others, with each map of features, and with up to `many` keys.
+void ForEachNaNKeys(int64_t many, const std::function<void(const NaNKeys&)>& body);
 // Does the same with the lengths of segments, for the calls whose keys can be appended.
 void ForEachAppendedNaNKeys(
     const std::function<void(const NaNKeys&, const std::vector<int64_t>& segments)>& body);
@@ -103,8 +106,9 @@ struct OneLongKey {
   LinearCase c;
   LinearTensors tensors;
 };
-// Calls body(LongKeys) for causal calls and others, with each map of features.
-void ForEachLongKeys(const std::function<void(const LongKeys&)>& body, DType dtype = DType::kF32);
+// Calls body(LongKeys) for causal calls and others, with each map of features, and with up to `many` keys.
+void ForEachLongKeys(int64_t many, const std::function<void(const LongKeys&)>& body,
+                     DType dtype = DType::kF32);
 // Does the same with the lengths of segments, for the calls whose keys can be appended.
 void ForEachAppendedLongKeys(
     const std::function<void(const LongKeys&, const std::vector<int64_t>& segments)>& body);
