@@ -130,10 +130,10 @@ TEST_P(ChangePointsTest, NoiseGivesAtMostOneAlarmInAHundredRuns) {
   EXPECT_LE(alarms, kStores);
 }
 
-// In stores of forty cases a case becomes slower by 5 % behind 20 to 59 runs with a noise of 0.5 %.
+// In stores of forty cases a case becomes slower by 5 % behind 20 to 58 runs with a noise of 0.5 %.
 TEST_P(ChangePointsTest, AStepOfFivePercentIsFoundWithinThreeRuns) {
   int found_steps = 0, steps = 0;
-  for (int before = 20; before < 60; ++before) {
+  for (int before = 20; before < 60; before += 2) {
     std::vector<NoisySeries> all = Draw(GetParam(), 40, before + 3, 0.005, 1000 + before);
     for (size_t changed = 0; changed < 40; changed += 8, ++steps) {
       for (int run = before; run < before + 3; ++run) all[changed].values[run] += kStep;
@@ -150,7 +150,7 @@ TEST_P(ChangePointsTest, AStepOfFivePercentIsFoundWithinThreeRuns) {
 
 TEST_P(ChangePointsTest, ADriftOfHalfAPercentARunIsFoundWithinTenRuns) {
   int found_drifts = 0, drifts = 0;
-  for (int before = 20; before < 60; ++before) {
+  for (int before = 20; before < 60; before += 2) {
     std::vector<NoisySeries> all = Draw(GetParam(), 40, before + 10, 0.005, 2000 + before);
     for (size_t changed = 0; changed < 40; changed += 8, ++drifts) {
       for (int run = before; run < before + 10; ++run) {
@@ -233,17 +233,12 @@ TEST(RecordedNoise, InTheOrderOfItsRunsGivesAtMostOneAlarm) {
 }
 
 TEST(RecordedNoise, GivesAtMostOneAlarmInAHundredRuns) {
-  constexpr int kStores = 4;
   const Recorded recorded = ReadRecorded();
-  size_t alarms = 0;
-  for (int store = 0; store < kStores; ++store) {
-    const int parts = store % 2 == 0 ? 1 : kShortRunsInALongOne;
-    alarms += RunsReported(DrawRecorded(recorded, 100, parts, 300 + store)).size();
+  for (const int parts : {1, kShortRunsInALongOne}) {
+    EXPECT_LE(RunsReported(DrawRecorded(recorded, 100, parts, 300 + parts)).size(), 1) << parts;
   }
-  EXPECT_LE(alarms, kStores);
 }
 
-// A technique becomes slower by 5 % at all its lengths, behind 20 to 59 runs.
 // The means alone, which a check searches together.
 std::vector<NoisySeries> MeansOf(const Recorded& recorded, std::vector<NoisySeries> drawn) {
   std::vector<NoisySeries> means;
@@ -251,6 +246,7 @@ std::vector<NoisySeries> MeansOf(const Recorded& recorded, std::vector<NoisySeri
   return means;
 }
 
+// A technique becomes slower by 5 % at all its lengths, behind 20 to 58 runs.
 TEST(RecordedNoise, AStepOfFivePercentOfATechniqueIsFoundWithinThreeRuns) {
   const Recorded recorded = ReadRecorded();
   int found_steps = 0, steps = 0;
