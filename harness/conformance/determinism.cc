@@ -220,7 +220,7 @@ std::vector<Case> DeterminismCases() {
                   ABatchDoesNotDependOnItsCompany};
   // With fewer tokens a device would split the keys over its blocks, the more the smaller the
   // batch, and the order of sums would depend on it.
-  company.simulated_size = SimulatedSize::kAsItIs;
+  company.simulated_size = SimulatedSize::kSameSizes;
   return {
       {"TwoRunsGiveTheSameBits", "35", all, TwoRunsGiveTheSameBits},
       {"TwoLayersOfASeedGiveTheSameBits", "35", UsualBoth(), TwoLayersOfASeedGiveTheSameBits},

@@ -55,7 +55,7 @@ bool RunsWith(const Case& one, Device device, size_t set, size_t sets, size_t pr
 
 // Returns the problem as the simulator runs it.
 Problem Reduced(Problem problem, SimulatedSize size) {
-  if (size == SimulatedSize::kAsItIs) return problem;
+  if (size == SimulatedSize::kAsItIs || size == SimulatedSize::kSameSizes) return problem;
   const bool is_square = problem.kv_tokens == problem.query_tokens;
   problem.query_tokens = std::min<int64_t>(problem.query_tokens, 80);
   problem.kv_tokens = std::min<int64_t>(problem.kv_tokens, is_square ? 80 : 130);

@@ -254,7 +254,7 @@ std::vector<Case> ScaleCases() {
   };
   for (Case& one : cases) {
     one.default_options_only = true;
-    one.simulated_size = SimulatedSize::kAsItIs;
+    one.simulated_size = SimulatedSize::kSameSizes;
   }
   return cases;
 }

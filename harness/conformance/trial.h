@@ -32,7 +32,8 @@ inline Job On(const Problem& problem, Job job) {
 // GPU, nor where IsExhaustive. Where they shrink, two problems that differ only in their mask
 // become one, which is alternately causal and not causal.
 enum class SimulatedSize {
-  kAsItIs,       // unchanged, since the case is about these sizes
+  kAsItIs,       // unchanged, since the case is about these sizes and masks
+  kSameSizes,    // unchanged but for one mask, causal or not, where it has both
   kFewerTokens,  // at most 80 tokens, one and a quarter tiles of 64; at most 130 keys
   kOneOfABatch,  // the same with one sequence, and one head where head_dim is more than 40
 };
