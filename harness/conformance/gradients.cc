@@ -781,7 +781,8 @@ void ProblemsAndOptionsAtRandom(const Job& job) {
     drawn.options = OptionsAtRandom(job.technique->info(), drawn.problem, attempt, &random);
     const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status()) || !(*layer)->CheckBackward().ok()) continue;
-    if (WouldTakeSeconds(drawn, **layer, /*backward_too=*/true)) continue;
+    const double flops = (*layer)->cost().flops.value_or(0);
+    if (WouldTakeSeconds(job.device, flops + (*layer)->backward_cost().flops.value_or(0))) continue;
     SCOPED_TRACE(drawn.ToString());
     const auto trial = GradientTrial::Make(drawn);
     ASSERT_NE(trial, nullptr);

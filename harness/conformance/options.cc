@@ -154,6 +154,7 @@ void ExpectDrawnMatch(const Job& job, int64_t draws, const DrawProblem& draw_pro
     SCOPED_TRACE(absl::StrCat(LabelOf(drawn.problem), " ", Describe(drawn.options)));
     const auto layer = drawn.CreateLayer();
     if (IsRefusal(layer.status())) continue;
+    if (layer.ok() && WouldTakeSeconds(job.device, (*layer)->cost().flops.value_or(0))) continue;
     const auto trial = Trial::Make(drawn);
     ASSERT_NE(trial, nullptr);
     const NamedTensors outputs = trial->Run();

@@ -82,6 +82,10 @@ bool IsExhaustive() {
   return exhaustive != nullptr && *exhaustive != '\0';
 }
 
+bool WouldTakeSeconds(Device device, double flops) {
+  return device == Device::kSimulator && !IsExhaustive() && flops > 5e7;
+}
+
 void Skip(const std::string& reason) { GTEST_SKIP() << reason; }
 
 bool IsRefusal(const absl::Status& status) {

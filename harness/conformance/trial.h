@@ -40,6 +40,9 @@ enum class SimulatedSize {
 
 // Tells whether TFB_EXHAUSTIVE is set in the environment, as by --config=exhaustive.
 bool IsExhaustive();
+// Tells whether the simulator would take seconds for so many FLOPs, so that a case had better draw another
+// problem. It never would where IsExhaustive.
+bool WouldTakeSeconds(Device device, double flops);
 
 // A case makes one test for each of its problems. Its name is a sentence without spaces; `numbers`
 // are those of the cases in the project's reliability rules, for reference.
