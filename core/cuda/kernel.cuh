@@ -12,10 +12,6 @@
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
-
-#include <map>
-#include <mutex>
-#include <utility>
 #else
 #include "core/cuda/simulator/cuda_runtime.h"
 #endif
@@ -24,6 +20,7 @@
 #include "core/cuda/functor.h"
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/ptx.cuh"
+#include "core/cuda/shared_opt_in.h"
 
 namespace tfb {
 namespace {  // each source is compiled twice into one program
@@ -83,20 +80,18 @@ template <class... Parameters>
 cudaError_t OptInToShared(void (*kernel)(Parameters...), size_t bytes) {
   if (bytes <= 48 << 10) return cudaSuccess;
 #ifdef __CUDACC__
-  static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, size_t> opted_in;  // by device
   int device = 0;
   if (const cudaError_t unknown = cudaGetDevice(&device); unknown != cudaSuccess) return unknown;
-  const std::lock_guard<std::mutex> lock(mutex);
-  size_t& most = opted_in[{device, reinterpret_cast<const void*>(kernel)}];
-  if (bytes <= most) return cudaSuccess;
+  const auto opt_in = [](const void* function, size_t most) -> int {
+    return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(most));
+  };
+  return static_cast<cudaError_t>(
+      OptInOnce(device, reinterpret_cast<const void*>(kernel), bytes, opt_in));
+#else
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
 #endif
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-#ifdef __CUDACC__
-  if (error == cudaSuccess) most = bytes;
-#endif
-  return error;
 }
 
 #ifdef __CUDACC__
