@@ -207,8 +207,8 @@ def _compile(ctx, cc_toolchain, source, context):
     )
     return output, resources
 
-def _link(ctx, objects, suffix, runtime):
-    """A CcInfo that links kernels and what they run on; an empty one where there are none."""
+def _link(ctx, objects, suffix, runtime, deps):
+    """A CcInfo that links kernels, what they run on, and behind them what they call; an empty one where there are none."""
     if not objects:
         return CcInfo()
     cc_toolchain = ctx.attr._cc_toolchain[cc_common.CcToolchainInfo]
@@ -225,7 +225,7 @@ def _link(ctx, objects, suffix, runtime):
             requested_features = ctx.features,
             unsupported_features = ctx.disabled_features,
         ),
-        linking_contexts = [runtime[CcInfo].linking_context],
+        linking_contexts = [runtime[CcInfo].linking_context, deps.linking_context],
         name = ctx.label.name + suffix,
     )
     return CcInfo(linking_context = linking)
@@ -261,9 +261,9 @@ def _cuda_library_impl(ctx):
         DefaultInfo(files = depset(for_gpu + simulated)),
         CcInfo(compilation_context = context, linking_context = deps.linking_context),
         _merge([dep[KernelsInfo] for dep in ctx.attr.deps if KernelsInfo in dep] + [KernelsInfo(
-            for_gpu = _link(ctx, for_gpu, "_for_gpu", ctx.attr._runtime),
+            for_gpu = _link(ctx, for_gpu, "_for_gpu", ctx.attr._runtime, deps),
             resources = depset(resources),
-            simulated = _link(ctx, simulated, "_simulated", ctx.attr._simulator),
+            simulated = _link(ctx, simulated, "_simulated", ctx.attr._simulator, deps),
         )]),
     ]
 
