@@ -403,6 +403,10 @@ Json JsonSamples(const Timing& timing) {
   if (timing.setup_ns_size() > 0) samples["setup_ns"] = JsonNumbers(timing.setup_ns());
   if (timing.cold_run_ns_size() > 0) samples["cold_run_ns"] = JsonNumbers(timing.cold_run_ns());
   if (timing.run_ns_size() > 0) samples["run_ns"] = JsonNumbers(timing.run_ns());
+  for (const Timing::Visit& visit : timing.visits()) {
+    samples["visits"].push_back(
+        {{"start_unix_ns", visit.start_unix_ns()}, {"run_samples", visit.run_samples()}});
+  }
   if (timing.graph_run_ns_size() > 0) samples["graph_run_ns"] = JsonNumbers(timing.graph_run_ns());
   if (timing.end_to_end_ns_size() > 0) {
     samples["end_to_end_ns"] = JsonNumbers(timing.end_to_end_ns());

@@ -1240,6 +1240,11 @@ TEST(RenderJson, IsValidAndHasWhatIsKnownAndNothingElse) {
   outcome->mutable_against_dense()->set_max_abs(kInfinity);
   outcome->set_kl_divergence(kNan);
   (*outcome->mutable_statistics())["lowest"] = -kInfinity;
+  for (const int samples : {5, 6}) {
+    auto* visit = sweep.mutable_cases(3)->mutable_outcome()->mutable_timing()->add_visits();
+    visit->set_start_unix_ns(1'790'000'000'000'000'000 + samples);
+    visit->set_run_samples(samples);
+  }
   const json parsed = json::parse(AsFormat(sweep, RenderFormat::kJson));
   EXPECT_EQ(parsed["format"], "tfb.results/1");
   ASSERT_EQ(parsed["cases"].size(), static_cast<size_t>(sweep.cases_size()));
@@ -1253,6 +1258,10 @@ TEST(RenderJson, IsValidAndHasWhatIsKnownAndNothingElse) {
   EXPECT_EQ(near["outcome"]["status"], "ok");
   const json& scaling = parsed["cases"][3];
   EXPECT_EQ(scaling["samples"]["run_ns"].size(), 11u);
+  EXPECT_EQ(scaling["samples"]["visits"],
+            json::parse(R"([{"run_samples": 5, "start_unix_ns": 1790000000000000005},
+                            {"run_samples": 6, "start_unix_ns": 1790000000000000006}])"));
+  EXPECT_FALSE(near["samples"].contains("visits"));
   EXPECT_EQ(parsed["environments"][0]["git_dirty"], true);
 }
 
