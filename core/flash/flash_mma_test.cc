@@ -41,7 +41,7 @@ TEST_P(FlashMma, MatchesLoopsForEveryHeadDim) {
 }
 
 TEST_P(FlashMma, MatchesLoopsAcrossTileEdges) {
-  bool causal = GetParam() == DType::kF16;  // the dtypes, which differ in rounding alone, take turns
+  bool causal = GetParam() == DType::kF16;  // dtypes take turns, as they differ in rounding alone
   for (int64_t queries : {1, 16, 127, 128, 129, 257}) {
     for (int64_t keys : {1, 17, 63, 64, 65, 128, 300}) {
       Subject(Make(GetParam(), {queries, keys, 16, 24}, causal)).ExpectMatchesLoops();
