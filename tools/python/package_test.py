@@ -560,6 +560,20 @@ class Sweeps(unittest.TestCase):
         page = os.path.join(FOLDER.name, 'report.html')
         results.html(page)
         self.assertIn('<svg', pathlib.Path(page).read_text())
+        # Dense and longformer of a length are measured in the same visits.
+        pandas = types.SimpleNamespace(DataFrame=lambda rows: rows)
+        with unittest.mock.patch.dict(sys.modules, pandas=pandas):
+            rows = results.frame()
+        runs = [row for row in rows if row['quantity'] == 'run_ns']
+        self.assertEqual({row['sample'] for row in runs}, {0, 1, 2})
+        for tokens in (128, 256):
+            visits = {row['technique']: set() for row in runs}
+            for row in runs:
+                if row['query_tokens'] == tokens:
+                    visits[row['technique']].add(row['visit'])
+            self.assertNotIn(0, visits['longformer'])
+            self.assertLessEqual(visits['longformer'], visits['dense'])
+        self.assertEqual({row['visit'] for row in rows if row['quantity'] != 'run_ns'}, {0})
 
     def test_measure_the_step_of_training(self):
         results = tfb.sweep(['dense'], '64', accuracy=False, repetitions=3, heads=1, head_dims=16, pass_='forward,training')

@@ -54,8 +54,10 @@ class Results(List[Dict[str, Any]]):
     def frame(self) -> Any:
         """Returns a pandas DataFrame in long format: a row for each measurement.
 
-        Columns are those of the case's key, "quantity" (such as run_median_ns or definition_max_abs), "value", and "sample": the
-        place of a raw sample (of run_ns, cold_run_ns, setup_ns, ...) among those of its quantity, -1 for what is no sample.
+        Columns are those of the case's key, "quantity" (such as run_median_ns or definition_max_abs), "value", "sample": the
+        place of a raw sample (of run_ns, cold_run_ns, setup_ns, ...) among those of its quantity, -1 for what is no sample; and
+        "visit" for a sample of run_ns: when the sweep began the visit that took it, in Unix nanoseconds, which cases that were
+        measured side by side have in common; 0 for others, and where the file does not say.
         """
         import pandas
         rows = []
@@ -65,11 +67,14 @@ class Results(List[Dict[str, Any]]):
             for part in ('times', 'costs', 'errors'):
                 for quantity, value in record.get(part, {}).items():
                     if isinstance(value, (int, float)) and not isinstance(value, bool):
-                        rows.append(dict(key, quantity=quantity, value=float(value), sample=-1))
-            for quantity, values in record.get('samples', {}).items():
+                        rows.append(dict(key, quantity=quantity, value=float(value), sample=-1, visit=0))
+            samples = record.get('samples', {})
+            visits = [visit['start_unix_ns'] for visit in samples.get('visits', []) for _ in range(visit['run_samples'])]
+            for quantity, values in samples.items():
                 for sample, value in enumerate(values):
-                    if isinstance(value, (int, float)):  # segments of streams are objects
-                        rows.append(dict(key, quantity=quantity, value=float(value), sample=sample))
+                    if isinstance(value, (int, float)):  # segments of streams, and visits, are objects
+                        visit = visits[sample] if quantity == 'run_ns' and sample < len(visits) else 0
+                        rows.append(dict(key, quantity=quantity, value=float(value), sample=sample, visit=visit))
         return pandas.DataFrame(rows)
 
     def html(self, path: str) -> None:
