@@ -1160,15 +1160,20 @@ TEST_P(FlashBackward16, KeysThatNoQuerySeesReachNothing) {
   one.Expect();
 }
 
-TEST_P(FlashBackward16, QueriesWithoutKeysReachNothing) {
-  const int64_t dim = Channels();
-  Case16 one = Make("without keys", Sized(2, 100, 77, dim, dim),
-                    [](int64_t i, int64_t) { return i != 30 && i != 70; });
+bool HasKeys(int64_t i, int64_t) { return i != 30 && i != 70; }
+
+// Makes numbers of the two queries without keys in a case of HasKeys not finite.
+void ExpectNothingOfQueriesWithoutKeys(Case16 one) {
   for (const int64_t head : {0, 1}) {
     one.Query(head, 30)[2] = NAN;
     one.OutGradient(head, 70)[1] = INFINITY;
   }
   one.Expect();
+}
+
+TEST_P(FlashBackward16, QueriesWithoutKeysReachNothing) {
+  const int64_t dim = Channels();
+  ExpectNothingOfQueriesWithoutKeys(Make("without keys", Sized(2, 100, 77, dim, dim), HasKeys));
 }
 
 TEST_P(FlashBackward16, QueriesThatAreNotNumbersReachTheirKeysAlone) {
@@ -1511,13 +1516,7 @@ TEST_F(FlashBackwardF32, NumbersThatAreNotFiniteReachWhatSeesThemAlone) {
     gradient.OutGradient(1, 30)[dim - 2] = NAN;
     gradient.OutGradient(0, 30)[dim - 3] = INFINITY;
     gradient.Expect();
-    Case16 without_keys = Make("without keys", Sized(2, 100, 77, dim, dim),
-                               [](int64_t i, int64_t) { return i != 30 && i != 70; });
-    for (const int64_t head : {0, 1}) {
-      without_keys.Query(head, 30)[2] = NAN;
-      without_keys.OutGradient(head, 70)[1] = INFINITY;
-    }
-    without_keys.Expect();
+    ExpectNothingOfQueriesWithoutKeys(Make("without keys", Sized(2, 100, 77, dim, dim), HasKeys));
   }
 }
 

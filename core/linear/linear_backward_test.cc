@@ -381,7 +381,7 @@ Reals GradientsOfOutputs(const BackwardCase& of) {
   return {{"out", RealsOf(of.out_gradient)}, {"log_sum_exp", RealsOf(of.log_sum_exp_gradient)}};
 }
 
-// What the formula has for a case as it is.
+// The formula of a case as it is, evaluated in every row.
 struct Definition {
   explicit Definition(const BackwardCase& of)
       : reals(RealsOf(of)), of_outputs(GradientsOfOutputs(of)), formula(of.c, of.tensors, reals) {
