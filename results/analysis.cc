@@ -312,7 +312,7 @@ void Analysis::Group() {
   }
 }
 
-// Returns the speed-up of the samples of all `cases` over those of their counterparts.
+// Returns the speed-up of all `cases` over their counterparts.
 std::optional<SpeedUpInterval> Analysis::SpeedUpOver(const std::vector<const Case*>& cases) const {
   std::vector<const Case*> dense_cases;
   for (const Case* result : cases) {
@@ -322,7 +322,8 @@ std::optional<SpeedUpInterval> Analysis::SpeedUpOver(const std::vector<const Cas
       dense_cases.push_back(dense);
     }
   }
-  return SpeedUpOf(PooledRunTimes(dense_cases), PooledRunTimes(cases));
+  const SideBySide samples = SamplesSideBySide(dense_cases, cases);
+  return SpeedUpOf(samples.dense_ns, samples.technique_ns);
 }
 
 void Analysis::Finish(Series* series) const {

@@ -96,6 +96,28 @@ TEST(Analysis, EachPassIsAGroupWithItsOwnDenseCasesTheForwardPassFirst) {
   EXPECT_EQ(analysis.groups()[0].series[1].row_key, analysis.groups()[1].series[1].row_key);
 }
 
+TEST(Analysis, ASpeedUpIsThatOfTheVisitsInCommon) {
+  ResultSet results;
+  *results.add_environments() = synthetic::MakeEnvironment();
+  for (const char* technique : {"plain", "near"}) {
+    synthetic::CaseSpec spec;
+    spec.technique = technique;
+    spec.median_ns = 0;
+    *results.add_cases() = synthetic::MakeCase(spec);
+  }
+  Case *dense = results.mutable_cases(0), *near = results.mutable_cases(1);
+  for (const int64_t start : {1, 2, 3}) {  // before the machine became twice as slow
+    synthetic::AddVisit(start, synthetic::Samples(4e6), dense);
+  }
+  synthetic::AddVisit(4, synthetic::Samples(8e6), dense);
+  synthetic::AddVisit(4, synthetic::Samples(2e6), near);
+  const Analysis analysis(results);
+  const Series& series = *analysis.SeriesOf(*near);
+  EXPECT_NEAR(series.speed_ups.at(512).ratio, 4, 1e-9);
+  EXPECT_NEAR(series.run_ns.at(512).median, 2e6, 1e-3);
+  EXPECT_NEAR(analysis.SeriesOf(*dense)->run_ns.at(512).median, 4e6, 1e5);
+}
+
 TEST(Analysis, TheForwardCaseOfATrainingStepDiffersOnlyInThePass) {
   ResultSet results = MakePasses();
   results.mutable_cases(1)->mutable_key()->set_seed(2);  // forward, "plain" at 512 tokens

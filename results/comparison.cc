@@ -206,39 +206,6 @@ Samples RunSamples(const Case& result) {
   return ToSamples(result.outcome().timing().run_ns());
 }
 
-// Tells whether the record says which visit took each of its samples.
-bool HasVisits(const Timing& timing) {
-  int64_t samples = 0;
-  for (const Timing::Visit& visit : timing.visits()) {
-    if (visit.run_samples() < 0) return false;
-    samples += visit.run_samples();
-  }
-  return timing.visits_size() > 0 && samples == timing.run_ns_size();
-}
-
-// Returns the samples of dense from the visits in which `result` was measured as well. A sweep visits
-// dense more often than most techniques, and from visit to visit a machine's speed may drift by more
-// than the samples of a visit differ. In simulations with one visit to a technique and four to dense,
-// of 11 samples with 1 % noise and 2 % drift between visits, the 95 % interval held the true ratio in
-// 98 % of comparisons; with all samples of dense in 52 %. Without drift it is a quarter wider.
-// Returns all samples where a record has no visits, or where too few are in common.
-Samples SamplesBeside(const Case& result, const Case& dense) {
-  const Samples all = RunSamples(dense);
-  const Timing& own = result.outcome().timing();
-  const Timing& timing = dense.outcome().timing();
-  if (all.empty() || !HasVisits(own) || !HasVisits(timing)) return all;
-  std::set<int64_t> starts;
-  for (const Timing::Visit& visit : own.visits()) starts.insert(visit.start_unix_ns());
-  Samples beside;
-  auto sample = all.begin();
-  for (const Timing::Visit& visit : timing.visits()) {
-    const auto end = sample + visit.run_samples();
-    if (starts.count(visit.start_unix_ns()) > 0) beside.insert(beside.end(), sample, end);
-    sample = end;
-  }
-  return beside.size() < kLeastSamples ? all : beside;
-}
-
 // Tells whether a case was tried and did not end well.
 bool WasTried(Outcome::Status status) {
   return status == Outcome::STATUS_FAILED || status == Outcome::STATUS_TIMEOUT ||
@@ -436,8 +403,8 @@ class Comparer {
     if (dense_before == nullptr || dense_after == nullptr || IsBaseline(base) || IsBaseline(now)) {
       return std::nullopt;
     }
-    const Samples of_base = SamplesBeside(base, *dense_before);
-    const Samples of_now = SamplesBeside(now, *dense_after);
+    const Samples of_base = SamplesSideBySide({dense_before}, {&base}).dense_ns;
+    const Samples of_now = SamplesSideBySide({dense_after}, {&now}).dense_ns;
     if (of_base.empty() || of_now.empty()) return std::nullopt;
     return ViewOf(kOverDense, before, of_base, after, of_now, /*portable=*/true);
   }

@@ -19,11 +19,13 @@
 namespace tfb {
 namespace {
 
+using ::tfb::synthetic::AddVisit;
 using ::tfb::synthetic::CaseSpec;
 using ::tfb::synthetic::MakeCase;
 using ::tfb::synthetic::MakeEnvironment;
 using ::tfb::synthetic::MakeSweep;
 using ::tfb::synthetic::MakeUnmeasured;
+using ::tfb::synthetic::Samples;
 
 // Multiplies the times of `technique`, or of all techniques where it is empty.
 void Slow(double factor, const std::string& technique, ResultSet* results) {
@@ -347,18 +349,6 @@ TEST(Compare, OfEqualTimesOverANoisyDenseFivePercentHaveAPValueBelowFivePercent)
   EXPECT_LE(below / static_cast<double>(kRounds), 0.065);  // two standard deviations above 5 %
 }
 
-// Adds a visit to the case of a technique, with samples within +-1 % of a median, and says in the
-// record that it did.
-void AddVisit(const std::string& technique, int64_t start_unix_ns, double median_ns,
-              ResultSet* results) {
-  Timing* timing =
-      Find(technique, Case::PURPOSE_SCALING, results)->mutable_outcome()->mutable_timing();
-  for (const double ns : synthetic::Samples(median_ns, 5)) timing->add_run_ns(ns);
-  Timing::Visit* visit = timing->add_visits();
-  visit->set_start_unix_ns(start_unix_ns);
-  visit->set_run_samples(5);
-}
-
 // Returns a sweep with one visit to "near" and dense, and three more to dense alone, before which the
 // machine became slower by a factor.
 ResultSet SweepOfVisits(double slower) {
@@ -370,9 +360,11 @@ ResultSet SweepOfVisits(double slower) {
     *results.add_cases() = MakeCase(spec);
     results.mutable_cases()->rbegin()->mutable_outcome()->clear_timing();
   }
-  AddVisit("near", 1000, 2e5, &results);
-  AddVisit("plain", 1000, 1e6, &results);
-  for (const int64_t start : {2000, 3000, 4000}) AddVisit("plain", start, 1e6 * slower, &results);
+  AddVisit(1000, Samples(1e6, 5), results.mutable_cases(0));
+  AddVisit(1000, Samples(2e5, 5), results.mutable_cases(1));
+  for (const int64_t start : {2000, 3000, 4000}) {
+    AddVisit(start, Samples(1e6 * slower, 5), results.mutable_cases(0));
+  }
   return results;
 }
 

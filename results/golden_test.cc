@@ -578,17 +578,25 @@ TEST(Golden, OursAndTheirsWhereSomeAreWrongOrHaveNoTimes) {
   add("right@mine", 1024, 0, Outcome::STATUS_SKIPPED);
   add("right@mine", 2048, 0, Outcome::STATUS_UNSUPPORTED);
   add("near@mine", 2048, 4e6, Outcome::STATUS_OK);
+  // In the visit to both, the machine was half as fast as in the one to ours alone.
+  for (const char* technique : {"plain", "right@mine"}) {
+    const bool is_ours = technique == std::string("plain");
+    add(technique, 4096, 0, Outcome::STATUS_OK);
+    Case* result = results.mutable_cases(results.cases_size() - 1);
+    if (is_ours) synthetic::AddVisit(1, synthetic::Samples(1e6), result);
+    synthetic::AddVisit(2, synthetic::Samples(is_ours ? 2e6 : 6e6), result);
+  }
   const std::vector<Table> tables = report::DuelTables(Analysis(results));
   ASSERT_EQ(tables.size(), 1u);
   const std::vector<std::string> lines = absl::StrSplit(ToMarkdown(tables[0]), '\n');
   ASSERT_GT(lines.size(), 4u);
-  EXPECT_EQ(lines[2],
-            "| technique | fastest of theirs | 256 | 512 | 1024 | 2048 | error of ours | error of "
-            "theirs |");
+  EXPECT_EQ(
+      lines[2],
+      "| technique | fastest of theirs | 256 | 512 | 1024 | 2048 | 4096 | error of ours | error of "
+      "theirs |");
   EXPECT_EQ(lines[4],
             "| plain | right@mine, near@mine | 3.0x 1000 : 3000 | FAILED, timeout | skipped | 4.0x "
-            "1000 : "
-            "4000 | - | - |");
+            "1000 : 4000 | 3.0x 2000 : 6000 | - | - |");
 }
 
 // The sweep up to 1024 tokens.

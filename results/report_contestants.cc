@@ -28,8 +28,20 @@ using Column = std::pair<int, int64_t>;
 struct Duel {
   const Series* ours = nullptr;
   const Series* theirs = nullptr;
-  double ours_ns = 0, theirs_ns = 0;
+  double ours_ns = 0, theirs_ns = 0;  // medians of the visits in common
+  SpeedUpInterval speed_up;           // of ours over theirs
 };
+
+// Returns nothing where one of the two has no times.
+std::optional<Duel> DuelOf(const Series& theirs, const Series& ours, int64_t tokens) {
+  const auto of_theirs = theirs.by_tokens.find(tokens), of_ours = ours.by_tokens.find(tokens);
+  if (of_theirs == theirs.by_tokens.end() || of_ours == ours.by_tokens.end()) return std::nullopt;
+  const SideBySide samples = SamplesSideBySide(of_theirs->second, of_ours->second);
+  const std::optional<SpeedUpInterval> speed_up = SpeedUpOf(samples.dense_ns, samples.technique_ns);
+  if (!speed_up.has_value()) return std::nullopt;
+  return Duel{&ours, &theirs, MedianOf(samples.technique_ns)->median,
+              MedianOf(samples.dense_ns)->median, *speed_up};
+}
 
 // What one technique of the suite, with its options, is held against.
 struct DuelRow {
@@ -55,7 +67,7 @@ bool Duels(const Series& theirs, const Series& ours) {
 // Tells whether `a` is rather shown than `b`.
 bool StandsBefore(const Duel& a, const Duel& b) {
   const auto rank = [](const Duel& duel) {
-    return std::make_pair(ContestantOf(*duel.theirs).approximates(), duel.theirs_ns);
+    return std::make_pair(ContestantOf(*duel.theirs).approximates(), duel.speed_up.ratio);
   };
   return rank(a) < rank(b);
 }
@@ -73,13 +85,12 @@ std::vector<DuelRow> DuelRows(const TableGroup& group) {
       });
       if (row == rows.end()) row = rows.insert(rows.end(), DuelRow{ours, {}, {}});
       row->theirs.push_back(theirs);
-      for (const auto& [tokens, time] : theirs->run_ns) {
-        const auto own = ours->run_ns.find(tokens);
-        const bool is_right = WorstStatus(theirs->by_tokens.at(tokens)) == Outcome::STATUS_OK;
-        if (own == ours->run_ns.end() || !is_right) continue;
-        const Duel next = {ours, theirs, own->second.median, time.median};
+      for (const auto& [tokens, cases] : theirs->by_tokens) {
+        if (WorstStatus(cases) != Outcome::STATUS_OK) continue;
+        const std::optional<Duel> next = DuelOf(*theirs, *ours, tokens);
+        if (!next.has_value()) continue;
         Duel& duel = row->duels[{ours->first().key().threads(), tokens}];
-        if (duel.theirs == nullptr || StandsBefore(next, duel)) duel = next;
+        if (duel.theirs == nullptr || StandsBefore(*next, duel)) duel = *next;
       }
     }
   }
@@ -115,18 +126,8 @@ std::string NamesOfTheirs(const DuelRow& row) {
   return absl::StrJoin(names, ", ");
 }
 
-std::vector<double> Samples(const Series& series, int64_t tokens) {
-  std::vector<double> samples;
-  for (const Case* result : series.by_tokens.at(tokens)) {
-    const auto& run_ns = result->outcome().timing().run_ns();
-    samples.insert(samples.end(), run_ns.begin(), run_ns.end());
-  }
-  return samples;
-}
-
-TableCell RatioCell(const Duel& duel, int64_t tokens, const TimeUnit& unit) {
-  TableCell cell =
-      SpeedUpCell(SpeedUpOf(Samples(*duel.theirs, tokens), Samples(*duel.ours, tokens)));
+TableCell RatioCell(const Duel& duel, const TimeUnit& unit) {
+  TableCell cell = SpeedUpCell(duel.speed_up);
   cell.detail = absl::StrCat(FormatSignificant(duel.ours_ns / unit.ns), " : ",
                              FormatSignificant(duel.theirs_ns / unit.ns));
   return cell;
@@ -180,7 +181,7 @@ Table DuelTable(const TableGroup& group, const std::vector<DuelRow>& rows) {
     for (const Column& column : columns) {
       const auto duel = row.duels.find(column);
       cells.push_back(duel == row.duels.end() ? UntimedCell(row, column)
-                                              : RatioCell(duel->second, column.second, unit));
+                                              : RatioCell(duel->second, unit));
     }
     cells.emplace_back(WorstError(ours));
     cells.emplace_back(WorstError(theirs));

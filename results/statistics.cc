@@ -255,10 +255,67 @@ std::optional<MedianInterval> RunTime(const Case& result) {
   return Median(result.outcome().timing().run_ns());
 }
 
+namespace {
+
+// Tells whether the record says which visit took each of its samples.
+bool HasVisits(const Timing& timing) {
+  int64_t samples = 0;
+  for (const Timing::Visit& visit : timing.visits()) {
+    if (visit.run_samples() < 0) return false;
+    samples += visit.run_samples();
+  }
+  return timing.visits_size() > 0 && samples == timing.run_ns_size();
+}
+
+// The samples of a run in each visit, by the visit's start, and those of all visits.
+struct Visited {
+  std::map<int64_t, std::vector<double>> by_start;
+  std::vector<double> all;
+  bool is_known = true;  // by_start, which lacks samples where a record has no visits
+
+  explicit Visited(const std::vector<const Case*>& cases) {
+    for (const Case* result : cases) {
+      if (!RunTime(*result).has_value()) continue;
+      const Timing& timing = result->outcome().timing();
+      all.insert(all.end(), timing.run_ns().begin(), timing.run_ns().end());
+      is_known = is_known && HasVisits(timing);
+      auto sample = timing.run_ns().begin();
+      for (int v = 0; is_known && v < timing.visits_size(); ++v) {
+        const Timing::Visit& visit = timing.visits(v);
+        std::vector<double>& of_visit = by_start[visit.start_unix_ns()];
+        of_visit.insert(of_visit.end(), sample, sample + visit.run_samples());
+        sample += visit.run_samples();
+      }
+    }
+  }
+  std::vector<double> InCommonWith(const Visited& other) const {
+    std::vector<double> common;
+    for (const auto& [start, samples] : by_start) {
+      if (other.by_start.count(start) == 0) continue;
+      common.insert(common.end(), samples.begin(), samples.end());
+    }
+    return common;
+  }
+};
+
+}  // namespace
+
+SideBySide SamplesSideBySide(const std::vector<const Case*>& dense,
+                             const std::vector<const Case*>& technique) {
+  Visited of_dense(dense), of_technique(technique);
+  if (of_dense.is_known && of_technique.is_known) {
+    SideBySide common{of_dense.InCommonWith(of_technique), of_technique.InCommonWith(of_dense)};
+    const size_t least = std::min(common.dense_ns.size(), common.technique_ns.size());
+    if (least >= kLeastSideBySide) return common;
+  }
+  return {std::move(of_dense.all), std::move(of_technique.all)};
+}
+
 std::optional<double> SpeedUp(const Case& result, const Case* dense) {
   if (dense == nullptr) return std::nullopt;
-  const std::optional<MedianInterval> time = RunTime(result);
-  const std::optional<MedianInterval> dense_time = RunTime(*dense);
+  const SideBySide samples = SamplesSideBySide({dense}, {&result});
+  const std::optional<MedianInterval> time = MedianOf(samples.technique_ns);
+  const std::optional<MedianInterval> dense_time = MedianOf(samples.dense_ns);
   if (!time.has_value() || !dense_time.has_value() || !(time->median > 0)) return std::nullopt;
   return dense_time->median / time->median;
 }

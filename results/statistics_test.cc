@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -13,6 +14,7 @@
 namespace tfb {
 namespace {
 
+using ::tfb::synthetic::AddVisit;
 using ::tfb::synthetic::CaseSpec;
 using ::tfb::synthetic::MakeCase;
 using ::tfb::synthetic::MakeEnvironment;
@@ -299,6 +301,117 @@ TEST(SpeedUp, IsTimeOfDenseOverTimeOfTheTechnique) {
   EXPECT_FALSE(SpeedUp(MakeCase(spec), nullptr).has_value());
   const Case failed = MakeUnmeasured(spec, Outcome::STATUS_TIMEOUT, "60 s");
   EXPECT_FALSE(SpeedUp(failed, &dense).has_value());
+}
+
+// Returns a case without samples, which ended well.
+Case MakeUntimed(const std::string& technique) {
+  CaseSpec spec;
+  spec.technique = technique;
+  spec.median_ns = 0;
+  return MakeCase(spec);
+}
+
+TEST(SamplesSideBySide, AreThoseOfTheVisitsInCommon) {
+  Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
+  AddVisit(100, {40, 41, 42}, &dense);
+  AddVisit(200, {80, 81, 82}, &dense);
+  AddVisit(300, {60, 61}, &dense);
+  AddVisit(200, {20, 21}, &near);
+  AddVisit(300, {15, 16}, &near);
+  AddVisit(400, {70, 71}, &near);
+  const SideBySide samples = SamplesSideBySide({&dense}, {&near});
+  EXPECT_EQ(samples.dense_ns, (std::vector<double>{80, 81, 82, 60, 61}));
+  EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 21, 15, 16}));
+  EXPECT_DOUBLE_EQ(*SpeedUp(near, &dense), 80 / 18.0);
+}
+
+TEST(SamplesSideBySide, OfSeveralCasesAreThoseOfAllTheirVisits) {
+  Case dense = MakeUntimed("plain"), other_dense = MakeUntimed("plain");
+  Case near = MakeUntimed("near"), other = MakeUntimed("near"), failed = MakeUntimed("near");
+  AddVisit(100, {40, 41, 42}, &dense);
+  AddVisit(200, {80, 81, 82}, &dense);
+  AddVisit(300, {60, 61, 62}, &other_dense);
+  AddVisit(200, {20, 21, 22}, &near);
+  AddVisit(300, {15, 16, 17}, &other);
+  AddVisit(100, {9, 9, 9}, &failed);
+  failed.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
+  const SideBySide samples = SamplesSideBySide({&dense, &other_dense}, {&near, &other, &failed});
+  EXPECT_EQ(samples.dense_ns, (std::vector<double>{80, 81, 82, 60, 61, 62}));
+  EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 21, 22, 15, 16, 17}));
+}
+
+TEST(SamplesSideBySide, AreAllWhereTheRecordDoesNotTellOrTooFewAreInCommon) {
+  Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
+  AddVisit(100, {40, 41, 42}, &dense);
+  AddVisit(200, {80, 81, 82}, &dense);
+  AddVisit(200, {20, 21, 22}, &near);
+  const std::vector<double> all_of_dense = {40, 41, 42, 80, 81, 82};
+  const auto of_dense = [](const Case& dense_case, const Case& near_case) {
+    return SamplesSideBySide({&dense_case}, {&near_case}).dense_ns;
+  };
+  ASSERT_EQ(of_dense(dense, near), (std::vector<double>{80, 81, 82}));
+  const auto changed = [](const Case& result, const std::function<void(Timing*)>& change) {
+    Case copy = result;
+    change(copy.mutable_outcome()->mutable_timing());
+    return copy;
+  };
+  // An older program's record, one that an older program began, and one with a negative number.
+  for (const std::function<void(Timing*)>& change : std::vector<std::function<void(Timing*)>>{
+           [](Timing* timing) { timing->clear_visits(); },
+           [](Timing* timing) { timing->add_run_ns(5); },
+           [](Timing* timing) {
+             timing->mutable_visits(0)->set_run_samples(-1);
+             timing->add_visits()->set_run_samples(timing->run_ns_size() + 1);
+           }}) {
+    EXPECT_EQ(of_dense(dense, changed(near, change)), all_of_dense);
+    const Case changed_dense = changed(dense, change);
+    const auto& samples = changed_dense.outcome().timing().run_ns();
+    EXPECT_EQ(of_dense(changed_dense, near), std::vector<double>(samples.begin(), samples.end()));
+  }
+  // Two samples of one of the two, and visits of different sweeps.
+  EXPECT_EQ(of_dense(dense, changed(near,
+                                    [](Timing* timing) {
+                                      timing->mutable_run_ns()->RemoveLast();
+                                      timing->mutable_visits(0)->set_run_samples(2);
+                                    })),
+            all_of_dense);
+  EXPECT_EQ(
+      of_dense(
+          dense,
+          changed(near, [](Timing* timing) { timing->mutable_visits(0)->set_start_unix_ns(201); })),
+      all_of_dense);
+}
+
+// Tells in which share of sweeps the interval holds the true speed-up: of one visit to the technique
+// and four to dense, between which the machine's speed drifts.
+TEST(SamplesSideBySide, GiveIntervalsThatHoldTheTrueSpeedUpWhereTheMachineDrifts) {
+  std::mt19937_64 random(11);
+  std::normal_distribution<double> normal;
+  const auto of_visit = [&](double level) {
+    std::vector<double> samples(11);
+    for (double& sample : samples) sample = level * std::exp(0.01 * normal(random));
+    return samples;
+  };
+  int held = 0, held_by_all = 0;
+  constexpr int kSweeps = 400;
+  for (int sweep = 0; sweep < kSweeps; ++sweep) {
+    Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
+    for (int visit = 1; visit <= 4; ++visit) {
+      const double level = std::exp(0.02 * normal(random));
+      AddVisit(visit, of_visit(4e6 * level), &dense);
+      if (visit == 1) AddVisit(visit, of_visit(1e6 * level), &near);
+    }
+    const auto holds = [&] {
+      const SideBySide samples = SamplesSideBySide({&dense}, {&near});
+      const SpeedUpInterval interval = *SpeedUpOf(samples.dense_ns, samples.technique_ns);
+      return interval.low <= 4 && 4 <= interval.high;
+    };
+    held += holds();
+    near.mutable_outcome()->mutable_timing()->clear_visits();
+    held_by_all += holds();
+  }
+  EXPECT_GE(held / double{kSweeps}, 0.95);
+  EXPECT_LE(held_by_all / double{kSweeps}, 0.65);
 }
 
 TEST(Rates, AreAbsentWhereTheAmountOrTheTimeOrThePeakIsUnknown) {

@@ -156,6 +156,14 @@ Case MakeUnmeasured(const CaseSpec& spec, Outcome::Status status, absl::string_v
   return result;
 }
 
+void AddVisit(int64_t start_unix_ns, const std::vector<double>& run_ns, Case* result) {
+  Timing* timing = result->mutable_outcome()->mutable_timing();
+  for (const double ns : run_ns) timing->add_run_ns(ns);
+  Timing::Visit* visit = timing->add_visits();
+  visit->set_start_unix_ns(start_unix_ns);
+  visit->set_run_samples(static_cast<int>(run_ns.size()));
+}
+
 ResultSet MakeSweep() {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();

@@ -43,6 +43,9 @@ Case MakeCase(const CaseSpec& spec);
 // Makes a case with the same key, a status and a reason, and nothing measured.
 Case MakeUnmeasured(const CaseSpec& spec, Outcome::Status status, absl::string_view reason);
 
+// Adds the samples of a warm run, and says in the record that a visit took them.
+void AddVisit(int64_t start_unix_ns, const std::vector<double>& run_ns, Case* result);
+
 // Makes a sweep of "plain" (quadratic), "near" (linear, faster than "plain" from 707 tokens on, by
 // the arithmetic there) and "sketch" (approximate) at 256 to 4096 tokens, with an accuracy case
 // each.

@@ -176,6 +176,18 @@ TEST(Summary, TimesAreThoseThatATenthOfTheSamplesStayBelow) {
   EXPECT_NEAR(ValueOf(dense, HISTORY_METRIC_TIME_OVER_MACHINE), of_dense / 1e5, 1e-6);
 }
 
+TEST(Summary, ATimeOverDenseIsThatOfTheVisitsInCommon) {
+  ResultSet results = SmallSweep();
+  Case *dense = results.mutable_cases(0), *near = results.mutable_cases(1);
+  for (Case* result : {dense, near}) result->mutable_outcome()->mutable_timing()->clear_run_ns();
+  synthetic::AddVisit(1, synthetic::Samples(4e6), dense);
+  synthetic::AddVisit(2, synthetic::Samples(8e6), dense);  // the machine became slower
+  synthetic::AddVisit(2, synthetic::Samples(2e6), near);
+  const absl::StatusOr<HistoryRun> run = SummarizeRun(results, "run.pb");
+  ASSERT_TRUE(run.ok()) << run.status();
+  EXPECT_NEAR(ValueOf(run->cases(1), HISTORY_METRIC_TIME_OVER_DENSE), 0.25, 1e-9);
+}
+
 // Returns the median, over many sweeps of a case with this many samples, of the logarithm of its
 // time over the true time that a tenth of all samples stay below.
 double DeviationOfTime(int samples, double sigma, std::mt19937_64* random) {

@@ -58,6 +58,15 @@ std::optional<double> UndisturbedRunTime(const Case& result) {
   return UndisturbedTimeOf(result.outcome().timing().run_ns());
 }
 
+// Returns the run time over that of dense in the visits in which both were measured.
+std::optional<double> TimeOverDense(const Case& result, const Case& dense) {
+  const SideBySide samples = SamplesSideBySide({&dense}, {&result});
+  const std::optional<double> run = UndisturbedTime(samples.technique_ns);
+  const std::optional<double> of_dense = UndisturbedTime(samples.dense_ns);
+  if (!run.has_value() || !of_dense.has_value()) return std::nullopt;
+  return *run / *of_dense;
+}
+
 // Returns the run time over that of the fixed arithmetic beside it on a CPU, and over the time at
 // the measured peak on a GPU, so that the values of one series have one divisor.
 std::optional<double> TimeOverMachine(const Case& result, const Environment& environment) {
@@ -130,7 +139,7 @@ class Summary {
     const Case* dense = IsBaseline(result) ? nullptr : analysis_.DenseOf(result);
     const std::optional<double> of_dense =
         dense == nullptr ? std::nullopt : UndisturbedRunTime(*dense);
-    if (of_dense.has_value()) Add(HISTORY_METRIC_TIME_OVER_DENSE, *run / *of_dense);
+    if (dense != nullptr) Add(HISTORY_METRIC_TIME_OVER_DENSE, TimeOverDense(result, *dense));
     Add(HISTORY_METRIC_TIME_OVER_MACHINE, TimeOverMachine(result, analysis_.EnvironmentOf(result)));
     Add(HISTORY_METRIC_TIME, *run);
     const std::optional<double> setup = UndisturbedTimeOf(result.outcome().timing().setup_ns());
