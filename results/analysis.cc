@@ -314,16 +314,9 @@ void Analysis::Group() {
 
 // Returns the speed-up of all `cases` over their counterparts.
 std::optional<SpeedUpInterval> Analysis::SpeedUpOver(const std::vector<const Case*>& cases) const {
-  std::vector<const Case*> dense_cases;
-  for (const Case* result : cases) {
-    const Case* dense = DenseOf(*result);
-    if (dense == nullptr) continue;
-    if (std::find(dense_cases.begin(), dense_cases.end(), dense) == dense_cases.end()) {
-      dense_cases.push_back(dense);
-    }
-  }
-  const SideBySide samples = SamplesSideBySide(dense_cases, cases);
-  return SpeedUpOf(samples.dense_ns, samples.technique_ns);
+  std::vector<ComparedCase> compared;
+  for (const Case* result : cases) compared.push_back({result, DenseOf(*result)});
+  return SpeedUpOf(SamplesSideBySide(compared));
 }
 
 void Analysis::Finish(Series* series) const {

@@ -146,11 +146,13 @@ std::string WhyNothingInCommon(const Side& base, const Side& now) {
                       precision ? "; --allow_different_precision matches them all the same" : "");
 }
 
+enum class TimeKind { kRun, kSetup };
+
 // A time on both sides, divided by a quantity that was measured beside it.
 struct TimeView {
   std::string divisor;         // " over dense"; empty for the time itself
   std::vector<Factor> change;  // now over base
-  Samples base, now;           // each sample divided by the median of its divisor
+  Samples base, now;           // divided, each sample by its divisor or by their median
   bool portable = false;       // does not depend on the machine's speed
 };
 
@@ -358,7 +360,7 @@ class Comparer {
     if (options().metric == CompareOptions::Metric::kInstructions) {
       CompareInstructions(base, now);
     } else {
-      CompareTimes("run time", base, now, RunSamples(base), RunSamples(now));
+      CompareTimes(TimeKind::kRun, base, now, RunSamples(base), RunSamples(now));
     }
   }
 
@@ -393,19 +395,26 @@ class Comparer {
         if (ns >= 0) ns = std::max(ns, least);
       }
     }
-    CompareTimes("setup time", base, now, before, after);
+    CompareTimes(TimeKind::kSetup, base, now, before, after);
   }
 
-  std::optional<TimeView> OverDense(const Case& base, const Case& now, const Samples& before,
-                                    const Samples& after) const {
+  // Divides each sample of a run by one of dense that was taken at about the same time, where the
+  // records tell, else all samples by the median of dense.
+  std::optional<TimeView> OverDense(TimeKind time, const Case& base, const Case& now,
+                                    const Samples& before, const Samples& after) const {
     const Case* dense_before = base_.partners.Find(base);
     const Case* dense_after = now_.partners.Find(now);
     if (dense_before == nullptr || dense_after == nullptr || IsBaseline(base) || IsBaseline(now)) {
       return std::nullopt;
     }
-    const Samples of_base = SamplesSideBySide({dense_before}, {&base}).dense_ns;
-    const Samples of_now = SamplesSideBySide({dense_after}, {&now}).dense_ns;
+    const SideBySide beside_base = SamplesSideBySide({{&base, dense_before}});
+    const SideBySide beside_now = SamplesSideBySide({{&now, dense_after}});
+    const Samples &of_base = beside_base.dense_ns, &of_now = beside_now.dense_ns;
     if (of_base.empty() || of_now.empty()) return std::nullopt;
+    if (time == TimeKind::kRun && beside_base.are_pairs && beside_now.are_pairs) {
+      return ViewOf(kOverDense, Quotients(beside_base.technique_ns, of_base), {},
+                    Quotients(beside_now.technique_ns, of_now), {}, /*portable=*/true);
+    }
     return ViewOf(kOverDense, before, of_base, after, of_now, /*portable=*/true);
   }
 
@@ -443,23 +452,24 @@ class Comparer {
     return time->median * *share;
   }
 
-  TimeView ChooseView(const Case& base, const Case& now, const Samples& before,
+  TimeView ChooseView(TimeKind time, const Case& base, const Case& now, const Samples& before,
                       const Samples& after) const {
     if (options().metric == CompareOptions::Metric::kRelativeToDense) {
-      if (auto view = OverDense(base, now, before, after)) return *std::move(view);
+      if (auto view = OverDense(time, base, now, before, after)) return *std::move(view);
       if (auto view = OverProbe(base, now, before, after)) return *std::move(view);
       if (auto view = OverPeak(base, now, before, after)) return *std::move(view);
     }
     return ViewOf("", before, {}, after, {}, /*portable=*/false);
   }
 
-  void CompareTimes(absl::string_view name, const Case& base, const Case& now,
-                    const Samples& before, const Samples& after) {
+  void CompareTimes(TimeKind time, const Case& base, const Case& now, const Samples& before,
+                    const Samples& after) {
+    const absl::string_view name = time == TimeKind::kRun ? "run time" : "setup time";
     if (!before.empty() && after.empty()) {
       AddVanished(name, absl::StrCat(FormatMilliseconds(MedianOrNan(before)), " ms"), base, now);
     }
     if (before.empty() || after.empty()) return;
-    const TimeView view = ChooseView(base, now, before, after);
+    const TimeView view = ChooseView(time, base, now, before, after);
     Finding& finding = Add(absl::StrCat(name, view.divisor), now, Verdict::kSame);
     finding.is_time = true;
     const std::optional<RatioInterval> change =

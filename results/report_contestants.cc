@@ -28,7 +28,7 @@ using Column = std::pair<int, int64_t>;
 struct Duel {
   const Series* ours = nullptr;
   const Series* theirs = nullptr;
-  double ours_ns = 0, theirs_ns = 0;  // medians of the visits in common
+  double ours_ns = 0, theirs_ns = 0;  // medians, of the samples side by side
   SpeedUpInterval speed_up;           // of ours over theirs
 };
 
@@ -36,8 +36,16 @@ struct Duel {
 std::optional<Duel> DuelOf(const Series& theirs, const Series& ours, int64_t tokens) {
   const auto of_theirs = theirs.by_tokens.find(tokens), of_ours = ours.by_tokens.find(tokens);
   if (of_theirs == theirs.by_tokens.end() || of_ours == ours.by_tokens.end()) return std::nullopt;
-  const SideBySide samples = SamplesSideBySide(of_theirs->second, of_ours->second);
-  const std::optional<SpeedUpInterval> speed_up = SpeedUpOf(samples.dense_ns, samples.technique_ns);
+  std::vector<ComparedCase> compared;
+  for (const Case* result : of_ours->second) {
+    const auto same_seed = std::find_if(
+        of_theirs->second.begin(), of_theirs->second.end(),
+        [&](const Case* other) { return other->key().seed() == result->key().seed(); });
+    compared.push_back(
+        {result, same_seed == of_theirs->second.end() ? of_theirs->second.front() : *same_seed});
+  }
+  const SideBySide samples = SamplesSideBySide(compared);
+  const std::optional<SpeedUpInterval> speed_up = SpeedUpOf(samples);
   if (!speed_up.has_value()) return std::nullopt;
   return Duel{&ours, &theirs, MedianOf(samples.technique_ns)->median,
               MedianOf(samples.dense_ns)->median, *speed_up};

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -49,6 +50,12 @@ std::optional<double> LastCrossing(const LogCurve& curve) {
 double HasOrderFrom(const LogCurve& curve, bool faster) {
   if (IsFaster(curve.back()) != faster) return std::numeric_limits<double>::infinity();
   return LastCrossing(curve).value_or(0);
+}
+
+bool IsDistinct(const SpeedUpInterval& interval, const std::vector<double>& dense_ns,
+                const std::vector<double>& technique_ns) {
+  const bool holds_one = interval.low <= 1 && interval.high >= 1;
+  return !holds_one && (interval.is_95_percent || MannWhitneyP(dense_ns, technique_ns) <= 0.05);
 }
 
 std::optional<double> RatePerSecond(const Case& result, bool known, double amount) {
@@ -153,9 +160,7 @@ std::optional<SpeedUpInterval> SpeedUpOf(const std::vector<double>& dense_ns,
     interval.low = dense->low / technique->high;
     interval.high = dense->high / technique->low;
   }
-  const bool holds_one = interval.low <= 1 && interval.high >= 1;
-  interval.distinct =
-      !holds_one && (interval.is_95_percent || MannWhitneyP(dense_ns, technique_ns) <= 0.05);
+  interval.distinct = IsDistinct(interval, dense_ns, technique_ns);
   return interval;
 }
 
@@ -257,66 +262,96 @@ std::optional<MedianInterval> RunTime(const Case& result) {
 
 namespace {
 
-// Tells whether the record says which visit took each of its samples.
-bool HasVisits(const Timing& timing) {
-  int64_t samples = 0;
+// The samples of a run by the start of their visit. It is empty where the record does not tell.
+std::map<int64_t, std::vector<double>> SamplesByVisit(const Case& result) {
+  const Timing& timing = result.outcome().timing();
+  const auto& run_ns = timing.run_ns();
+  std::map<int64_t, std::vector<double>> by_start;
+  int begin = 0;
   for (const Timing::Visit& visit : timing.visits()) {
-    if (visit.run_samples() < 0) return false;
-    samples += visit.run_samples();
+    if (visit.run_samples() < 0 || visit.run_samples() > run_ns.size() - begin) return {};
+    const int end = begin + visit.run_samples();
+    by_start[visit.start_unix_ns()].assign(run_ns.begin() + begin, run_ns.begin() + end);
+    begin = end;
   }
-  return timing.visits_size() > 0 && samples == timing.run_ns_size();
+  if (begin != run_ns.size()) return {};
+  return by_start;
 }
 
-// The samples of a run in each visit, by the visit's start, and those of all visits.
-struct Visited {
-  std::map<int64_t, std::vector<double>> by_start;
-  std::vector<double> all;
-  bool is_known = true;  // by_start, which lacks samples where a record has no visits
+// Returns `count` of the samples, evenly spread.
+std::vector<double> Spread(const std::vector<double>& samples, size_t count) {
+  std::vector<double> spread;
+  for (size_t i = 0; i < count; ++i) {
+    spread.push_back(samples[(2 * i + 1) * samples.size() / (2 * count)]);
+  }
+  return spread;
+}
 
-  explicit Visited(const std::vector<const Case*>& cases) {
-    for (const Case* result : cases) {
-      if (!RunTime(*result).has_value()) continue;
-      const Timing& timing = result->outcome().timing();
-      all.insert(all.end(), timing.run_ns().begin(), timing.run_ns().end());
-      is_known = is_known && HasVisits(timing);
-      auto sample = timing.run_ns().begin();
-      for (int v = 0; is_known && v < timing.visits_size(); ++v) {
-        const Timing::Visit& visit = timing.visits(v);
-        std::vector<double>& of_visit = by_start[visit.start_unix_ns()];
-        of_visit.insert(of_visit.end(), sample, sample + visit.run_samples());
-        sample += visit.run_samples();
-      }
-    }
+void AddPairs(const Case& result, const Case& dense, SideBySide* pairs) {
+  const std::map<int64_t, std::vector<double>> dense_visits = SamplesByVisit(dense);
+  for (const auto& [start, of_result] : SamplesByVisit(result)) {
+    const auto found = dense_visits.find(start);
+    if (found == dense_visits.end()) continue;
+    const std::vector<double>& of_dense = found->second;
+    const size_t count = std::min(of_dense.size(), of_result.size());
+    for (const double ns : Spread(of_dense, count)) pairs->dense_ns.push_back(ns);
+    for (const double ns : Spread(of_result, count)) pairs->technique_ns.push_back(ns);
   }
-  std::vector<double> InCommonWith(const Visited& other) const {
-    std::vector<double> common;
-    for (const auto& [start, samples] : by_start) {
-      if (other.by_start.count(start) == 0) continue;
-      common.insert(common.end(), samples.begin(), samples.end());
-    }
-    return common;
-  }
-};
+}
 
 }  // namespace
 
-SideBySide SamplesSideBySide(const std::vector<const Case*>& dense,
-                             const std::vector<const Case*>& technique) {
-  Visited of_dense(dense), of_technique(technique);
-  if (of_dense.is_known && of_technique.is_known) {
-    SideBySide common{of_dense.InCommonWith(of_technique), of_technique.InCommonWith(of_dense)};
-    const size_t least = std::min(common.dense_ns.size(), common.technique_ns.size());
-    if (least >= kLeastSideBySide) return common;
+SideBySide SamplesSideBySide(const std::vector<ComparedCase>& cases) {
+  SideBySide pairs{{}, {}, true}, all;
+  std::set<std::pair<const Case*, std::vector<double>*>> seen;
+  const auto add_all = [&seen](const Case* result, std::vector<double>* to) {
+    const auto& run_ns = result->outcome().timing().run_ns();
+    if (seen.insert({result, to}).second) to->insert(to->end(), run_ns.begin(), run_ns.end());
+  };
+  for (const auto& [result, dense] : cases) {
+    const bool has_result = RunTime(*result).has_value();
+    const bool has_dense = dense != nullptr && RunTime(*dense).has_value();
+    if (has_result) add_all(result, &all.technique_ns);
+    if (has_dense) add_all(dense, &all.dense_ns);
+    if (!has_result || !has_dense) continue;
+    const size_t before = pairs.dense_ns.size();
+    AddPairs(*result, *dense, &pairs);
+    pairs.are_pairs = pairs.are_pairs && pairs.dense_ns.size() >= before + kLeastPairs;
   }
-  return {std::move(of_dense.all), std::move(of_technique.all)};
+  return pairs.are_pairs && !pairs.dense_ns.empty() ? pairs : all;
+}
+
+std::vector<double> QuotientsOf(const SideBySide& pairs) {
+  std::vector<double> quotients;
+  for (size_t i = 0; i < pairs.dense_ns.size(); ++i) {
+    quotients.push_back(pairs.dense_ns[i] / pairs.technique_ns[i]);
+  }
+  return quotients;
+}
+
+std::optional<SpeedUpInterval> SpeedUpOf(const SideBySide& samples) {
+  if (!samples.are_pairs) return SpeedUpOf(samples.dense_ns, samples.technique_ns);
+  const auto are_times = [](const std::vector<double>& all) {
+    return std::all_of(all.begin(), all.end(),
+                       [](double ns) { return ns > 0 && std::isfinite(ns); });
+  };
+  const std::optional<MedianInterval> quotient = MedianOf(QuotientsOf(samples));
+  if (!are_times(samples.dense_ns) || !are_times(samples.technique_ns) || !quotient.has_value()) {
+    return std::nullopt;
+  }
+  SpeedUpInterval interval{quotient->median, quotient->low, quotient->high,
+                           quotient->is_95_percent(), false};
+  interval.distinct = IsDistinct(interval, samples.dense_ns, samples.technique_ns);
+  return interval;
 }
 
 std::optional<double> SpeedUp(const Case& result, const Case* dense) {
   if (dense == nullptr) return std::nullopt;
-  const SideBySide samples = SamplesSideBySide({dense}, {&result});
+  const SideBySide samples = SamplesSideBySide({{&result, dense}});
   const std::optional<MedianInterval> time = MedianOf(samples.technique_ns);
   const std::optional<MedianInterval> dense_time = MedianOf(samples.dense_ns);
   if (!time.has_value() || !dense_time.has_value() || !(time->median > 0)) return std::nullopt;
+  if (samples.are_pairs) return MedianOf(QuotientsOf(samples))->median;
   return dense_time->median / time->median;
 }
 

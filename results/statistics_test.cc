@@ -311,33 +311,69 @@ Case MakeUntimed(const std::string& technique) {
   return MakeCase(spec);
 }
 
-TEST(SamplesSideBySide, AreThoseOfTheVisitsInCommon) {
+TEST(SamplesSideBySide, ArePairsOfTheVisitsInCommon) {
   Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
   AddVisit(100, {40, 41, 42}, &dense);
   AddVisit(200, {80, 81, 82}, &dense);
   AddVisit(300, {60, 61}, &dense);
-  AddVisit(200, {20, 21}, &near);
+  AddVisit(200, {20, 27, 20.5}, &near);
   AddVisit(300, {15, 16}, &near);
   AddVisit(400, {70, 71}, &near);
-  const SideBySide samples = SamplesSideBySide({&dense}, {&near});
+  const SideBySide samples = SamplesSideBySide({{&near, &dense}});
+  EXPECT_TRUE(samples.are_pairs);
   EXPECT_EQ(samples.dense_ns, (std::vector<double>{80, 81, 82, 60, 61}));
-  EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 21, 15, 16}));
-  EXPECT_DOUBLE_EQ(*SpeedUp(near, &dense), 80 / 18.0);
+  EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 27, 20.5, 15, 16}));
+  EXPECT_EQ(QuotientsOf(samples), (std::vector<double>{4, 3, 4, 4, 61 / 16.0}));
+  const SpeedUpInterval speed_up = *SpeedUpOf(samples);
+  EXPECT_EQ(speed_up.ratio, 4);
+  EXPECT_EQ(speed_up.low, 3);
+  EXPECT_EQ(speed_up.high, 4);
+  EXPECT_FALSE(speed_up.is_95_percent);  // five pairs
+  EXPECT_TRUE(speed_up.distinct);
+  EXPECT_EQ(*SpeedUp(near, &dense), 4);
+  EXPECT_EQ(*SpeedUp(dense, &near), 0.25);
+  EXPECT_EQ(*SpeedUp(dense, &dense), 1);
 }
 
-TEST(SamplesSideBySide, OfSeveralCasesAreThoseOfAllTheirVisits) {
+TEST(SamplesSideBySide, OfTheCaseWithMoreSamplesTakeEvenlySpreadOnes) {
+  Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
+  AddVisit(1, OneTo(11), &dense);
+  AddVisit(1, OneTo(4), &near);
+  const SideBySide samples = SamplesSideBySide({{&near, &dense}});
+  EXPECT_EQ(samples.dense_ns, (std::vector<double>{2, 5, 7, 10}));
+  EXPECT_EQ(samples.technique_ns, OneTo(4));
+  const SideBySide swapped = SamplesSideBySide({{&dense, &near}});
+  EXPECT_EQ(swapped.dense_ns, samples.technique_ns);
+  EXPECT_EQ(swapped.technique_ns, samples.dense_ns);
+}
+
+TEST(SamplesSideBySide, OfSeveralCasesAreThePairsOfEach) {
   Case dense = MakeUntimed("plain"), other_dense = MakeUntimed("plain");
   Case near = MakeUntimed("near"), other = MakeUntimed("near"), failed = MakeUntimed("near");
   AddVisit(100, {40, 41, 42}, &dense);
   AddVisit(200, {80, 81, 82}, &dense);
-  AddVisit(300, {60, 61, 62}, &other_dense);
+  AddVisit(200, {60, 61, 62}, &other_dense);
   AddVisit(200, {20, 21, 22}, &near);
-  AddVisit(300, {15, 16, 17}, &other);
+  AddVisit(200, {15, 16, 17}, &other);
   AddVisit(100, {9, 9, 9}, &failed);
   failed.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
-  const SideBySide samples = SamplesSideBySide({&dense, &other_dense}, {&near, &other, &failed});
+  const std::vector<ComparedCase> cases = {
+      {&near, &dense}, {&other, &other_dense}, {&failed, &dense}, {&near, nullptr}};
+  const SideBySide samples = SamplesSideBySide(cases);
+  EXPECT_TRUE(samples.are_pairs);
   EXPECT_EQ(samples.dense_ns, (std::vector<double>{80, 81, 82, 60, 61, 62}));
   EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 21, 22, 15, 16, 17}));
+  EXPECT_TRUE(SpeedUpOf(samples)->is_95_percent);
+  // With one that has no pairs there are none, and each case counts once.
+  other.mutable_outcome()->mutable_timing()->mutable_visits(0)->set_start_unix_ns(300);
+  const SideBySide all =
+      SamplesSideBySide({{&near, &dense}, {&other, &other_dense}, {&other, &dense}});
+  EXPECT_FALSE(all.are_pairs);
+  EXPECT_EQ(all.dense_ns, (std::vector<double>{40, 41, 42, 80, 81, 82, 60, 61, 62}));
+  EXPECT_EQ(all.technique_ns, (std::vector<double>{20, 21, 22, 15, 16, 17}));
+  EXPECT_TRUE(SamplesSideBySide({{&near, nullptr}}).dense_ns.empty());
+  EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({{&near, nullptr}})).has_value());
+  EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({})).has_value());
 }
 
 TEST(SamplesSideBySide, AreAllWhereTheRecordDoesNotTellOrTooFewAreInCommon) {
@@ -345,73 +381,100 @@ TEST(SamplesSideBySide, AreAllWhereTheRecordDoesNotTellOrTooFewAreInCommon) {
   AddVisit(100, {40, 41, 42}, &dense);
   AddVisit(200, {80, 81, 82}, &dense);
   AddVisit(200, {20, 21, 22}, &near);
-  const std::vector<double> all_of_dense = {40, 41, 42, 80, 81, 82};
-  const auto of_dense = [](const Case& dense_case, const Case& near_case) {
-    return SamplesSideBySide({&dense_case}, {&near_case}).dense_ns;
+  ASSERT_TRUE(SamplesSideBySide({{&near, &dense}}).are_pairs);
+  const auto expect_all = [](const Case& near_case, const Case& dense_case) {
+    const SideBySide samples = SamplesSideBySide({{&near_case, &dense_case}});
+    EXPECT_FALSE(samples.are_pairs);
+    const auto& of_dense = dense_case.outcome().timing().run_ns();
+    const auto& of_near = near_case.outcome().timing().run_ns();
+    EXPECT_EQ(samples.dense_ns, std::vector<double>(of_dense.begin(), of_dense.end()));
+    EXPECT_EQ(samples.technique_ns, std::vector<double>(of_near.begin(), of_near.end()));
   };
-  ASSERT_EQ(of_dense(dense, near), (std::vector<double>{80, 81, 82}));
   const auto changed = [](const Case& result, const std::function<void(Timing*)>& change) {
     Case copy = result;
     change(copy.mutable_outcome()->mutable_timing());
     return copy;
   };
-  // An older program's record, one that an older program began, and one with a negative number.
+  // An older program's record, one that an older program began, and damaged ones, of which one has
+  // numbers that add up.
   for (const std::function<void(Timing*)>& change : std::vector<std::function<void(Timing*)>>{
            [](Timing* timing) { timing->clear_visits(); },
            [](Timing* timing) { timing->add_run_ns(5); },
+           [](Timing* timing) { timing->mutable_visits(0)->set_run_samples(7); },
            [](Timing* timing) {
+             const int samples = timing->mutable_visits(0)->run_samples();
              timing->mutable_visits(0)->set_run_samples(-1);
-             timing->add_visits()->set_run_samples(timing->run_ns_size() + 1);
+             timing->add_visits()->set_run_samples(samples + 1);
            }}) {
-    EXPECT_EQ(of_dense(dense, changed(near, change)), all_of_dense);
-    const Case changed_dense = changed(dense, change);
-    const auto& samples = changed_dense.outcome().timing().run_ns();
-    EXPECT_EQ(of_dense(changed_dense, near), std::vector<double>(samples.begin(), samples.end()));
+    expect_all(changed(near, change), dense);
+    expect_all(near, changed(dense, change));
   }
-  // Two samples of one of the two, and visits of different sweeps.
-  EXPECT_EQ(of_dense(dense, changed(near,
-                                    [](Timing* timing) {
-                                      timing->mutable_run_ns()->RemoveLast();
-                                      timing->mutable_visits(0)->set_run_samples(2);
-                                    })),
-            all_of_dense);
-  EXPECT_EQ(
-      of_dense(
-          dense,
-          changed(near, [](Timing* timing) { timing->mutable_visits(0)->set_start_unix_ns(201); })),
-      all_of_dense);
+  // Two samples, and a visit of another sweep.
+  expect_all(changed(near,
+                     [](Timing* timing) {
+                       timing->mutable_run_ns()->RemoveLast();
+                       timing->mutable_visits(0)->set_run_samples(2);
+                     }),
+             dense);
+  expect_all(
+      changed(near, [](Timing* timing) { timing->mutable_visits(0)->set_start_unix_ns(201); }),
+      dense);
 }
 
-// Tells in which share of sweeps the interval holds the true speed-up: of one visit to the technique
-// and four to dense, between which the machine's speed drifts.
-TEST(SamplesSideBySide, GiveIntervalsThatHoldTheTrueSpeedUpWhereTheMachineDrifts) {
-  std::mt19937_64 random(11);
-  std::normal_distribution<double> normal;
-  const auto of_visit = [&](double level) {
-    std::vector<double> samples(11);
-    for (double& sample : samples) sample = level * std::exp(0.01 * normal(random));
-    return samples;
-  };
-  int held = 0, held_by_all = 0;
+TEST(SamplesSideBySide, OfTimesThatAreNotPositiveAndFiniteHaveNoSpeedUp) {
+  for (const double ns : {0.0, -1.0, kInfinity}) {
+    Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
+    AddVisit(1, {4, 4, ns}, &dense);
+    AddVisit(1, {1, 1, 1}, &near);
+    EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({{&near, &dense}})).has_value()) << ns;
+    EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({{&dense, &near}})).has_value()) << ns;
+  }
+}
+
+// A machine whose speed changes between visits and during them, by steps that last for some samples.
+class DriftingMachine {
+ public:
+  // Adds a visit in which both take `samples` by turns.
+  void Visit(int64_t start, int samples, Case* dense, Case* near) {
+    std::vector<double> of_dense, of_near;
+    double level = 0.05 * normal_(random_);
+    for (int i = 0; i < samples; ++i) {
+      if (random_() % 4 == 0) level = 0.05 * normal_(random_);
+      of_dense.push_back(4e6 * std::exp(level + 0.01 * normal_(random_)));
+      of_near.push_back(1e6 * std::exp(level + 0.01 * normal_(random_)));
+    }
+    AddVisit(start, of_dense, dense);
+    if (near != nullptr) AddVisit(start, of_near, near);
+  }
+
+ private:
+  std::mt19937_64 random_{11};
+  std::normal_distribution<double> normal_;
+};
+
+// Of one visit to the technique and four to dense.
+TEST(SamplesSideBySide, HoldTheTrueSpeedUpInANarrowIntervalWhereTheMachineDrifts) {
+  DriftingMachine machine;
   constexpr int kSweeps = 400;
+  int held = 0, held_by_all = 0;
+  double error = 0, error_of_all = 0;
   for (int sweep = 0; sweep < kSweeps; ++sweep) {
     Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
     for (int visit = 1; visit <= 4; ++visit) {
-      const double level = std::exp(0.02 * normal(random));
-      AddVisit(visit, of_visit(4e6 * level), &dense);
-      if (visit == 1) AddVisit(visit, of_visit(1e6 * level), &near);
+      machine.Visit(visit, 11, &dense, visit == 2 ? &near : nullptr);
     }
-    const auto holds = [&] {
-      const SideBySide samples = SamplesSideBySide({&dense}, {&near});
-      const SpeedUpInterval interval = *SpeedUpOf(samples.dense_ns, samples.technique_ns);
-      return interval.low <= 4 && 4 <= interval.high;
-    };
-    held += holds();
+    const SpeedUpInterval of_pairs = *SpeedUpOf(SamplesSideBySide({{&near, &dense}}));
     near.mutable_outcome()->mutable_timing()->clear_visits();
-    held_by_all += holds();
+    const SpeedUpInterval of_all = *SpeedUpOf(SamplesSideBySide({{&near, &dense}}));
+    held += of_pairs.low <= 4 && 4 <= of_pairs.high;
+    held_by_all += of_all.low <= 4 && 4 <= of_all.high;
+    error += std::pow(std::log(of_pairs.ratio / 4), 2) / kSweeps;
+    error_of_all += std::pow(std::log(of_all.ratio / 4), 2) / kSweeps;
   }
   EXPECT_GE(held / double{kSweeps}, 0.95);
-  EXPECT_LE(held_by_all / double{kSweeps}, 0.65);
+  EXPECT_LE(held_by_all / double{kSweeps}, 0.85);
+  EXPECT_LE(std::sqrt(error), 0.008);
+  EXPECT_GE(std::sqrt(error_of_all), 0.02);
 }
 
 TEST(Rates, AreAbsentWhereTheAmountOrTheTimeOrThePeakIsUnknown) {

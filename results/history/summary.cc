@@ -58,9 +58,15 @@ std::optional<double> UndisturbedRunTime(const Case& result) {
   return UndisturbedTimeOf(result.outcome().timing().run_ns());
 }
 
-// Returns the run time over that of dense in the visits in which both were measured.
+// Returns the run time over that of dense: the median quotient of samples that were taken at about the
+// same time where the record tells, which load of the machine hardly changes.
 std::optional<double> TimeOverDense(const Case& result, const Case& dense) {
-  const SideBySide samples = SamplesSideBySide({&dense}, {&result});
+  const SideBySide samples = SamplesSideBySide({{&result, &dense}});
+  if (samples.are_pairs) {
+    const std::optional<SpeedUpInterval> speed_up = SpeedUpOf(samples);
+    if (!speed_up.has_value()) return std::nullopt;
+    return 1 / speed_up->ratio;
+  }
   const std::optional<double> run = UndisturbedTime(samples.technique_ns);
   const std::optional<double> of_dense = UndisturbedTime(samples.dense_ns);
   if (!run.has_value() || !of_dense.has_value()) return std::nullopt;
