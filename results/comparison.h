@@ -91,15 +91,15 @@ struct Comparison {
 };
 
 // Matches cases by their whole keys (results/reader.h), the last of several, and judges
-//   run and setup   A change is the ratio of the medians of all samples, with a bootstrap interval
-//                   that includes the samples of dense, of those visits of the sweep that the
-//                   case had a part in where the record tells. A time has regressed where the whole
-//                   interval lies above the threshold and the two differ (p < 0.05, corrected for
-//                   the number of times compared); improvements are judged likewise. The p-value is
-//                   that of the rank sum test, with the medians of dense as constants, or where it
-//                   is greater that of TrimmedRatioP, which has the noise of all four sets of
-//                   samples. Where there are only two, as of times over the fixed arithmetic beside
-//                   each sample or over the peak, it is that of the rank sum test.
+//   run and setup   A change is the ratio of the medians of all samples, with a bootstrap interval.
+//                   A run's samples are quotients by the samples of dense that were taken at about
+//                   the same time, where the records tell (SamplesSideBySide, results/statistics.h);
+//                   else, and for setups, they are divided by the median of dense, whose samples
+//                   the interval includes. A time has regressed where the whole interval lies above
+//                   the threshold and the two differ (p < 0.05, corrected for the number of times
+//                   compared); improvements are judged likewise. The p-value is that of the rank sum
+//                   test, or where it is greater, and a median divides, that of TrimmedRatioP, which
+//                   has the noise of all four sets of samples.
 //                   A time over dense is ambiguous, since dense changed, where the time over the
 //                   fixed arithmetic, or over the peak, has not at least half of the change, in
 //                   powers of it, nor an interval beyond the threshold. Nothing is judged under

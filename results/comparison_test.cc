@@ -376,7 +376,38 @@ Finding OverDense(const ResultSet& base, const ResultSet& now) {
   return Finding();
 }
 
-TEST(Compare, ATimeIsOverTheSamplesOfDenseFromItsOwnVisits) {
+// Returns a sweep of "near" and dense in one visit, by turns, on a machine whose speed changes with every
+// fourth sample or so.
+ResultSet SweepOfADriftingMachine(double near_ns, int samples, std::mt19937_64* random) {
+  std::normal_distribution<double> normal;
+  ResultSet results = SweepOfVisits(1);
+  double level = 0;
+  std::vector<double> of_near, of_dense;
+  for (int i = 0; i < samples; ++i) {
+    if (i == 0 || (*random)() % 4 == 0) level = 0.05 * normal(*random);
+    of_dense.push_back(1e6 * std::exp(level + 0.01 * normal(*random)));
+    of_near.push_back(near_ns * std::exp(level + 0.01 * normal(*random)));
+  }
+  for (Case& result : *results.mutable_cases()) result.mutable_outcome()->clear_timing();
+  AddVisit(1000, of_dense, results.mutable_cases(0));
+  AddVisit(1000, of_near, results.mutable_cases(1));
+  return results;
+}
+
+TEST(Compare, OnAMachineThatDriftsFivePercentAreFoundAndNothingElse) {
+  std::mt19937_64 random(5);
+  constexpr int kRounds = 400;
+  int found = 0, below = 0;
+  for (int round = 0; round < kRounds; ++round) {
+    const ResultSet base = SweepOfADriftingMachine(2e5, 11, &random);
+    found += *OverDense(base, SweepOfADriftingMachine(2.1e5, 11, &random)).p_value < 0.05;
+    below += *OverDense(base, SweepOfADriftingMachine(2e5, 11, &random)).p_value < 0.05;
+  }
+  EXPECT_GE(found, 0.97 * kRounds);
+  EXPECT_LE(below, 0.07 * kRounds);  // two standard deviations above 5 %
+}
+
+TEST(Compare, ATimeIsOverTheSamplesOfDenseBesideIt) {
   const Finding finding = OverDense(SweepOfVisits(1), SweepOfVisits(1.2));
   EXPECT_NEAR(finding.change, 1, 1e-12);
   EXPECT_EQ(finding.verdict, Verdict::kSame);

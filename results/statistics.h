@@ -149,8 +149,8 @@ struct SideBySide {
 //
 // A machine's speed changes during and between visits, and a sweep visits dense more often than most
 // techniques. In ten sweeps of 30 cases each, on two cores, the speed-up of a case by medians of all
-// samples varied from sweep to sweep by 4.4 % (standard deviation), and by 5.8 % beside other
-// programs; by the median quotient of pairs by 2.6 % and 2.2 %.
+// samples varied from sweep to sweep by 3.9 % (standard deviation), and by 8.4 % beside other
+// programs; by the median quotient of pairs by 1.9 % and 2.6 %.
 constexpr size_t kLeastPairs = 3;
 SideBySide SamplesSideBySide(const std::vector<ComparedCase>& cases);
 

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <optional>
+#include <random>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "benchmark/benchmark.h"
 #include "core/cpu/kernels.h"
@@ -39,13 +41,34 @@ class SilentReporter : public benchmark::BenchmarkReporter {
 
 void InitializeBenchmarkLibrary() {
   static const bool done = [] {
-    std::string name = "timing", interleave = "--benchmark_enable_random_interleaving=true";
-    char* arguments[] = {name.data(), interleave.data(), nullptr};
-    int count = 2;
+    std::string name = "timing";
+    char* arguments[] = {name.data(), nullptr};
+    int count = 1;
     benchmark::Initialize(&count, arguments);
     return true;
   }();
   (void)done;
+}
+
+// One sample of a case, and where among the samples of all cases it is taken: 0 to 1.
+struct PlannedSample {
+  double place;
+  std::function<void()> take;
+};
+
+// Takes the samples in the order of their places. The library's own times are not used.
+void Take(std::vector<PlannedSample> samples) {
+  std::sort(samples.begin(), samples.end(),
+            [](const PlannedSample& a, const PlannedSample& b) { return a.place < b.place; });
+  for (const PlannedSample& sample : samples) {
+    const auto body = [&sample](benchmark::State& state) {
+      for (auto _ : state) sample.take();
+    };
+    benchmark::RegisterBenchmark("sample", body)->Repetitions(1)->Iterations(1);
+  }
+  SilentReporter reporter;
+  if (!samples.empty()) benchmark::RunSpecifiedBenchmarks(&reporter, ".");
+  benchmark::ClearRegisteredBenchmarks();  // they hold pointers into `samples`
 }
 
 // One case while it is measured.
@@ -101,7 +124,9 @@ class Measurement {
     PlanStream();
   }
 
-  void Register() {
+  // Adds the case's samples. Those of each kind are spread evenly, at random within equal parts of the
+  // whole, so that any two cases are timed about the same time throughout.
+  void Plan(std::mt19937_64* random, std::vector<PlannedSample>* samples) {
     if (!timed_.status.ok()) return;
     SampleWishes wishes;
     wishes.repetitions =
@@ -121,12 +146,19 @@ class Measurement {
     }
     planned_runs_ = plan.runs;
     samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams + plan.graphs;
-    Add("run", plan.runs,
+    const auto add = [&](absl::string_view what, int count, Body body) {
+      std::uniform_real_distribution<double> within(0, 1);
+      for (int i = 0; i < count; ++i) {
+        const double place = (i + within(*random)) / count;
+        samples->push_back({place, [this, what, body] { Sample(what, body); }});
+      }
+    };
+    add("run", plan.runs,
         timed_.bound.runtime == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
-    Add("setup", plan.setups, &Measurement::SetupSample);
-    Add("cold", plan.colds, &Measurement::ColdSample);
-    Add("stream", plan.streams, &Measurement::StreamSample);
-    Add("graph", plan.graphs, &Measurement::GraphSample);
+    add("setup", plan.setups, &Measurement::SetupSample);
+    add("cold", plan.colds, &Measurement::ColdSample);
+    add("stream", plan.streams, &Measurement::StreamSample);
+    add("graph", plan.graphs, &Measurement::GraphSample);
   }
 
   // Counts the instructions of single runs, where there is a counter and time for it.
@@ -167,18 +199,6 @@ class Measurement {
  private:
   using Body = void (Measurement::*)();
 
-  // Registers `body`, which takes one sample and notes its time by the clock of the options, or of
-  // the device; the library calls `body` `samples` times. The library's own times are not used.
-  void Add(absl::string_view what, int samples, Body body) {
-    if (samples == 0) return;
-    const auto sample = [this, body, what](benchmark::State& state) {
-      for (auto _ : state) Sample(what, body);
-    };
-    benchmark::RegisterBenchmark(absl::StrCat(index_, "_", what).c_str(), sample)
-        ->Repetitions(samples)
-        ->Iterations(1);
-  }
-
   // Returns the samples taken, those of runs that are kept.
   Timing TimingSoFar() const {
     Timing timing = timed_.timing;
@@ -205,9 +225,8 @@ class Measurement {
     return timing;
   }
 
-  // Takes one sample of any kind. When the case is over, its remaining repetitions do nothing; they
-  // are not skipped with an error, because the library computes statistics over repetitions and
-  // aborts where some have failed.
+  // Takes one sample of any kind, and notes its time by the clock of the options, or of the device.
+  // When the case is over, its remaining samples do nothing.
   void Sample(absl::string_view what, Body body) {
     timed_out_ = timed_out_ || (timed_.timeout_seconds > 0 && spent_ > timed_.timeout_seconds);
     stopped_ = stopped_ || device_lost_ || (options_.stopped != nullptr && options_.stopped());
@@ -646,21 +665,18 @@ absl::Status DeviceCacheFlusher::operator()() {
 
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases) {
   InitializeBenchmarkLibrary();
-  benchmark::ClearRegisteredBenchmarks();
   bool device_lost = false;
+  std::mt19937_64 random{std::random_device()()};
+  std::vector<PlannedSample> samples;
   std::vector<std::unique_ptr<Measurement>> measurements;
   for (size_t i = 0; i < cases->size(); ++i) {
     measurements.push_back(std::make_unique<Measurement>(options, i, &(*cases)[i], &device_lost,
                                                          [&] { return UsualProbe(measurements); }));
     measurements.back()->Pilot();
-    measurements.back()->Register();
+    measurements.back()->Plan(&random, &samples);
     measurements.back()->CountInstructions();
   }
-  const bool any = std::any_of(cases->begin(), cases->end(),
-                               [](const TimedCase& timed) { return timed.status.ok(); });
-  SilentReporter reporter;
-  if (any) benchmark::RunSpecifiedBenchmarks(&reporter, ".");
-  benchmark::ClearRegisteredBenchmarks();  // they hold pointers into `measurements`
+  Take(std::move(samples));
   for (const auto& measurement : measurements) measurement->Finish();
 }
 

@@ -1,9 +1,11 @@
 // Times layers side by side: setup, cold and warm runs, and the segments of streams.
 //
-// Google Benchmark is the timing loop. Each case has up to five benchmarks (setup, cold, run, graph,
-// stream), whose repetitions are interleaved at random over all cases that are measured together.
-// So any drift (clock, temperature, other processes) affects all cases alike, and a ratio of two
-// medians is unbiased even where the medians are not.
+// Google Benchmark is the timing loop, and each sample one of its benchmarks. A case has up to five
+// kinds of samples (setup, cold, run, graph, stream). The n samples of a kind are taken one in each
+// nth part of the whole, at random within it, between those of all cases that are measured together.
+// So any drift (clock, temperature, other processes) affects all cases alike, and sample i of one case
+// is taken at about the time of sample i of another: their quotient tells what is faster even while
+// the machine's speed changes (SamplesSideBySide, results/statistics.h).
 //
 //   run      a sample is the mean of as many calls as last min_time, after one untimed warm-up call
 //   cold     one call after the caches were overwritten

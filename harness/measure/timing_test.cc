@@ -409,20 +409,30 @@ TEST_F(TimingTest, TheProbeIsTimedByTheClockToo) {
   EXPECT_THAT(cases[0].timing.probe_ns(), Each(kTick * 1e9));
 }
 
-TEST_F(TimingTest, SamplesOfDifferentCasesAreInterleaved) {
-  std::vector<TimedCase> cases;
-  cases.push_back(Prepare("toy_mean", {}, 16));
-  cases.push_back(Prepare("toy_mean", {}, 16));
+TEST_F(TimingTest, SamplesOfDifferentCasesAreTakenAtAboutTheSameTimes) {
   TimingOptions options = Quick();
-  options.repetitions = 20;
+  options.repetitions = 40;
+  std::vector<TimedCase> cases;
+  for (int i = 0; i < 3; ++i) cases.push_back(Prepare("toy_mean", {}, 16));
+  cases[2].wishes.set_repetitions(10);
   std::vector<size_t> order;
-  options.on_sample = [&](size_t index, absl::string_view) { order.push_back(index); };
+  options.on_sample = [&](size_t index, absl::string_view what) {
+    if (what == "run") order.push_back(index);
+  };
   MeasureSideBySide(options, &cases);
-  int changes = 0;
-  for (size_t i = 1; i < order.size(); ++i) changes += order[i] != order[i - 1];
-  // Some 50 samples in random order have about 25 changes; in blocks there would be 3. The chance
-  // of fewer than 8 is below 1e-6.
-  EXPECT_GE(changes, 8);
+  order.erase(order.begin(), order.begin() + 3);  // what tells how long a call takes
+  ASSERT_EQ(order.size(), 90u);
+  int taken[3] = {};
+  int first[2] = {};  // how often each has its next sample before the other
+  for (const size_t index : order) {
+    if (index < 2 && taken[0] == taken[1]) ++first[index];
+    ++taken[index];
+    EXPECT_LE(std::abs(taken[0] - taken[1]), 1);
+    EXPECT_LE(std::abs(taken[0] - 4 * taken[2]), 4);
+  }
+  // At random: with a probability below 1e-6 one is always first in 20 or more.
+  EXPECT_GE(first[0], 1);
+  EXPECT_GE(first[1], 1);
 }
 
 TEST_F(TimingTest, ALongCallIsASampleOfItsOwn) {

@@ -9,8 +9,7 @@
 //      fit is left out for all techniques, and so are longer ones.
 //   3. Repetition: the rest of the budget is spent on samples where the interval of the median is
 //      widest, each time together with the dense counterpart, since both are in the ratio. A
-//      speed-up leaves out the samples of dense from visits that a case had no part in
-//      (SamplesSideBySide, results/statistics.h).
+//      speed-up is of pairs of samples of such visits (SamplesSideBySide, results/statistics.h).
 //
 // A plan reads no clock and runs nothing: its caller says how much time has passed, and what each
 // visit to a case found.
