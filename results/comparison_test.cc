@@ -432,7 +432,7 @@ TEST(Compare, WithoutVisitsInCommonATimeIsOverAllSamplesOfDense) {
                 timing->mutable_visits()->DeleteSubrange(0, 1);
               }),
               1 / 1.2, 0.01);
-  // Another sweep's dense, and visits of fewer than three samples.
+  // Another sweep's dense, and a visit of too few samples.
   EXPECT_NEAR(change([](const std::string& technique, Timing* timing) {
                 if (technique == "near") timing->mutable_visits(0)->set_start_unix_ns(5000);
               }),

@@ -151,7 +151,7 @@ struct SideBySide {
 // techniques. In ten sweeps of 30 cases each, on two cores, the speed-up of a case by medians of all
 // samples varied from sweep to sweep by 3.9 % (standard deviation), and by 8.4 % beside other
 // programs; by the median quotient of pairs by 1.9 % and 2.6 %.
-constexpr size_t kLeastPairs = 3;
+constexpr size_t kLeastPairs = 4;  // fewer can tell no difference (MannWhitneyP)
 SideBySide SamplesSideBySide(const std::vector<ComparedCase>& cases);
 
 // Returns the times of dense over those of the technique, pair by pair.

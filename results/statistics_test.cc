@@ -351,26 +351,26 @@ TEST(SamplesSideBySide, OfSeveralCasesAreThePairsOfEach) {
   Case dense = MakeUntimed("plain"), other_dense = MakeUntimed("plain");
   Case near = MakeUntimed("near"), other = MakeUntimed("near"), failed = MakeUntimed("near");
   AddVisit(100, {40, 41, 42}, &dense);
-  AddVisit(200, {80, 81, 82}, &dense);
-  AddVisit(200, {60, 61, 62}, &other_dense);
-  AddVisit(200, {20, 21, 22}, &near);
-  AddVisit(200, {15, 16, 17}, &other);
-  AddVisit(100, {9, 9, 9}, &failed);
+  AddVisit(200, {80, 81, 82, 83}, &dense);
+  AddVisit(200, {60, 61, 62, 63}, &other_dense);
+  AddVisit(200, {20, 21, 22, 23}, &near);
+  AddVisit(200, {15, 16, 17, 18}, &other);
+  AddVisit(100, {9, 9, 9, 9}, &failed);
   failed.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
   const std::vector<ComparedCase> cases = {
       {&near, &dense}, {&other, &other_dense}, {&failed, &dense}, {&near, nullptr}};
   const SideBySide samples = SamplesSideBySide(cases);
   EXPECT_TRUE(samples.are_pairs);
-  EXPECT_EQ(samples.dense_ns, (std::vector<double>{80, 81, 82, 60, 61, 62}));
-  EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 21, 22, 15, 16, 17}));
+  EXPECT_EQ(samples.dense_ns, (std::vector<double>{80, 81, 82, 83, 60, 61, 62, 63}));
+  EXPECT_EQ(samples.technique_ns, (std::vector<double>{20, 21, 22, 23, 15, 16, 17, 18}));
   EXPECT_TRUE(SpeedUpOf(samples)->is_95_percent);
   // With one that has no pairs there are none, and each case counts once.
   other.mutable_outcome()->mutable_timing()->mutable_visits(0)->set_start_unix_ns(300);
   const SideBySide all =
       SamplesSideBySide({{&near, &dense}, {&other, &other_dense}, {&other, &dense}});
   EXPECT_FALSE(all.are_pairs);
-  EXPECT_EQ(all.dense_ns, (std::vector<double>{40, 41, 42, 80, 81, 82, 60, 61, 62}));
-  EXPECT_EQ(all.technique_ns, (std::vector<double>{20, 21, 22, 15, 16, 17}));
+  EXPECT_EQ(all.dense_ns, (std::vector<double>{40, 41, 42, 80, 81, 82, 83, 60, 61, 62, 63}));
+  EXPECT_EQ(all.technique_ns, (std::vector<double>{20, 21, 22, 23, 15, 16, 17, 18}));
   EXPECT_TRUE(SamplesSideBySide({{&near, nullptr}}).dense_ns.empty());
   EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({{&near, nullptr}})).has_value());
   EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({})).has_value());
@@ -378,9 +378,9 @@ TEST(SamplesSideBySide, OfSeveralCasesAreThePairsOfEach) {
 
 TEST(SamplesSideBySide, AreAllWhereTheRecordDoesNotTellOrTooFewAreInCommon) {
   Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
-  AddVisit(100, {40, 41, 42}, &dense);
-  AddVisit(200, {80, 81, 82}, &dense);
-  AddVisit(200, {20, 21, 22}, &near);
+  AddVisit(100, {40, 41, 42, 43}, &dense);
+  AddVisit(200, {80, 81, 82, 83}, &dense);
+  AddVisit(200, {20, 21, 22, 23}, &near);
   ASSERT_TRUE(SamplesSideBySide({{&near, &dense}}).are_pairs);
   const auto expect_all = [](const Case& near_case, const Case& dense_case) {
     const SideBySide samples = SamplesSideBySide({{&near_case, &dense_case}});
@@ -409,11 +409,11 @@ TEST(SamplesSideBySide, AreAllWhereTheRecordDoesNotTellOrTooFewAreInCommon) {
     expect_all(changed(near, change), dense);
     expect_all(near, changed(dense, change));
   }
-  // Two samples, and a visit of another sweep.
+  // Three samples, and a visit of another sweep.
   expect_all(changed(near,
                      [](Timing* timing) {
                        timing->mutable_run_ns()->RemoveLast();
-                       timing->mutable_visits(0)->set_run_samples(2);
+                       timing->mutable_visits(0)->set_run_samples(3);
                      }),
              dense);
   expect_all(
@@ -424,8 +424,8 @@ TEST(SamplesSideBySide, AreAllWhereTheRecordDoesNotTellOrTooFewAreInCommon) {
 TEST(SamplesSideBySide, OfTimesThatAreNotPositiveAndFiniteHaveNoSpeedUp) {
   for (const double ns : {0.0, -1.0, kInfinity}) {
     Case dense = MakeUntimed("plain"), near = MakeUntimed("near");
-    AddVisit(1, {4, 4, ns}, &dense);
-    AddVisit(1, {1, 1, 1}, &near);
+    AddVisit(1, {4, 4, 4, ns}, &dense);
+    AddVisit(1, {1, 1, 1, 1}, &near);
     EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({{&near, &dense}})).has_value()) << ns;
     EXPECT_FALSE(SpeedUpOf(SamplesSideBySide({{&dense, &near}})).has_value()) << ns;
   }
