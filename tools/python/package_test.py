@@ -565,7 +565,10 @@ class Sweeps(unittest.TestCase):
         with unittest.mock.patch.dict(sys.modules, pandas=pandas):
             rows = results.frame()
         runs = [row for row in rows if row['quantity'] == 'run_ns']
-        self.assertEqual({row['sample'] for row in runs}, {0, 1, 2})
+        for one in results:
+            name, tokens = one['key']['technique'], one['key']['query_tokens']
+            numbers = [row['sample'] for row in runs if (row['technique'], row['query_tokens']) == (name, tokens)]
+            self.assertEqual(numbers, list(range(len(one['samples']['run_ns']))))
         for tokens in (128, 256):
             visits = {row['technique']: set() for row in runs}
             for row in runs:
