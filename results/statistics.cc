@@ -299,6 +299,15 @@ void AddPairs(const Case& result, const Case& dense, SideBySide* pairs) {
   }
 }
 
+// Returns the times of dense over those of the technique, pair by pair.
+std::vector<double> QuotientsOf(const SideBySide& pairs) {
+  std::vector<double> quotients;
+  for (size_t i = 0; i < pairs.dense_ns.size(); ++i) {
+    quotients.push_back(pairs.dense_ns[i] / pairs.technique_ns[i]);
+  }
+  return quotients;
+}
+
 }  // namespace
 
 SideBySide SamplesSideBySide(const std::vector<ComparedCase>& cases) {
@@ -321,14 +330,6 @@ SideBySide SamplesSideBySide(const std::vector<ComparedCase>& cases) {
   return pairs.are_pairs && !pairs.dense_ns.empty() ? pairs : all;
 }
 
-std::vector<double> QuotientsOf(const SideBySide& pairs) {
-  std::vector<double> quotients;
-  for (size_t i = 0; i < pairs.dense_ns.size(); ++i) {
-    quotients.push_back(pairs.dense_ns[i] / pairs.technique_ns[i]);
-  }
-  return quotients;
-}
-
 std::optional<SpeedUpInterval> SpeedUpOf(const SideBySide& samples) {
   if (!samples.are_pairs) return SpeedUpOf(samples.dense_ns, samples.technique_ns);
   const auto are_times = [](const std::vector<double>& all) {
@@ -348,10 +349,13 @@ std::optional<SpeedUpInterval> SpeedUpOf(const SideBySide& samples) {
 std::optional<double> SpeedUp(const Case& result, const Case* dense) {
   if (dense == nullptr) return std::nullopt;
   const SideBySide samples = SamplesSideBySide({{&result, dense}});
+  if (samples.are_pairs) {
+    const std::optional<SpeedUpInterval> of_pairs = SpeedUpOf(samples);
+    return of_pairs.has_value() ? std::optional<double>(of_pairs->ratio) : std::nullopt;
+  }
   const std::optional<MedianInterval> time = MedianOf(samples.technique_ns);
   const std::optional<MedianInterval> dense_time = MedianOf(samples.dense_ns);
   if (!time.has_value() || !dense_time.has_value() || !(time->median > 0)) return std::nullopt;
-  if (samples.are_pairs) return MedianOf(QuotientsOf(samples))->median;
   return dense_time->median / time->median;
 }
 

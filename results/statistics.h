@@ -154,11 +154,9 @@ struct SideBySide {
 constexpr size_t kLeastPairs = 4;  // fewer can tell no difference (MannWhitneyP)
 SideBySide SamplesSideBySide(const std::vector<ComparedCase>& cases);
 
-// Returns the times of dense over those of the technique, pair by pair.
-std::vector<double> QuotientsOf(const SideBySide& pairs);
-
-// Returns the speed-up: of pairs the median quotient with its interval (MedianOf), and the two are
-// distinct as above; otherwise that of the two sets of samples.
+// Returns the speed-up: of pairs the median of the quotients dense_ns[i] / technique_ns[i] with its
+// interval (MedianOf), and the two are distinct as above, or nothing where a sample is not positive
+// and finite; otherwise that of the two sets of samples.
 std::optional<SpeedUpInterval> SpeedUpOf(const SideBySide& samples);
 
 // Returns the ratio of that speed-up: the time of dense over that of `result`, above 1 where `result`
